@@ -1,0 +1,1 @@
+"""Stages 1 and 2: prompts and hidden states."""

@@ -1,0 +1,219 @@
+"""Prompt source `conversations`: rows of jsonl, json or parquet files or of a hub data set, one conversation per row."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from mtptrain.config import ConversationSchema
+
+Message = dict[str, str]
+Row = Mapping[str, Any]
+
+COLUMNS = ("messages", "conversations", "conversation")
+MESSAGE_KEYS = {ConversationSchema.messages: ("role", "content"), ConversationSchema.sharegpt: ("from", "value")}
+ROLES = {
+    ConversationSchema.messages: {role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    ConversationSchema.sharegpt: {
+        "system": "system",
+        "human": "user",
+        "user": "user",
+        "gpt": "assistant",
+        "chatgpt": "assistant",
+        "assistant": "assistant",
+    },
+}
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+class ConversationRefused(ValueError):
+    """A row that is left out; the message is the reason that the report counts."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one file or hub data set, and where each stands in it."""
+
+    path: str
+    rows: Sequence[Row]
+    numbers: Sequence[int]
+    """Line of a jsonl file, else the row; from 1."""
+
+    def place(self, index: int) -> str:
+        return f"{self.path}:{self.numbers[index]}"
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Usable rows by name, and for each other row, why not."""
+
+    names: list[str]
+    refused: dict[str, str]
+    schema: ConversationSchema
+    origins: list[tuple[Rows, int]]
+
+    def messages(self, index: int) -> list[Message]:
+        """Read a conversation again, so that a large data set need not fit into memory."""
+        rows, row = self.origins[index]
+        return parse_row(rows.rows[row], self.schema)
+
+    def place(self, index: int) -> str:
+        rows, row = self.origins[index]
+        return rows.place(row)
+
+
+def read_conversations(
+    paths: Sequence[str], schema: ConversationSchema = ConversationSchema.auto, split: str = "train"
+) -> Conversations:
+    """Find every usable conversation.
+
+    Args:
+        paths: jsonl, json (one array) or parquet files, or one name of a data set on the hub.
+        schema: `auto` looks at the keys of each row's messages.
+        split: of the hub's data set.
+
+    Raises:
+        FileNotFoundError: a path is neither a file nor known to the hub.
+        ValueError: a file cannot be read, or its first row has no known schema.
+    """
+    found = Conversations([], {}, schema, [])
+    for rows in [_read_rows(path, split) for path in paths]:
+        for index, row in enumerate(rows.rows):
+            if index == 0:
+                _check_schema(row, schema, rows.place(index))
+            try:
+                found.names.append(conversation_name(row, parse_row(row, schema)))
+                found.origins.append((rows, index))
+            except ConversationRefused as refusal:
+                found.refused[rows.place(index)] = str(refusal)
+    return found
+
+
+def conversation_name(row: Row, messages: Sequence[Message]) -> str:
+    """The row's `id` or `conversation_id`, else a hash of its messages: copies get one name, hence one side of the split."""
+    for key in ("id", "conversation_id"):
+        if row.get(key) not in (None, ""):
+            return str(row[key])
+    return hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
+
+
+def parse_row(row: Row, schema: ConversationSchema = ConversationSchema.auto) -> list[Message]:
+    """The messages of a row, as `role` and `content`.
+
+    Raises:
+        ConversationRefused: the row cannot be rendered faithfully.
+    """
+    listed = _listed_messages(row)
+    if not listed:
+        raise ConversationRefused("no messages")
+    if row.get("tools") or any(isinstance(message, Mapping) and message.get("tool_calls") for message in listed):
+        raise ConversationRefused("tool calls, which are not rendered")
+    row_schema = _schema_of(listed[0], schema)
+    if row_schema is None:
+        raise ConversationRefused("unknown schema")
+    return [_parse_message(message, row_schema) for message in listed]
+
+
+def _listed_messages(row: Row) -> Sequence[Any] | None:
+    """What stands in the column of messages; None where no column is a list."""
+    columns = (row[column] for column in COLUMNS if isinstance(row, Mapping) and column in row)
+    return next((column for column in columns if isinstance(column, Sequence) and not isinstance(column, str)), None)
+
+
+def _schema_of(message: Any, schema: ConversationSchema) -> ConversationSchema | None:
+    candidates = MESSAGE_KEYS if schema is ConversationSchema.auto else {schema: MESSAGE_KEYS[schema]}
+    fits = (name for name, keys in candidates.items() if isinstance(message, Mapping) and all(key in message for key in keys))
+    return next(fits, None)
+
+
+def _parse_message(message: Any, schema: ConversationSchema) -> Message:
+    if _schema_of(message, schema) is None:
+        raise ConversationRefused("messages of different schemas")
+    role_key, content_key = MESSAGE_KEYS[schema]
+    role, content = message[role_key], message[content_key]
+    if role not in ROLES[schema]:
+        raise ConversationRefused(f"unknown role {role!r}")
+    if not isinstance(content, str):
+        raise ConversationRefused(f"content is no text but {type(content).__name__}")
+    return {"role": ROLES[schema][role], "content": content}
+
+
+def _check_schema(row: Row, schema: ConversationSchema, place: str) -> None:
+    """Stop at a file whose first row shows that its format is another one; single odd rows further down are counted instead."""
+    listed = _listed_messages(row) if isinstance(row, Mapping) else None
+    if listed is not None and (not listed or _schema_of(listed[0], schema) is not None):
+        return
+    found = f"keys {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+    if listed is not None:
+        found += f" and messages with {sorted(listed[0]) if isinstance(listed[0], Mapping) else type(listed[0]).__name__}"
+    known = " or ".join(f"`{name}` (messages with {', '.join(keys)})" for name, keys in MESSAGE_KEYS.items())
+    raise ValueError(
+        f"{place}: a row must hold its messages in one of {', '.join(COLUMNS)}, in schema {schema if schema != 'auto' else known}, "
+        f"but has {found}; convert the data or correct prompts.schema"
+    )
+
+
+def _read_rows(path: str, split: str) -> Rows:
+    suffix = Path(path).suffix
+    if Path(path).is_dir():
+        raise ValueError(f"prompts.paths: conversations must be files or one hub name, but {path!r} is a directory; name its files")
+    if Path(path).is_file() and suffix not in FILE_SUFFIXES:
+        raise ValueError(f"prompts.paths: files must end in {', '.join(FILE_SUFFIXES)}, but {path!r} does not; convert the file")
+    if Path(path).is_file():
+        return {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[suffix](path)
+    if suffix in FILE_SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+        raise FileNotFoundError(
+            f"prompts.paths: must name files or one hub data set, but {path!r} does not exist; correct the path"
+        )
+    return _read_hub(path, split)
+
+
+def _read_jsonl(path: str) -> Rows:
+    numbered = list(_json_lines(path))
+    return Rows(path, [row for _, row in numbered], [number for number, _ in numbered])
+
+
+def _json_lines(path: str) -> Iterator[tuple[int, Row]]:
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _parse_json(line, f"{path}:{number}")
+
+
+def _parse_json(content: bytes, place: str) -> Any:
+    try:
+        return json.loads(content)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{place}: must be JSON, but is not ({error}); correct or remove it") from error
+
+
+def _read_json(path: str) -> Rows:
+    content = _parse_json(Path(path).read_bytes(), path)
+    if not isinstance(content, list):
+        raise ValueError(f"{path}: must hold one array of conversations, but holds a {type(content).__name__}; convert it to jsonl")
+    return Rows(path, content, range(1, len(content) + 1))
+
+
+def _read_parquet(path: str) -> Rows:
+    try:
+        rows = Dataset.from_parquet(path)
+    except (ValueError, DatasetGenerationError) as error:
+        raise ValueError(f"{path}: must be a parquet file, but cannot be read ({error}); write it again") from error
+    return Rows(path, rows, range(1, len(rows) + 1))
+
+
+def _read_hub(name: str, split: str) -> Rows:
+    try:
+        rows = load_dataset(name, split=split)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"prompts.paths: must name files or one hub data set, but {name!r} is no file and its split {split!r} cannot be loaded "
+            f"from the hub: {str(error).splitlines()[0]}; correct prompts.paths and prompts.split, or download it as parquet"
+        ) from error
+    return Rows(name, rows, range(1, len(rows) + 1))

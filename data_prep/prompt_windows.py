@@ -1,0 +1,123 @@
+"""Tokenized documents -> windows of the train and validation splits, with a count of everything that is left out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from data_prep.assistant_masks import Encoding
+from data_prep.prompt_sources import Source
+from mtptrain.config import PromptsConfig
+from mtptrain.prompt_files import DocumentEntry, Documents, Split, is_held_out, name_hash
+
+_BATCH = 64
+"""Documents tokenized by one call, over all cores."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """One document of the output; its id is its place among all windows."""
+
+    name: str
+    split: Split
+    number: int
+    encoding: Encoding
+
+
+class Collector:
+    """Cuts, splits and counts documents in the order in which they come."""
+
+    def __init__(self, prompts: PromptsConfig, vocab_size: int) -> None:
+        self.windows: list[Window] = []
+        self.refused: dict[str, str] = {}
+        self.documents_cut = 0
+        self.windows_cut = 0
+        self.windows_unsupervised = 0
+        self.answers_rewritten = 0
+        self.beyond_max_train_tokens = 0
+        self.tokens_read = 0
+        self.is_full = False
+        """No training document fits any more."""
+        self._prompts = prompts
+        self._vocab_size = vocab_size
+        self._train_tokens = 0
+
+    def add(self, name: str, place: str, encoding: Encoding) -> None:
+        """Take the windows of a document that fit.
+
+        Raises:
+            ValueError: a token id is beyond the model's vocabulary.
+        """
+        check_vocabulary(encoding, self._vocab_size, place)
+        split = Split.validation if is_held_out(name, self._prompts.validation_fraction) else Split.train
+        if split is Split.train and self.is_full:
+            self.beyond_max_train_tokens += 1
+            return
+        parts = cut(encoding, self._prompts.max_document_tokens)
+        windows = [Window(name, split, i, part) for i, part in enumerate(parts) if part.loss_mask.any()]
+        self.tokens_read += len(encoding.input_ids)
+        self.documents_cut += len(parts) > 1
+        self.windows_cut += len(parts) if len(parts) > 1 else 0
+        self.windows_unsupervised += len(parts) - len(windows)
+        self.answers_rewritten += encoding.rewritten_answers
+        kept = [window for window in windows if split is Split.validation or self._fits(window)]
+        self.beyond_max_train_tokens += len(kept) < len(windows)
+        self.windows += kept
+
+    def _fits(self, window: Window) -> bool:
+        tokens, limit = len(window.encoding.input_ids), self._prompts.max_train_tokens
+        # Once full, full for good: with a larger limit the same documents come first.
+        self.is_full = self.is_full or 0 < limit < self._train_tokens + tokens
+        self._train_tokens += 0 if self.is_full else tokens
+        return not self.is_full
+
+    def documents(self, split: Split) -> Documents:
+        chosen = [(i, window.encoding) for i, window in enumerate(self.windows) if window.split is split]
+        return Documents.from_list([(i, encoding.input_ids, encoding.loss_mask) for i, encoding in chosen])
+
+    def entries(self) -> Iterator[DocumentEntry]:
+        for i, window in enumerate(self.windows):
+            yield DocumentEntry(i, window.name, window.split, len(window.encoding.input_ids), window.number)
+
+
+def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
+    """Tokenize, cut and split all documents, in the order of the hashes of their names.
+
+    Held-out names have the smallest hashes: the validation split is whole before the training split can be full.
+    """
+    order = sorted(range(len(source.names)), key=lambda i: (name_hash(source.names[i]), source.names[i], i))
+    collector = Collector(prompts, vocab_size)
+    collector.refused.update(source.refused)
+    with tqdm(total=len(order), desc="prompts", unit="doc") as bar:
+        for start in range(0, len(order), _BATCH):
+            if collector.is_full:
+                collector.beyond_max_train_tokens += len(order) - start
+                break
+            batch = order[start : start + _BATCH]
+            _add_batch(collector, source, batch)
+            bar.update(len(batch))
+            bar.set_postfix_str(f"{collector.tokens_read / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
+    return collector
+
+
+def _add_batch(collector: Collector, source: Source, batch: Sequence[int]) -> None:
+    for index, encoding in zip(batch, source.encode(batch), strict=True):
+        if isinstance(encoding, str):
+            collector.refused[source.place(index)] = encoding
+        else:
+            collector.add(source.names[index], source.place(index), encoding)
+
+
+def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:
+    """Windows of at most `max_tokens`, in order and without overlap."""
+    starts = range(0, len(encoding.input_ids), max_tokens)
+    return [Encoding(encoding.input_ids[i : i + max_tokens], encoding.loss_mask[i : i + max_tokens]) for i in starts]
+
+
+def check_vocabulary(encoding: Encoding, vocab_size: int, place: str) -> None:
+    highest = int(encoding.input_ids.max(initial=0))
+    if highest >= vocab_size:
+        raise ValueError(
+            f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives {highest} in "
+            f"{place}; tokenizer and config.json are not of one model, correct the directory"
+        )

@@ -1,0 +1,143 @@
+"""Stage 1: files or conversations -> token ids and loss masks in `run_dir/prompts/`.
+
+Reads the target's tokenizer and what `prompts.paths` names; writes train.safetensors, validation.safetensors, documents.jsonl,
+report.json and, last, manifest.json.
+
+    python -m data_prep.prompts recipe=quickstart
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+from transformers import PreTrainedTokenizerBase
+
+from data_prep.assistant_masks import empty_mask_error
+from data_prep.prompt_sources import Source, read_source
+from data_prep.prompt_windows import Collector, collect_windows
+from data_prep.prompts_report import PromptsReport, SplitReport, group_refusals, print_report
+from mtptrain.config import RECIPES, PipelineConfig, PromptsConfig, PromptSource, load_config
+from mtptrain.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
+from mtptrain.run_dir import write_json, write_provenance
+from mtptrain.target import TokenizerIdentity, load_tokenizer, read_target_config, resolve_target
+
+
+@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    report = prepare_prompts(config)
+    print_report(report)
+    print(f"written to {config.stage_dir('prompts')}")
+
+
+def prepare_prompts(config: PipelineConfig) -> PromptsReport:
+    """Run the stage.
+
+    Raises:
+        FileNotFoundError: the target, a directory, a file or a hub data set does not exist.
+        ValueError: no file fits, a file has an unknown format, the chat template marks nothing, a split would be empty, or the
+            tokenizer is not that of the model.
+    """
+    target_dir = resolve_target(config.target.path, config.target.revision)
+    vocab_size = int(read_target_config(target_dir).vocab_size)
+    tokenizer = load_tokenizer(target_dir)
+    source = read_source(config.prompts, tokenizer)
+    check_names(source, config.prompts)
+
+    collector = collect_windows(source, config.prompts, vocab_size)
+    check_any_supervised(collector, tokenizer)
+    splits = {split: collector.documents(split) for split in Split}
+    check_splits(splits, collector, config.prompts)
+
+    stage_dir = start_output(config.stage_dir("prompts"))
+    write_provenance(stage_dir, config)
+    for split, documents in splits.items():
+        documents.save(stage_dir / f"{split}.safetensors")
+    DocumentEntry.write_all(stage_dir, collector.entries())
+    report = make_report(config.prompts.source, splits, collector)
+    write_json(stage_dir / "report.json", asdict(report))
+    make_manifest(TokenizerIdentity.of(tokenizer), vocab_size, config.prompts.max_document_tokens, splits).write(stage_dir)
+    return report
+
+
+def check_names(source: Source, prompts: PromptsConfig) -> None:
+    """Find out before the long work that there is nothing to do, or that one side of the split stays empty."""
+    if not source.names:
+        wanted = f"file that fits {prompts.pattern!r}" if prompts.source is PromptSource.text_files else "usable conversation"
+        reasons = _reasons(source.refused)
+        raise ValueError(
+            f"prompts.paths: must hold at least one {wanted}, but {', '.join(prompts.paths)} holds none{reasons}; correct the "
+            "paths or the data"
+        )
+    num_held_out = sum(is_held_out(name, prompts.validation_fraction) for name in source.names)
+    for split, count in ((Split.validation, num_held_out), (Split.train, len(source.names) - num_held_out)):
+        if not count:
+            raise _empty_split(split, f": of {len(source.names)} documents none falls on its side", prompts)
+
+
+def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBase) -> None:
+    """An all-zero loss mask would train at zero loss."""
+    if not collector.windows and not collector.is_full:
+        found = f"{collector.windows_unsupervised} documents without a generated token{_reasons(collector.refused)}"
+        raise empty_mask_error(tokenizer, found)
+
+
+def check_splits(splits: Mapping[Split, Documents], collector: Collector, prompts: PromptsConfig) -> None:
+    for split, documents in splits.items():
+        if not len(documents):
+            reasons = _reasons(collector.refused)
+            raise _empty_split(split, f": {collector.windows_unsupervised} documents without a token that counts{reasons}", prompts)
+
+
+def _empty_split(split: Split, reason: str, prompts: PromptsConfig) -> ValueError:
+    return ValueError(
+        f"prompts: the {split} split must hold at least one document, but holds none with prompts.validation_fraction="
+        f"{prompts.validation_fraction} and prompts.max_train_tokens={prompts.max_train_tokens}{reason}; add data or change these "
+        "settings"
+    )
+
+
+def _reasons(refused: Mapping[str, str]) -> str:
+    return "".join(f", {group.count} refused ({group.reason})" for group in group_refusals(refused))
+
+
+def start_output(stage_dir: Path) -> Path:
+    """Take the mark of a finished stage away before its files change."""
+    stage_dir.mkdir(parents=True, exist_ok=True)
+    (stage_dir / "manifest.json").unlink(missing_ok=True)
+    return stage_dir
+
+
+def make_report(source: PromptSource, splits: Mapping[Split, Documents], collector: Collector) -> PromptsReport:
+    return PromptsReport(
+        source=source,
+        splits={split: SplitReport.of(documents) for split, documents in splits.items()},
+        documents_cut=collector.documents_cut,
+        windows_cut=collector.windows_cut,
+        windows_unsupervised=collector.windows_unsupervised,
+        answers_rewritten=collector.answers_rewritten,
+        beyond_max_train_tokens=collector.beyond_max_train_tokens,
+        refused=group_refusals(collector.refused),
+    )
+
+
+def make_manifest(
+    tokenizer: TokenizerIdentity, vocab_size: int, max_document_tokens: int, splits: Mapping[Split, Documents]
+) -> PromptsManifest:
+    train, validation = splits[Split.train], splits[Split.validation]
+    return PromptsManifest(
+        schema_version=SCHEMA_VERSION,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_document_tokens=max_document_tokens,
+        train_documents=len(train),
+        train_tokens=len(train.input_ids),
+        validation_documents=len(validation),
+        validation_tokens=len(validation.input_ids),
+    )
+
+
+if __name__ == "__main__":
+    main()

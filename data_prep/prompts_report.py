@@ -1,0 +1,119 @@
+"""What stage 1 made: counts per split, lengths, and what was left out and why; printed, and kept as report.json."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from mtptrain.prompt_files import Documents, Split
+
+_NAMES_SHOWN = 3
+_BAR_WIDTH = 30
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    documents: int
+    """Windows written."""
+    tokens: int
+    supervised_tokens: int
+    """Those with loss mask 1."""
+    lengths: dict[int, int]
+    """Documents by length: key n counts those longer than n / 2 and at most n tokens."""
+
+    @staticmethod
+    def of(documents: Documents) -> "SplitReport":
+        return SplitReport(
+            documents=len(documents),
+            tokens=len(documents.input_ids),
+            supervised_tokens=int(documents.loss_mask.sum()),
+            lengths=length_histogram(documents.lengths.tolist()),
+        )
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Files or rows left out for one reason."""
+
+    reason: str
+    count: int
+    first: list[str]
+
+
+@dataclass(frozen=True)
+class PromptsReport:
+    source: str
+    splits: dict[Split, SplitReport]
+    documents_cut: int
+    """Files or conversations longer than prompts.max_document_tokens."""
+    windows_cut: int
+    """What they became."""
+    windows_unsupervised: int
+    """Windows left out because no token of them counts in the loss."""
+    answers_rewritten: int
+    """Answers left out of the loss: the chat template shows them otherwise than they were generated."""
+    beyond_max_train_tokens: int
+    """Files or conversations left out, wholly or in part, by prompts.max_train_tokens."""
+    refused: list[Refusals]
+
+
+def length_histogram(lengths: Sequence[int]) -> dict[int, int]:
+    """Counts by the least power of two that a length does not exceed, without gaps between the first and the last."""
+    counts = Counter((length - 1).bit_length() for length in lengths)
+    return {2**power: counts[power] for power in range(min(counts), max(counts) + 1)} if counts else {}
+
+
+def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
+    """From name -> reason to one entry per reason, the most frequent first."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        by_reason.setdefault(reason, []).append(name)
+    groups = [Refusals(reason, len(names), names[:_NAMES_SHOWN]) for reason, names in by_reason.items()]
+    return sorted(groups, key=lambda group: -group.count)
+
+
+def print_report(report: PromptsReport) -> None:
+    console = Console(markup=False, highlight=False)
+    console.print(_split_table(report))
+    console.print(_length_table(report))
+    for line in _left_out(report):
+        console.print(line, soft_wrap=True)
+
+
+def _split_table(report: PromptsReport) -> Table:
+    table = Table("split", title=f"prompts from {report.source}", title_justify="left")
+    for heading in ("documents", "tokens", "supervised tokens"):
+        table.add_column(heading, justify="right")
+    for name, split in report.splits.items():
+        table.add_row(name, f"{split.documents:,}", f"{split.tokens:,}", f"{split.supervised_tokens:,}")
+    return table
+
+
+def _length_table(report: PromptsReport) -> Table:
+    total = Counter[int]()
+    for split in report.splits.values():
+        total.update(split.lengths)
+    table = Table(title="document lengths", title_justify="left")
+    table.add_column("tokens", justify="right")
+    table.add_column("documents", justify="right")
+    table.add_column("")
+    for longest in sorted(total):
+        bar = "█" * round(_BAR_WIDTH * total[longest] / max(total.values()))
+        table.add_row(f"{longest // 2 + 1:,} - {longest:,}" if longest > 2 else f"{longest}", f"{total[longest]:,}", bar)
+    return table
+
+
+def _left_out(report: PromptsReport) -> list[str]:
+    lines = [f"cut: {report.documents_cut:,} {report.source} into {report.windows_cut:,} windows"]
+    if report.windows_unsupervised:
+        lines.append(f"left out: {report.windows_unsupervised:,} windows without a token that counts in the loss")
+    if report.answers_rewritten:
+        lines.append(f"left out of the loss: {report.answers_rewritten:,} answers that the chat template rewrites in later turns")
+    if report.beyond_max_train_tokens:
+        lines.append(f"left out: {report.beyond_max_train_tokens:,} {report.source} beyond prompts.max_train_tokens")
+    for refusals in report.refused:
+        more = ", ..." if refusals.count > len(refusals.first) else ""
+        lines.append(f"refused: {refusals.count:,} ({refusals.reason}): {', '.join(refusals.first)}{more}")
+    return lines

@@ -1,0 +1,53 @@
+"""Prompt source `text_files`: one document per file, named by its path inside the directory it was found in."""
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+STANDARD_LIBRARY = "standard_library"
+"""Stands for the source of the running Python's standard library wherever a directory is expected."""
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """What was read: texts by name, and for each file that was not read, why."""
+
+    texts: dict[str, str]
+    refused: dict[str, str]
+
+
+def standard_library_dir() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[str] = ()) -> TextFiles:
+    """Read every file below `directories` whose name fits `pattern`, in the order of their names.
+
+    Args:
+        directories: directories; `standard_library` stands for that of the running Python.
+        pattern: a glob for the file's name, such as `*.py`.
+        exclude: globs for the path inside its directory, such as `site-packages/*`.
+
+    Raises:
+        FileNotFoundError: a directory does not exist.
+    """
+    texts: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for directory in directories:
+        root = standard_library_dir() if directory == STANDARD_LIBRARY else Path(directory)
+        if not root.is_dir():
+            raise FileNotFoundError(f"prompts.paths: must name directories, but {directory!r} is not one; correct the path")
+        for path in sorted(root.rglob(pattern)):
+            name = path.relative_to(root).as_posix()
+            if not path.is_file() or any(fnmatch(name, glob) for glob in exclude):
+                continue
+            if name in texts:
+                refused[f"{directory}/{name}"] = "another directory has a file of this name"
+                continue
+            try:
+                texts[name] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                refused[name] = "not UTF-8"
+    return TextFiles({name: text for name, text in sorted(texts.items())}, refused)

@@ -1,0 +1,150 @@
+"""Packed batches for training: which documents lie in which batch, and the aligned tensors of one batch.
+
+The order of batches depends on the seed and the epoch alone, never on the number of ranks: step s of an epoch takes
+`micro_batches_per_step` batches in a row, and rank r of W computes those with index r, r + W, ... among them.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mtptrain.heads.base import Packing
+from mtptrain.hidden_store import HiddenStore, StoredDocument
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whole documents packed without padding, and what each depth of each row reads and predicts."""
+
+    hidden_states: torch.Tensor
+    """Last layer before the final norm [N, H]."""
+    next_ids: torch.Tensor
+    """i64[T, N]: depth k of row t reads token t + 1 + k; 0 behind the end of a document, where nothing counts."""
+    is_draft: torch.Tensor
+    """bool[T, N]: depth k of row t is a draft that serving makes, so it counts."""
+    supervised_positions: torch.Tensor
+    """i64[M]: positions t + 1 + k of at least one draft, whose target distribution teaches."""
+    num_drafts: torch.Tensor
+    """f32[T]: drafts that count, by depth."""
+    packing: Packing
+    document_ids: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.hidden_states.shape[0]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        def move(x: torch.Tensor) -> torch.Tensor:
+            return x.to(device, non_blocking=True)
+
+        return Batch(
+            hidden_states=move(self.hidden_states).to(dtype),
+            next_ids=move(self.next_ids),
+            is_draft=move(self.is_draft),
+            supervised_positions=move(self.supervised_positions),
+            num_drafts=move(self.num_drafts),
+            packing=Packing(self.packing.runs, move(self.packing.positions)),
+            document_ids=self.document_ids,
+        )
+
+
+def make_batch(documents: Sequence[StoredDocument], ttt_steps: int) -> Batch:
+    """Pack documents, longest first, and align every depth by design: the draft of token j at depth k counts only if tokens
+    j-1-k .. j all lie in one generated span of one document.
+    """
+    documents = sorted(documents, key=lambda document: len(document.input_ids), reverse=True)
+    lengths = [len(document.input_ids) for document in documents]
+    input_ids = torch.cat([document.input_ids for document in documents]).long()  # [N]
+    generated = torch.cat([document.loss_mask for document in documents]).bool()
+    packing = Packing.of(lengths)
+    tokens_left = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths)) - packing.positions  # own one included
+
+    def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
+        """x[t + by], zero behind the end of t's document."""
+        return torch.where(tokens_left > by, torch.roll(x, -by), torch.zeros_like(x))
+
+    next_ids = torch.stack([ahead(input_ids, 1 + depth) for depth in range(ttt_steps)])  # [T, N]
+    span = ahead(generated, 1)  # token t + 1 is generated, and all since
+    is_draft = torch.stack([span := span & ahead(generated, 2 + depth) for depth in range(ttt_steps)])
+    is_teacher = torch.zeros_like(generated)
+    for depth in range(ttt_steps):
+        is_teacher |= torch.roll(is_draft[depth], 1 + depth)
+    return Batch(
+        hidden_states=torch.cat([document.hidden_states for document in documents]),
+        next_ids=next_ids,
+        is_draft=is_draft,
+        supervised_positions=is_teacher.nonzero()[:, 0],
+        num_drafts=is_draft.sum(1, dtype=torch.float32),
+        packing=packing,
+        document_ids=tuple(document.document_id for document in documents),
+    )
+
+
+def pack_documents(lengths: np.ndarray, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Document indices of every batch of an epoch: a shuffle, cut where the next document would pass `batch_tokens`.
+
+    Raises:
+        ValueError: a document is longer than a batch.
+    """
+    if lengths.max() > batch_tokens:
+        raise ValueError(
+            f"train.batch_tokens: must be at least the longest document, {lengths.max()} tokens, but is {batch_tokens}; raise it or "
+            "lower prompts.max_document_tokens and run data_prep.prompts and data_prep.hidden_states again"
+        )
+    batches: list[list[int]] = [[]]
+    room = batch_tokens
+    for index in np.random.default_rng([seed, epoch]).permutation(len(lengths)):
+        if lengths[index] > room:
+            batches.append([])
+            room = batch_tokens
+        batches[-1].append(int(index))
+        room -= int(lengths[index])
+    return batches
+
+
+class BatchSchedule:
+    """Every step's batches, known from the start: resuming is counting. Steps are asked for in rising order."""
+
+    def __init__(self, store: HiddenStore, ttt_steps: int, batch_tokens: int, micro_batches_per_step: int, seed: int) -> None:
+        self.store = store
+        self.ttt_steps = ttt_steps
+        self.batch_tokens = batch_tokens
+        self.micro_batches_per_step = micro_batches_per_step
+        self.seed = seed
+        self._epoch, self._first_batch = 0, 0  # of the epoch in _packed
+        self._packed = pack_documents(store.document_lengths, batch_tokens, seed, epoch=0)
+        self.steps_per_epoch = len(self._packed) // micro_batches_per_step
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"train.micro_batches_per_step: must be at most the number of batches, but is {micro_batches_per_step} with "
+                f"{len(self._packed)} batches of {batch_tokens} tokens in {store.directory}; lower it or train.batch_tokens"
+            )
+
+    def _documents_of(self, batch: int) -> list[int]:
+        """Document indices of a batch, counted over all epochs."""
+        while batch >= self._first_batch + len(self._packed):
+            self._first_batch += len(self._packed)
+            self._epoch += 1
+            self._packed = pack_documents(self.store.document_lengths, self.batch_tokens, self.seed, self._epoch)
+        return self._packed[batch - self._first_batch]
+
+    def micro_batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
+        """This rank's batches of a step."""
+        first = step * self.micro_batches_per_step
+        return [
+            make_batch([self.store.document(i) for i in self._documents_of(batch)], self.ttt_steps)
+            for batch in range(first + rank, first + self.micro_batches_per_step, world_size)
+        ]
+
+    def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
+        """This rank's batches of steps first_step .. last_step - 1, each read while the step before it runs."""
+        with ThreadPoolExecutor(max_workers=1) as reader:
+            coming = reader.submit(self.micro_batches, first_step, rank, world_size) if first_step < last_step else None
+            for step in range(first_step, last_step):
+                assert coming is not None
+                ready = coming.result()
+                coming = reader.submit(self.micro_batches, step + 1, rank, world_size) if step + 1 < last_step else None
+                yield ready

@@ -1,0 +1,246 @@
+"""The config of every program: schema, documentation and the only home of defaults.
+
+`recipes/` holds the choices that differ. Hydra ends at the first line of each `main`: `config = load_config(cfg)` gives real
+dataclasses, checked, and the functions below `main` take the values that they need.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import HeadConfig
+
+
+def _recipes_dir() -> str:
+    """`recipes/` inside the installed package, or at the top of a checkout."""
+    package_dir = Path(__file__).parent
+    installed = package_dir / "recipes"
+    return str(installed if installed.is_dir() else package_dir.parent / "recipes")
+
+
+RECIPES = _recipes_dir()
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class PromptSource(StrEnum):
+    text_files = "text_files"
+    conversations = "conversations"
+
+
+class ConversationSchema(StrEnum):
+    auto = "auto"
+    messages = "messages"
+    sharegpt = "sharegpt"
+
+
+class Resume(StrEnum):
+    auto = "auto"
+    """From the newest complete checkpoint of the run, or from the start where there is none."""
+    never = "never"
+    """From the start; refuses to run over existing checkpoints."""
+
+
+class Tracker(StrEnum):
+    none = "none"
+    wandb = "wandb"
+
+
+class ExportEngine(StrEnum):
+    vllm = "vllm"
+
+
+@dataclass
+class TargetConfig:
+    """The frozen language model."""
+
+    path: str = MISSING
+    """A local directory, a hub name, or `demo` for the target that ships with the package."""
+    revision: str | None = None
+    """Hub revision; ignored for a local directory."""
+
+
+@dataclass
+class PromptsConfig:
+    """Stage 1: documents -> token ids and loss masks."""
+
+    source: PromptSource = PromptSource.text_files
+    paths: list[str] = field(default_factory=list)
+    """`text_files`: directories, `standard_library` for that of the running Python. `conversations`: jsonl or parquet files, or one
+    hub name."""
+    pattern: str = "*"
+    """`text_files`: glob for file names."""
+    exclude: list[str] = field(default_factory=list)
+    """`text_files`: globs for paths inside their directory."""
+    schema: ConversationSchema = ConversationSchema.auto
+    split: str = "train"
+    """`conversations` from the hub: the split of the data set."""
+    max_document_tokens: int = 2048
+    """Longer documents are cut into windows of this many tokens."""
+    validation_fraction: float = 0.05
+    """Of files or conversations, chosen by the hash of their name."""
+    max_train_tokens: int = 0
+    """Keep documents, in an order fixed by the hash of their names, until this many tokens; 0 keeps all."""
+
+
+@dataclass
+class HiddenStatesConfig:
+    """Stage 2: hidden states of the frozen target over the training prompts."""
+
+    dtype: Dtype = Dtype.bfloat16
+    """Of the target's weights and arithmetic; the store holds bf16."""
+    batch_tokens: int = 16_384
+    """Tokens of one forward; documents of equal length share it, so that nothing is padded."""
+    shard_tokens: int = 262_144
+    """A shard ends with the document that reaches this many tokens."""
+
+
+@dataclass
+class TrainConfig:
+    """Stage 3: the head in a DeepSpeed engine."""
+
+    lr: float = 1e-3
+    """Peak of a linear warm-up and a cosine."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate over the peak."""
+    warmup_steps: int = 50
+    max_steps: int = 0
+    """0: as many as `epochs` give."""
+    epochs: int = 1
+    batch_tokens: int = 16_384
+    """Tokens of one packed micro-batch, of whole documents."""
+    micro_batches_per_step: int = 1
+    """Over all ranks: the world size must divide it; the quotient is accumulated."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = 1.0
+    depth_decay: float = 0.8
+    """Weight of depth k in the loss is depth_decay ** k, then normalised to sum to one."""
+    loss_chunk_rows: int = 1024
+    """Rows of one [rows, V] block of logits."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    validate_every: int = 0
+    """Steps between measurements of acceptance; 0 measures at the end only."""
+    validation_prompts: int = 32
+    validation_new_tokens: int = 64
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; the best one by acceptance is kept besides."""
+    resume: Resume = Resume.auto
+    tracker: Tracker = Tracker.wandb
+
+
+@dataclass
+class AcceptanceConfig:
+    """Stage 4: draft and verify with the real inference path."""
+
+    num_speculative_tokens: int = 3
+    temperature: float = 0.0
+    max_new_tokens: int = 128
+    dtype: Dtype = Dtype.float32
+    num_prompts: int = 100
+    """Held-out documents, in an order fixed by the hash of their ids."""
+    prompt_tokens: int = 256
+    """Tokens of a prompt cut from a document without turns; a conversation is cut before its first answer."""
+    batch_size: int = 8
+    seed: int = 0
+    prompts_file: str | None = None
+    """jsonl, each line `id` and one of `input_ids`, `text`, `messages`; in place of the held-out documents."""
+    output_dir: str | None = None
+    """Where report.json goes; `run_dir/acceptance` unless given."""
+
+
+@dataclass
+class ExportConfig:
+    """Stage 5: the head as a directory that a serving engine loads."""
+
+    engine: ExportEngine = ExportEngine.vllm
+    dtype: Dtype | None = None
+    """Of the written weights; as they were trained and measured unless given."""
+    output_dir: str | None = None
+    """`run_dir/export/<engine>` unless given."""
+
+
+@dataclass
+class PipelineConfig:
+    """One config for all programs, so that stages cannot disagree."""
+
+    run_dir: str = MISSING
+    seed: int = 0
+    target: TargetConfig = field(default_factory=TargetConfig)
+    head: HeadConfig = MISSING
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    hidden_states: HiddenStatesConfig = field(default_factory=HiddenStatesConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's own config file: `bf16`, `zero_optimization`, ...; what `train` sets is filled in by the trainer."""
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+    def stage_dir(self, stage: str) -> Path:
+        return Path(self.run_dir) / stage
+
+
+def register() -> None:
+    """Put the schema and every head's `Config` where Hydra composes them."""
+    store = ConfigStore.instance()
+    store.store(name="pipeline_schema", node=PipelineConfig)
+    for name, head in HEADS.items():
+        store.store(group="head", name=name, node=head.Config)
+
+
+def load_config(cfg: DictConfig) -> PipelineConfig:
+    """The composed config as dataclasses.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config, PipelineConfig)
+    _check(config)
+    return config
+
+
+def _check(config: PipelineConfig) -> None:
+    at_least = {
+        "prompts.max_document_tokens": (config.prompts.max_document_tokens, 4),
+        "prompts.max_train_tokens": (config.prompts.max_train_tokens, 0),
+        "hidden_states.batch_tokens": (config.hidden_states.batch_tokens, 1),
+        "hidden_states.shard_tokens": (config.hidden_states.shard_tokens, 1),
+        "head.ttt_steps": (config.head.ttt_steps, 1),
+        "train.epochs": (config.train.epochs, 1),
+        "train.max_steps": (config.train.max_steps, 0),
+        "train.batch_tokens": (config.train.batch_tokens, 1),
+        "train.micro_batches_per_step": (config.train.micro_batches_per_step, 1),
+        "train.loss_chunk_rows": (config.train.loss_chunk_rows, 1),
+        "train.log_every": (config.train.log_every, 1),
+        "train.keep_checkpoints": (config.train.keep_checkpoints, 1),
+        "train.lr": (config.train.lr, 0.0),
+        "acceptance.num_speculative_tokens": (config.acceptance.num_speculative_tokens, 1),
+        "acceptance.max_new_tokens": (config.acceptance.max_new_tokens, 1),
+        "acceptance.temperature": (config.acceptance.temperature, 0.0),
+        "acceptance.num_prompts": (config.acceptance.num_prompts, 1),
+        "acceptance.prompt_tokens": (config.acceptance.prompt_tokens, 2),
+        "acceptance.batch_size": (config.acceptance.batch_size, 1),
+    }
+    for name, (value, least) in at_least.items():
+        if value < least:
+            raise ValueError(f"{name}: must be at least {least}, but is {value}; correct it in the recipe or on the command line")
+    if not 0.0 < config.prompts.validation_fraction < 1.0:
+        raise ValueError(
+            f"prompts.validation_fraction: must lie between 0 and 1, but is {config.prompts.validation_fraction}; "
+            "both training and validation need documents"
+        )
+
+
+register()

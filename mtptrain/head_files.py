@@ -1,0 +1,66 @@
+"""A head on disk: `head.safetensors` and `head.json`, its config and the target that it belongs to."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedConfig
+
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import HeadConfig
+from mtptrain.run_dir import write_json
+
+
+def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> nn.Module:
+    """A new head for a target, initialised from torch's global generator."""
+    return HEADS[config.name](config, target_config)
+
+
+def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, object]) -> None:
+    """Write a head whole or not at all: weights first under a temporary name, `head.json` last.
+
+    Args:
+        state: weights by name, in the dtype they were trained in.
+        facts: what else to keep with it, such as the step and its acceptance.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / "head.safetensors.tmp"
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, temporary)
+    temporary.replace(directory / "head.safetensors")
+    write_json(directory / "head.json", {"head": asdict(config), **facts})
+
+
+def load_head(
+    directory: Path, config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """The head in a directory, ready to draft.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is of another config or for another target.
+    """
+    if not (directory / "head.json").is_file():
+        raise FileNotFoundError(f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first")
+    stored = json.loads((directory / "head.json").read_text())["head"]
+    if stored != asdict(config):
+        different = sorted(key for key in stored.keys() | asdict(config).keys() if stored.get(key) != asdict(config).get(key))
+        raise ValueError(
+            f"{directory / 'head.json'}: the head's settings must be those of the config, but differ in "
+            + ", ".join(f"head.{key} ({stored.get(key)} there, {asdict(config).get(key)} here)" for key in different)
+            + "; set them alike or train again"
+        )
+    head = build_head(config, target_config)
+    state = load_file(directory / "head.safetensors")
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if found != expected:
+        name = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+        raise ValueError(
+            f"{directory / 'head.safetensors'}: {name} must be of shape {expected.get(name)} for this target, but is "
+            f"{found.get(name)}; the head belongs to another target, train again"
+        )
+    head.to(next(iter(state.values())).dtype).load_state_dict(state)
+    return head.to(device, dtype).eval().requires_grad_(False)

@@ -1,0 +1,157 @@
+"""Stage 3: fit a head to the stored hidden states.
+
+Reads `run_dir/hidden_states/` and, for validation, `run_dir/prompts/`; writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`,
+`best/` (the head with the longest measured acceptance) and `last/`.
+
+    python -m mtptrain.train recipe=quickstart
+    torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from mtptrain.batches import BatchSchedule
+from mtptrain.checkpoint import Progress, complete_checkpoints, load_checkpoint, save_checkpoint
+from mtptrain.config import RECIPES, PipelineConfig, Resume, load_config
+from mtptrain.distributed import Ranks, init_ranks
+from mtptrain.head_files import build_head, save_head
+from mtptrain.hidden_store import StoreIdentity, open_store, verify
+from mtptrain.prompt_files import Split
+from mtptrain.run_dir import require, write_provenance
+from mtptrain.target import TargetIdentity, load_frozen_parts, load_tokenizer, read_target_config, resolve_target
+from mtptrain.tracking import Meter, Tracking
+from mtptrain.trainer import Trainer, check_batch_ranks
+from mtptrain.validation import Validation
+
+
+@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    ranks = init_ranks()
+    run = prepare(config, ranks)
+    progress = fit(config, ranks, run)
+    if ranks.is_first:
+        print_summary(config.stage_dir("train"), progress)
+
+
+@dataclass
+class Run:
+    """What a run needs, every input checked."""
+
+    schedule: BatchSchedule
+    num_steps: int
+    trainer: Trainer
+    validation: Validation
+    progress: Progress
+
+
+def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
+    """Check every input, then build the engine and load the newest checkpoint."""
+    check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
+    check_resume(config)
+    torch.manual_seed(config.seed)
+    target_dir = resolve_target(config.target.path, config.target.revision)
+    head = build_head(config.head, read_target_config(target_dir))
+    store = open_store(config.stage_dir("hidden_states"), store_identity(config, target_dir, head.capture_layers))
+    schedule = BatchSchedule(
+        store, config.head.ttt_steps, config.train.batch_tokens, config.train.micro_batches_per_step, config.seed
+    )
+    validation = Validation(config, target_dir, ranks)
+    if ranks.is_first:
+        verify(store)
+        write_provenance(config.stage_dir("train"), config)
+    ranks.barrier()
+    num_steps = config.train.max_steps or config.train.epochs * schedule.steps_per_epoch
+    trainer = Trainer(head, load_frozen_parts(target_dir), config.train, config.deepspeed, num_steps, ranks)
+    progress = load_checkpoint(trainer.engine, config.stage_dir("train") / "checkpoints", ranks)
+    return Run(schedule, num_steps, trainer, validation, progress)
+
+
+def store_identity(config: PipelineConfig, target_dir: Path, capture_layers: tuple[int, ...]) -> StoreIdentity:
+    """What the stored hidden states must belong to."""
+    prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
+    target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, load_tokenizer(target_dir))
+    return StoreIdentity.of(target, capture_layers, config.hidden_states.dtype, prompts_file)
+
+
+def check_resume(config: PipelineConfig) -> None:
+    found = complete_checkpoints(config.stage_dir("train") / "checkpoints")
+    if config.train.resume is Resume.never and found:
+        raise ValueError(
+            f"train.resume: must be auto where checkpoints exist, but is never with {found[-1]}; set train.resume=auto to go on from "
+            "it, or choose another run_dir"
+        )
+
+
+def fit(config: PipelineConfig, ranks: Ranks, run: Run) -> Progress:
+    """Train to the last step, with metrics, validation and checkpoints on the way."""
+    stage_dir, settings, progress = config.stage_dir("train"), config.train, run.progress
+    tracking = Tracking(stage_dir, config, progress.step) if ranks.is_first else None
+    meter = Meter(ranks.device)
+    bar = tqdm(total=run.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
+    for batches in run.schedule.prefetch(progress.step, run.num_steps, ranks.rank, ranks.world_size):
+        meter.data_arrived()
+        metrics = run.trainer.step(batches)
+        meter.step_done(batches)
+        progress = Progress(progress.step + 1, progress.best_acceptance_length)
+        bar.update()
+        is_last = progress.step == run.num_steps
+        if is_last or progress.step % settings.log_every == 0:
+            record = run.trainer.describe(metrics, progress.step, batches) | meter.read(ranks)
+            bar.set_postfix(loss=f"{record['loss']:.3f}", tokens_per_s=f"{record['tokens_per_s']:,.0f}")
+            if tracking is not None:
+                tracking.write(progress.step, record)
+        if is_last or is_due(progress.step, settings.validate_every):
+            progress = validate(config, run, progress, tracking)
+            meter.restart()
+        if is_last or is_due(progress.step, settings.save_every):
+            save_checkpoint(run.trainer.engine, stage_dir / "checkpoints", progress, settings.keep_checkpoints, ranks)
+            meter.restart()
+    bar.close()
+    if tracking is not None:
+        tracking.close()
+    return progress
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None) -> Progress:
+    """Measure the head's acceptance; rank 0 keeps it as `last`, and as `best` where it is."""
+    stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
+    acceptance = run.validation.measure(head_state)
+    is_best = acceptance.acceptance_length > progress.best_acceptance_length
+    if tracking is not None:
+        measured: dict[str, object] = {
+            "acceptance_length": acceptance.acceptance_length,
+            "acceptance_rate_at": acceptance.acceptance_rate_at,
+        }
+        tracking.write(progress.step, measured)
+        tqdm.write(
+            f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} "
+            f"({acceptance.prompts} held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
+        )
+        for directory in [stage_dir / "last"] + [stage_dir / "best"] * is_best:
+            save_head(directory, head_state, config.head, {"step": progress.step, **measured})
+    return Progress(progress.step, max(progress.best_acceptance_length, acceptance.acceptance_length))
+
+
+def print_summary(stage_dir: Path, progress: Progress) -> None:
+    table = Table(title="mtptrain.train", show_header=False)
+    table.add_row("steps", f"{progress.step:,}")
+    table.add_row("best acceptance length", f"{progress.best_acceptance_length:.3f}")
+    table.add_row("best head", str(stage_dir / "best"))
+    table.add_row("metrics", str(stage_dir / "metrics.jsonl"))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

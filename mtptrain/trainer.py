@@ -1,0 +1,141 @@
+"""The training step: a head in a DeepSpeed engine, the frozen parts of the target beside it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.ops import __compatible_ops__
+from torch import nn
+
+from mtptrain.batches import Batch
+from mtptrain.config import TrainConfig
+from mtptrain.distributed import Ranks, prepare_single_process
+from mtptrain.losses import kl_to_target
+from mtptrain.target import FrozenParts
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Sums over ranks of one step, on the device: reading them waits for it."""
+
+    kl: torch.Tensor  # f32[T]
+    agreement: torch.Tensor  # f32[T]
+    num_drafts: torch.Tensor  # f32[T]
+
+    def by_depth(self, name: str) -> list[float]:
+        total: torch.Tensor = getattr(self, name)
+        return (total / self.num_drafts.clamp(min=1)).tolist()
+
+
+class Trainer:
+    """One DeepSpeed engine and what it needs for a step."""
+
+    def __init__(
+        self,
+        head: nn.Module,
+        parts: FrozenParts,
+        config: TrainConfig,
+        deepspeed_config: dict[str, Any],
+        num_steps: int,
+        ranks: Ranks,
+    ) -> None:
+        check_batch_ranks(config.micro_batches_per_step, ranks.world_size)
+        prepare_single_process()
+        # Shared-memory collectives would be compiled on first use; gloo's serve a small head as well, without compiler or ninja.
+        __compatible_ops__["deepspeed_shm_comm"] = False
+        self.ranks = ranks
+        self.config = config
+        self.num_steps = num_steps
+        self.dtype = torch.bfloat16 if deepspeed_config.get("bf16", {}).get("enabled") else torch.float32
+        self.parts = parts.to(ranks.device, self.dtype)
+        optimizer = torch.optim.AdamW(
+            head.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
+        )
+        is_wrapped = self.dtype is not torch.float32 or deepspeed_config.get("zero_optimization", {}).get("stage", 0) > 0
+        if not is_wrapped:
+            optimizer.register_step_pre_hook(self._clip)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_cosine(step, config.warmup_steps, num_steps, config.min_lr_ratio)
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=head,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
+            dist_init_required=True if ranks.world_size == 1 else None,
+            config={
+                **deepspeed_config,
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": config.micro_batches_per_step // ranks.world_size,
+                "gradient_clipping": config.clip_norm if is_wrapped else 0.0,
+                "steps_per_print": 2**31,
+                "zero_allow_untested_optimizer": True,
+            },
+        )
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """DeepSpeed without ZeRO and bf16 clips but forgets the norm: clip here and leave it where the engine looks."""
+        norm = torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.config.clip_norm)
+        optimizer._global_grad_norm = norm  # type: ignore[attr-defined]
+
+    def step(self, batches: Sequence[Batch]) -> StepMetrics:
+        """One optimizer step over this rank's batches: the loss is divided once, by the drafts of all ranks and batches."""
+        batches = [batch.to(self.ranks.device, self.dtype) for batch in batches]
+        num_drafts = self.ranks.sum(torch.stack([batch.num_drafts for batch in batches]).sum(0))  # f32[T]
+        weights = self.config.depth_decay ** torch.arange(len(num_drafts), dtype=torch.float32, device=num_drafts.device)
+        scale = weights / weights.sum() / num_drafts.clamp(min=1)
+        kl, agreement = torch.zeros_like(num_drafts), torch.zeros_like(num_drafts)
+        for batch in batches:
+            target_states = self.parts.final_norm(batch.hidden_states)  # [N, H]
+            states = self.engine(target_states, self.parts.embed(batch.next_ids), batch.packing)  # [T, N, H]
+            sums = kl_to_target(
+                states, target_states, self.parts.lm_head, batch.supervised_positions, batch.is_draft, self.config.loss_chunk_rows
+            )
+            # DeepSpeed averages gradients over ranks; ours are parts of one sum.
+            self.engine.backward((sums.kl * scale).sum() * self.ranks.world_size, scale_wrt_gas=False)
+            self.engine.step()
+            kl += sums.kl.detach()
+            agreement += sums.agreement
+        return StepMetrics(self.ranks.sum(kl), self.ranks.sum(agreement), num_drafts)
+
+    def describe(self, metrics: StepMetrics, step: int, batches: Sequence[Batch]) -> dict[str, Any]:
+        """The record of step `step` (from 1) for `metrics.jsonl`.
+
+        Raises:
+            RuntimeError: the loss is not finite.
+        """
+        kl_at = metrics.by_depth("kl")
+        weights = [self.config.depth_decay**depth for depth in range(len(kl_at))]
+        loss = sum(weight * kl for weight, kl in zip(weights, kl_at, strict=True)) / sum(weights)
+        if not math.isfinite(loss):
+            documents = [document_id for batch in batches for document_id in batch.document_ids]
+            raise RuntimeError(
+                f"train: the loss must be finite, but is {loss} at step {step}, with documents {documents} on rank {self.ranks.rank}; "
+                "lower train.lr, or look at these documents; the last checkpoint is as it was"
+            )
+        return {
+            "loss": loss,
+            "kl_at": kl_at,
+            "agreement_at": metrics.by_depth("agreement"),
+            "lr": self.config.lr * warmup_cosine(step - 1, self.config.warmup_steps, self.num_steps, self.config.min_lr_ratio),
+            "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
+        }
+
+
+def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
+    """Learning rate of step `step` (from 0) over its peak: linear up, then half a cosine down to `min_ratio`."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def check_batch_ranks(micro_batches_per_step: int, world_size: int) -> None:
+    """Raises ValueError where the micro-batches of a step cannot be shared out evenly."""
+    if micro_batches_per_step % world_size:
+        raise ValueError(
+            f"train.micro_batches_per_step: must be a multiple of the number of ranks, {world_size}, but is {micro_batches_per_step}; "
+            f"set it to {-(-micro_batches_per_step // world_size) * world_size} or change --nproc-per-node"
+        )

@@ -1,0 +1,156 @@
+"""Small real things that every test builds on: a tiny random target with a tokenizer, and composed configs."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from mtptrain.config import RECIPES, PipelineConfig, load_config
+
+GENERATION_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(chat_template: str | None = GENERATION_TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer: 256 bytes, `<|end|>` (256, end of text) and the three roles."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<system>", "<user>", "<assistant>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=chat_template, clean_up_tokenization_spaces=False
+    )
+
+
+def make_target(
+    directory: Path,
+    model_type: str = "llama",
+    *,
+    seed: int = 0,
+    chat_template: str | None = GENERATION_TEMPLATE,
+    **config: object,
+) -> Path:
+    """Write a tiny random target: H=64, 2 layers, 1 query head of 64, context of 512, vocabulary of 260."""
+    torch.manual_seed(seed)
+    settings: dict[str, object] = {
+        "vocab_size": 260,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": 256,
+        "bos_token_id": None,
+        "initializer_range": 0.2,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**settings, **config}))
+    model.save_pretrained(directory)
+    make_tokenizer(chat_template).save_pretrained(directory)
+    return directory
+
+
+def make_config(*overrides: str) -> PipelineConfig:
+    """The quickstart recipe with overrides, as a program sees it."""
+    with initialize_config_dir(RECIPES, version_base="1.3"):
+        return load_config(compose("pipeline", ["recipe=quickstart", *overrides]))
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def config_for(tmp_path: Path, tiny_target: Path) -> Callable[..., PipelineConfig]:
+    """Compose a config whose run folder is a temporary one and whose target is tiny."""
+
+    def build(*overrides: str) -> PipelineConfig:
+        return make_config(f"run_dir={tmp_path}/run", f"target.path={tiny_target}", *overrides)
+
+    return build
+
+
+def program_command(module: str, *overrides: str, num_ranks: int = 1) -> list[str]:
+    """The command line of a program with the quickstart recipe, through torchrun where several ranks are asked for."""
+    launcher = [sys.executable, "-m"]
+    if num_ranks > 1:
+        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
+    return [*launcher, module, "recipe=quickstart", *overrides]
+
+
+def run_program(module: str, *overrides: str, num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, as a user does."""
+    command = program_command(module, *overrides, num_ranks=num_ranks)
+    return subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=600, check=False)
+
+
+def write_text_files(directory: Path, num_files: int = 40, num_lines: int = 30) -> Path:
+    """Source-like files that differ, with words that come again."""
+    generator = random.Random(0)
+    names = [f"{verb}_{noun}" for verb in ("read", "write", "open") for noun in ("file", "line", "row", "table")]
+    directory.mkdir(parents=True, exist_ok=True)
+    for i in range(num_files):
+        lines = [f"    {generator.choice(names)} = {generator.choice(names)}({generator.randint(0, 9)})" for _ in range(num_lines)]
+        (directory / f"module_{i:03d}.py").write_text(f"def main_{i}():\n" + "\n".join(lines) + "\n")
+    return directory
+
+
+TINY_SETTINGS = (
+    "prompts.max_document_tokens=128",
+    "prompts.validation_fraction=0.2",
+    "hidden_states.shard_tokens=4000",
+    "hidden_states.dtype=float32",
+    "train.batch_tokens=1024",
+    "train.micro_batches_per_step=2",
+    "train.max_steps=20",
+    "train.log_every=1",
+    "train.warmup_steps=5",
+    "train.validation_prompts=4",
+    "train.validation_new_tokens=8",
+    "train.tracker=none",
+    "acceptance.prompt_tokens=32",
+    "acceptance.num_prompts=8",
+    "acceptance.max_new_tokens=16",
+    "head.ttt_steps=3",
+)
+"""A run of the quickstart that takes seconds on a tiny target."""
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, tuple[str, ...]]:
+    """A run folder with stages 1 and 2 done, and the overrides that go with it (all but run_dir)."""
+    directory = tmp_path_factory.mktemp("tiny")
+    files = write_text_files(directory / "files")
+    overrides = (*TINY_SETTINGS, f"target.path={tiny_target}", f"prompts.paths=[{files}]")
+    for module in ("data_prep.prompts", "data_prep.hidden_states"):
+        result = run_program(module, f"run_dir={directory}/run", *overrides)
+        assert result.returncode == 0, result.stderr[-3000:]
+    return directory / "run", overrides
+
+
+@pytest.fixture
+def fresh_run(tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
+    """A copy of `tiny_run` of one's own: its folder, and every override, run_dir included."""
+    run_dir, overrides = tiny_run
+    shutil.copytree(run_dir, tmp_path / "run")
+    return tmp_path / "run", (f"run_dir={tmp_path}/run", *overrides)

@@ -1,0 +1,199 @@
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from data_prep.assistant_masks import Encoding, check_chat_template, encode_renderings, render_conversation
+from data_prep.conversations import ConversationRefused, Message
+from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
+
+PLAIN_TEMPLATE = GENERATION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# As Qwen3's: reasoning of earlier answers is removed, and a line feed follows the end-of-turn token.
+REASONING_TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}"
+    "<|end|>{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "It is\n4 😀"},
+    {"role": "user", "content": "It is\n4 😀"},
+    {"role": "assistant", "content": " So it is. "},
+    {"role": "user", "content": "bye"},
+]
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> Encoding:
+    [encoding] = encode_renderings(tokenizer, [render_conversation(tokenizer, messages)])
+    return encoding
+
+
+def generated_parts(tokenizer: PreTrainedTokenizerFast, encoding: Encoding) -> list[str]:
+    """The text of each run of tokens with mask 1."""
+    runs: list[list[int]] = []
+    previous = 0
+    for token_id, counts in zip(encoding.input_ids.tolist(), encoding.loss_mask.tolist(), strict=True):
+        if counts and not previous:
+            runs.append([])
+        if counts:
+            runs[-1].append(token_id)
+        previous = counts
+    return [str(tokenizer.decode(run)) for run in runs]
+
+
+def make_merging_tokenizer(template: str, merge: str, *, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with one token of two bytes."""
+    vocabulary = {char: i for i, char in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), merge])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(merge[0], merge[1])]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("template", [GENERATION_TEMPLATE, PLAIN_TEMPLATE])
+def test_the_mask_holds_exactly_the_answers_and_their_end_of_turn(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    assert generated_parts(tokenizer, encode(tokenizer, CHAT)) == ["It is\n4 😀<|end|>", " So it is. <|end|>"]
+
+
+def test_tokens_and_mask_are_those_of_transformers() -> None:
+    tokenizer = make_tokenizer()
+    reference: Any = tokenizer.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
+    encoding = encode(tokenizer, CHAT)
+    assert encoding.input_ids.tolist() == reference["input_ids"]
+    assert encoding.loss_mask.tolist() == reference["assistant_masks"]
+
+
+_words = st.text(st.characters(exclude_characters="<", exclude_categories=["Cs"]), max_size=12)
+_turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), _words), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_turns)
+def test_comparing_prefixes_finds_what_generation_blocks_mark(turns: list[tuple[str, str]]) -> None:
+    messages = [{"role": role, "content": content} for role, content in [*turns, ("assistant", "end")]]
+    by_blocks, by_prefixes = (encode(make_tokenizer(template), messages) for template in (GENERATION_TEMPLATE, PLAIN_TEMPLATE))
+    assert by_blocks.input_ids.tolist() == by_prefixes.input_ids.tolist()
+    assert by_blocks.loss_mask.tolist() == by_prefixes.loss_mask.tolist()
+
+
+def test_many_conversations_are_encoded_as_each_alone() -> None:
+    tokenizer = make_tokenizer()
+    batch = encode_renderings(tokenizer, [render_conversation(tokenizer, CHAT[:n]) for n in (3, 6)])
+    for encoding, n in zip(batch, (3, 6), strict=True):
+        assert encoding.input_ids.tolist() == encode(tokenizer, CHAT[:n]).input_ids.tolist()
+        assert encoding.loss_mask.tolist() == encode(tokenizer, CHAT[:n]).loss_mask.tolist()
+
+
+def test_a_span_that_ends_in_a_character_of_several_tokens_keeps_all_of_them() -> None:
+    template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
+    tokenizer = make_tokenizer(template)
+    assert generated_parts(tokenizer, encode(tokenizer, CHAT[:3])) == ["It is\n4 😀"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        PLAIN_TEMPLATE.replace("<|end|>", "<|end|>{{ '\n' }}"),
+        GENERATION_TEMPLATE.replace("<|end|>", "<|end|>{{ '\n' }}"),
+    ],
+)
+def test_the_line_feed_behind_the_end_of_turn_is_not_generated(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    assert generated_parts(tokenizer, encode(tokenizer, CHAT)) == ["It is\n4 😀<|end|>", " So it is. <|end|>"]
+
+
+def test_an_answer_that_the_template_rewrites_later_counts_only_where_it_is_generated() -> None:
+    tokenizer = make_tokenizer(REASONING_TEMPLATE)
+    messages = [
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "<think>even</think>two"},
+        {"role": "user", "content": "3?"},
+        {"role": "assistant", "content": "<think>odd</think>three"},
+    ]
+    encoding = encode(tokenizer, messages)
+    assert generated_parts(tokenizer, encoding) == ["<think>odd</think>three<|end|>"]
+    assert encoding.rewritten_answers == 1
+    messages[1]["content"] = "two"
+    assert generated_parts(tokenizer, encode(tokenizer, messages)) == ["two<|end|>", "<think>odd</think>three<|end|>"]
+
+
+def test_a_conversation_whose_every_answer_is_rewritten_is_refused() -> None:
+    tokenizer = make_tokenizer(REASONING_TEMPLATE)
+    messages = [*CHAT[:2], {"role": "assistant", "content": "<think>even</think>4"}, CHAT[1]]
+    with pytest.raises(ConversationRefused, match="renders no answer as the continuation of its prompt"):
+        render_conversation(tokenizer, messages)
+
+
+def test_a_conversation_without_an_answer_is_refused() -> None:
+    with pytest.raises(ConversationRefused, match="no answer of the assistant"):
+        render_conversation(make_tokenizer(), CHAT[:2])
+
+
+def test_a_conversation_that_the_template_refuses_is_refused_in_its_words() -> None:
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN_TEMPLATE
+    with pytest.raises(ConversationRefused, match="the chat template answers: no system role"):
+        render_conversation(make_tokenizer(template), CHAT)
+
+
+def test_an_answer_without_a_question_is_found() -> None:
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
+    assert generated_parts(tokenizer, encode(tokenizer, [{"role": "assistant", "content": "Hello"}])) == ["Hello<|end|>"]
+
+
+def test_a_token_that_holds_the_end_of_the_prompt_is_not_generated() -> None:
+    template = "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + ';' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+    tokenizer = make_merging_tokenizer(template, "ĊĊ")
+    question = {"role": "user", "content": "q"}
+    assert generated_parts(tokenizer, encode(tokenizer, [question, {"role": "assistant", "content": "\nyes"}])) == ["yes;"]
+    assert generated_parts(tokenizer, encode(tokenizer, [question, {"role": "assistant", "content": "yes"}])) == ["yes;"]
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_a_leading_space_that_ends_the_prompt_is_not_generated_even_where_offsets_hide_it(trim_offsets: bool) -> None:
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ';' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = make_merging_tokenizer(template, "Ġy", trim_offsets=trim_offsets)
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    assert generated_parts(tokenizer, encode(tokenizer, messages)) == ["es;"]
+
+
+@pytest.mark.parametrize("template", [GENERATION_TEMPLATE, PLAIN_TEMPLATE, REASONING_TEMPLATE])
+def test_templates_that_mark_or_continue_answers_pass_the_check(template: str) -> None:
+    check_chat_template(make_tokenizer(template))
+
+
+def test_a_tokenizer_without_a_template_does_not_pass_the_check() -> None:
+    with pytest.raises(ValueError, match="the tokenizer must have a chat template to render messages"):
+        check_chat_template(make_tokenizer(None))
+
+
+def test_a_tokenizer_that_cannot_relate_tokens_to_text_does_not_pass_the_check() -> None:
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = GENERATION_TEMPLATE
+    with pytest.raises(ValueError, match=r"the tokenizer must be a fast one \(tokenizer\.json\) for masks, but that of .* is not"):
+        check_chat_template(tokenizer)
+
+
+def test_a_generation_block_without_text_does_not_pass_the_check() -> None:
+    template = GENERATION_TEMPLATE.replace("{% generation %}{{ message['content'] }}", "{{ message['content'] }}{% generation %}")
+    tokenizer = make_tokenizer(template.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"))
+    with pytest.raises(
+        ValueError, match=r"the chat template of .* must tell .* but the loss mask is empty: its \{% generation %\} block"
+    ):
+        check_chat_template(tokenizer)
+
+
+def test_a_template_whose_prompt_is_not_what_precedes_an_answer_does_not_pass_the_check() -> None:
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}"))
+    with pytest.raises(
+        ValueError, match="the loss mask is empty: the chat template renders no answer as the continuation of its prompt"
+    ):
+        check_chat_template(tokenizer)

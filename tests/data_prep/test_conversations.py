@@ -1,0 +1,165 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+from datasets import Dataset
+
+from data_prep.conversations import ConversationRefused, conversation_name, parse_row, read_conversations
+from mtptrain.config import ConversationSchema
+
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
+
+
+def write_jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("row", [MESSAGES, SHAREGPT, {"conversation": MESSAGES["messages"]}])
+def test_auto_reads_both_schemas_alike(row: dict[str, Any]) -> None:
+    assert parse_row(row) == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+def test_sharegpt_names_become_roles() -> None:
+    turns = [{"from": name, "value": name} for name in ("system", "human", "gpt", "user", "chatgpt", "assistant")]
+    roles = [message["role"] for message in parse_row({"conversations": turns})]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "assistant"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_every_file_format_gives_the_same_conversations(tmp_path: Path, suffix: str) -> None:
+    rows = [{"id": f"row{i}", "conversations": SHAREGPT["conversations"]} for i in range(3)]
+    path = tmp_path / f"chats.{suffix}"
+    if suffix == "jsonl":
+        write_jsonl(path, *rows)
+    elif suffix == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        Dataset.from_list(rows).to_parquet(str(path))
+    found = read_conversations([str(path)])
+    assert found.names == ["row0", "row1", "row2"]
+    assert found.messages(2) == parse_row(SHAREGPT)
+
+
+def test_several_files_are_read_one_behind_the_other(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", {"id": 1, **MESSAGES})
+    second = write_jsonl(tmp_path / "b.jsonl", {"conversation_id": "two", **SHAREGPT})
+    found = read_conversations([first, second])
+    assert found.names == ["1", "two"]
+    assert found.place(1) == f"{second}:1"
+
+
+def test_copies_without_an_id_have_one_name_in_either_schema() -> None:
+    one, other = (conversation_name(row, parse_row(row)) for row in (MESSAGES, SHAREGPT))
+    assert one == other
+    changed = {"messages": [*MESSAGES["messages"], {"role": "user", "content": "more"}]}
+    assert conversation_name(changed, parse_row(changed)) != one
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": []}, "no messages"),
+        ({"messages": [{"role": "narrator", "content": "hi"}]}, "unknown role 'narrator'"),
+        ({"conversations": [{"from": "bing", "value": "hi"}]}, "unknown role 'bing'"),
+        ({"messages": [{"role": "user", "content": None}]}, "content is no text but NoneType"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, "content is no text but list"),
+        ({"messages": [{"role": "user", "content": "hi"}, {"from": "gpt", "value": "yes"}]}, "messages of different schemas"),
+        ({"messages": [{"speaker": "user"}]}, "unknown schema"),
+        ({"messages": MESSAGES["messages"], "tools": [{"name": "search"}]}, "tool calls, which are not rendered"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool calls, which are not rendered"),
+    ],
+)
+def test_a_row_that_cannot_be_rendered_is_refused_with_the_reason(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConversationRefused, match=f"^{reason}$"):
+        parse_row(row)
+
+
+def test_refused_rows_are_kept_by_line_beside_the_usable_ones(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    odd = {"messages": [{"role": "narrator", "content": "hi"}]}
+    path.write_text(f"{json.dumps(MESSAGES)}\n\n{json.dumps(odd)}\n{json.dumps({**MESSAGES, 'id': 'last'})}\n[1]\n")
+    found = read_conversations([str(path)])
+    assert len(found.names) == 2
+    assert found.place(1) == f"{path}:4"
+    assert found.refused == {f"{path}:3": "unknown role 'narrator'", f"{path}:5": "no messages"}
+
+
+def test_a_line_that_is_not_json_is_named_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(MESSAGES) + '\n{"messages": [\n')
+    with pytest.raises(ValueError, match=r"chats\.jsonl:2: must be JSON, but is not \(Expecting value.*; correct or remove it"):
+        read_conversations([str(path)])
+
+
+def test_a_line_that_is_not_utf8_is_named_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(b'{"messages": "gr\xf6\xdfe"}\n')
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: must be JSON, but is not \('utf-8' codec"):
+        read_conversations([str(path)])
+
+
+def test_a_json_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chats.json").write_text(json.dumps(MESSAGES))
+    with pytest.raises(ValueError, match=r"chats\.json: must hold one array of conversations, but holds a dict"):
+        read_conversations([f"{tmp_path}/chats.json"])
+
+
+def test_a_parquet_file_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chats.parquet").write_text("hello")
+    with pytest.raises(ValueError, match=r"chats\.parquet: must be a parquet file, but cannot be read"):
+        read_conversations([f"{tmp_path}/chats.parquet"])
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"prompt": "hi", "answer": "yes"}, r"keys \['answer', 'prompt'\]"),
+        ({"messages": [{"speaker": "me", "text": "hi"}]}, r"keys \['messages'\] and messages with \['speaker', 'text'\]"),
+        ({"messages": ["hi"]}, r"keys \['messages'\] and messages with str"),
+        ({"messages": "hi"}, r"keys \['messages'\]"),
+        ([1, 2], "a list"),
+    ],
+)
+def test_an_unknown_schema_is_named_with_its_keys_and_row(tmp_path: Path, row: Any, found: str) -> None:
+    path = write_jsonl(tmp_path / "chats.jsonl", row)
+    with pytest.raises(ValueError, match=rf"chats\.jsonl:1: a row must hold its messages in .*, but has {found}; convert the data"):
+        read_conversations([path])
+
+
+def test_a_schema_that_the_config_names_is_required(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "chats.jsonl", SHAREGPT)
+    with pytest.raises(
+        ValueError, match=r"in schema messages, but has keys \['conversations'\] and messages with \['from', 'value'\]"
+    ):
+        read_conversations([path], ConversationSchema.messages)
+    assert len(read_conversations([path], ConversationSchema.sharegpt).names) == 1
+
+
+@pytest.mark.parametrize("path", ["/no/such/chats.jsonl", "chats.parquet", "/no/such/place"])
+def test_a_file_that_does_not_exist_is_named(path: str) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=rf"prompts\.paths: must name files or one hub data set, but '{path}' does not exist"
+    ):
+        read_conversations([path])
+
+
+def test_a_file_of_another_suffix_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chats.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"files must end in \.jsonl, \.json, \.parquet, but '.*chats\.csv' does not"):
+        read_conversations([f"{tmp_path}/chats.csv"])
+
+
+def test_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"conversations must be files or one hub name, but .* is a directory; name its files"):
+        read_conversations([str(tmp_path)])
+
+
+def test_a_hub_name_that_cannot_be_loaded_is_named_with_the_hubs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    match = r"'nobody/no-such-set' is no file and its split 'test' cannot be loaded from the hub: .*; correct prompts\.paths"
+    with pytest.raises(FileNotFoundError, match=match):
+        read_conversations(["nobody/no-such-set"], split="test")

@@ -1,0 +1,385 @@
+"""Stage 2 on a tiny target: the states are transformers' own, and interruptions leave no trace."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from data_prep import hidden_states
+from data_prep.hidden_states import check_capture_layers, equal_length_batches, extract_hidden_states, residual_streams
+from mtptrain.config import PipelineConfig
+from mtptrain.distributed import Ranks
+from mtptrain.heads import HEADS
+from mtptrain.hidden_store import HiddenStore, verify
+from mtptrain.prompt_files import Documents, PromptsManifest
+from mtptrain.target import TokenizerIdentity, load_target, load_tokenizer
+from tests.conftest import GENERATION_TEMPLATE, make_target
+
+ROOT = Path(__file__).parents[2]
+ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
+CPU = torch.device("cpu")
+LENGTHS = [5, 40, 17, 40, 1, 40, 17, 64, 3, 40]
+
+ConfigFor = Callable[..., PipelineConfig]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Extraction sets the number of threads of its process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make_documents(lengths: list[int], seed: int = 0) -> Documents:
+    rng = np.random.default_rng(seed)
+    return Documents.from_list(
+        [(100 + i, rng.integers(0, 256, n).tolist(), rng.integers(0, 2, n).tolist()) for i, n in enumerate(lengths)]
+    )
+
+
+def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None:
+    """Stage 1's output, as its program leaves it."""
+    directory = run_dir / "prompts"
+    directory.mkdir(parents=True, exist_ok=True)
+    documents.save(directory / "train.safetensors")
+    PromptsManifest(
+        schema_version=1,
+        tokenizer=TokenizerIdentity.of(load_tokenizer(target_dir)),
+        vocab_size=260,
+        max_document_tokens=512,
+        train_documents=len(documents),
+        train_tokens=len(documents.input_ids),
+        validation_documents=0,
+        validation_tokens=0,
+    ).write(directory)
+
+
+@pytest.fixture
+def prepared(config_for: ConfigFor, tiny_target: Path) -> ConfigFor:
+    """Compose a config whose stage 1 has run."""
+
+    def build(*overrides: str, lengths: list[int] = LENGTHS) -> PipelineConfig:
+        config = config_for("hidden_states.shard_tokens=60", *overrides)
+        write_prompts(Path(config.run_dir), tiny_target, make_documents(lengths))
+        return config
+
+    return build
+
+
+def read_store(directory: Path) -> dict[str, bytes]:
+    """Every file but the two that say how the program was called."""
+    return {
+        path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name not in ("config.yaml", "provenance.json")
+    }
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_residual_streams_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
+    target_dir = make_target(tmp_path, model_type, num_hidden_layers=3)
+    target = load_target(target_dir, torch.float32, CPU)
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
+    input_ids = torch.randint(0, 260, (2, 33))
+    with torch.no_grad():
+        expected = model(input_ids=input_ids, output_hidden_states=True).hidden_states
+        *streams, last = residual_streams(target, input_ids, (2, 0, 1, 3))
+        for layer, stream in zip((2, 0, 1), streams, strict=True):
+            torch.testing.assert_close(stream, expected[layer], rtol=0, atol=1e-5)
+        # transformers' last entry is after the final norm, ours before.
+        torch.testing.assert_close(model.model.norm(last), expected[3], rtol=0, atol=1e-5)
+        assert (last - expected[3]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("capture_layers", [(), (2, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_states_of_each_document_are_those_of_its_own_forward(
+    prepared: ConfigFor, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, capture_layers: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(HEADS["mtp"], "capture_layers", capture_layers)
+    config = prepared(f"hidden_states.dtype={dtype}")
+    extract_hidden_states(config, ONE_RANK)
+
+    store = HiddenStore.open(config.stage_dir("hidden_states"))
+    verify(store)
+    documents = make_documents(LENGTHS)
+    assert store.document_lengths.tolist() == LENGTHS
+    assert len(store.manifest.shards) > 2
+    target = load_target(tiny_target, getattr(torch, dtype), CPU)
+    for index in range(len(documents)):
+        stored = store.document(index)
+        assert stored.document_id == 100 + index
+        assert stored.input_ids.tolist() == documents.tokens(index).tolist()
+        assert stored.loss_mask.tolist() == documents.mask(index).tolist()
+        *aux, last = residual_streams(target, stored.input_ids.long()[None], (*capture_layers, 2))
+        # A batch of documents of one length differs from a batch of one by rounding alone, which may be one unit of bf16.
+        torch.testing.assert_close(stored.hidden_states.float(), last[0].float(), rtol=2**-7, atol=2**-7)
+        if capture_layers:
+            assert stored.aux_hidden_states is not None
+            torch.testing.assert_close(stored.aux_hidden_states.float(), torch.stack(aux, 2)[0].float(), rtol=2**-7, atol=2**-7)
+
+
+def test_batches_hold_documents_of_equal_length_only_and_each_document_once() -> None:
+    lengths = np.array(LENGTHS)
+    batches = list(equal_length_batches(lengths, batch_tokens=80))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    assert batches == [[7], [1, 3], [5, 9], [2, 6], [0], [8], [4]]
+    assert [len(batch) for batch in equal_length_batches(lengths, batch_tokens=1)] == [1] * len(lengths)
+
+
+def test_the_size_of_a_batch_changes_states_by_rounding_alone(prepared: ConfigFor) -> None:
+    stores = []
+    for batch_tokens in (1, 100_000):
+        config = prepared(f"hidden_states.batch_tokens={batch_tokens}")
+        extract_hidden_states(config, ONE_RANK)
+        directory = config.stage_dir("hidden_states").rename(Path(config.run_dir) / f"batch_{batch_tokens}")
+        stores.append(HiddenStore.open(directory))
+    for index in range(len(LENGTHS)):
+        single, batched = (store.document(index).hidden_states.float() for store in stores)
+        torch.testing.assert_close(single, batched, rtol=2**-7, atol=2**-7)
+
+
+def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepared: ConfigFor, tmp_path: Path) -> None:
+    # Sizes at which bf16 products with one and with four threads differ.
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
+    target_dir = make_target(tmp_path / "wide", **sizes)
+    found = []
+    for threads in (1, 4):
+        config = prepared(f"target.path={target_dir}", lengths=[64, 100, 100, 200, 333])
+        torch.set_num_threads(threads)
+        extract_hidden_states(config, ONE_RANK)
+        found.append(read_store(config.stage_dir("hidden_states")))
+        shutil.rmtree(config.stage_dir("hidden_states"))
+    assert found[0] == found[1]
+
+
+def command(config: PipelineConfig, num_ranks: int) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
+    overrides = [f"run_dir={config.run_dir}", f"target.path={config.target.path}"]
+    overrides += [f"hidden_states.shard_tokens={config.hidden_states.shard_tokens}"]
+    return [sys.executable, *launcher, "-m", "data_prep.hidden_states", "recipe=quickstart", *overrides]
+
+
+def run_program(config: PipelineConfig, num_ranks: int) -> str:
+    result = subprocess.run(command(config, num_ranks), cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` started: torchrun puts its workers into sessions of their own."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_program(config: PipelineConfig, num_ranks: int, after_shards: int) -> None:
+    """Start the program and SIGKILL all of its processes once some shards are there."""
+    process = subprocess.Popen(command(config, num_ranks), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    store_dir = config.stage_dir("hidden_states")
+    deadline = time.monotonic() + 300
+    while len(list(store_dir.glob("shard_*.safetensors"))) < after_shards:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.0005)
+    for pid in (process.pid, *children(process.pid)):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    assert (store_dir / "plan.json").exists() and not (store_dir / "manifest.json").exists()
+
+
+def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_run(prepared: ConfigFor) -> None:
+    rng = np.random.default_rng(3)
+    config = prepared(lengths=rng.integers(1, 90, 400).tolist())
+    store_dir = config.stage_dir("hidden_states")
+    run_program(config, num_ranks=1)
+    undisturbed = read_store(store_dir)
+    assert len(undisturbed) > 200
+    shutil.rmtree(store_dir)
+
+    kill_program(config, num_ranks=1, after_shards=int(rng.integers(1, 60)))
+    kill_program(config, num_ranks=2, after_shards=int(rng.integers(80, 150)))
+    trusted = {path.stem for path in store_dir.glob("shard_*.json")}
+    kept = {path.stem: path.stat().st_mtime_ns for path in store_dir.glob("shard_*.safetensors") if path.stem in trusted}
+    output = run_program(config, num_ranks=2)
+    assert read_store(store_dir) == undisturbed
+    assert len(kept) > 79
+    assert {name: (store_dir / f"{name}.safetensors").stat().st_mtime_ns for name in kept} == kept
+    assert "computed now" in output
+
+    assert "is finished already: 400 documents" in run_program(config, num_ranks=2)
+    assert read_store(store_dir) == undisturbed
+
+
+def test_a_finished_store_is_not_computed_again(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    assert "supervised tokens" in capsys.readouterr().out
+    monkeypatch.delattr(hidden_states, "load_target")
+    extract_hidden_states(config, ONE_RANK)
+    assert "is finished already: 10 documents, 267 tokens" in capsys.readouterr().out
+
+
+def test_a_damaged_shard_is_computed_again_after_it_was_deleted(prepared: ConfigFor) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    store_dir = config.stage_dir("hidden_states")
+    expected = read_store(store_dir)
+    (store_dir / "shard_00001.safetensors").unlink()
+    extract_hidden_states(config, ONE_RANK)
+    assert read_store(store_dir) == expected
+
+
+def test_the_stage_records_its_config_and_where_it_came_from(prepared: ConfigFor) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    assert (config.stage_dir("hidden_states") / "config.yaml").exists()
+    assert (config.stage_dir("hidden_states") / "provenance.json").exists()
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_states_of_another_target_are_refused(
+    prepared: ConfigFor, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    config = prepared()
+    with monkeypatch.context() as patch:
+        if not finished:
+            patch.setattr(hidden_states, "finish_store", interrupt)
+        try:
+            extract_hidden_states(config, ONE_RANK)
+        except KeyboardInterrupt:
+            assert not finished
+    config.target.path = str(make_target(tmp_path / "tuned", seed=1))
+    before = read_store(config.stage_dir("hidden_states"))
+    with pytest.raises(ValueError, match=r"the hash of the target's weights must be .*, but is .*delete .*hidden_states"):
+        extract_hidden_states(config, ONE_RANK)
+    assert read_store(config.stage_dir("hidden_states")) == before
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_states_of_other_prompts_layers_or_dtype_are_refused(
+    prepared: ConfigFor, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    with pytest.raises(ValueError, match=r"the computing dtype \(hidden_states.dtype\) must be float32, but is bfloat16"):
+        extract_hidden_states(prepared("hidden_states.dtype=float32"), ONE_RANK)
+    with pytest.raises(ValueError, match=r"hidden_states.shard_tokens must be 61, but is 60"):
+        extract_hidden_states(prepared("hidden_states.shard_tokens=61"), ONE_RANK)
+    with monkeypatch.context() as patch:
+        patch.setattr(HEADS["mtp"], "capture_layers", (1,))
+        with pytest.raises(ValueError, match=r"the captured layers must be \(1,\), but is \(\)"):
+            extract_hidden_states(config, ONE_RANK)
+    write_prompts(Path(config.run_dir), tiny_target, make_documents(LENGTHS, seed=1))
+    with pytest.raises(ValueError, match=r"the hash of the prompts \(train.safetensors\) must be"):
+        extract_hidden_states(config, ONE_RANK)
+
+
+@pytest.mark.parametrize(
+    ("name", "chat_template"), [("chat_template_sha256", "{{ messages }}"), ("tokenizer_sha256", GENERATION_TEMPLATE)]
+)
+def test_prompts_of_another_tokenizer_or_template_are_refused(
+    prepared: ConfigFor, tmp_path: Path, name: str, chat_template: str
+) -> None:
+    config = prepared()
+    other = make_target(tmp_path / "other", chat_template=chat_template)
+    if name == "tokenizer_sha256":
+        tokenizer = load_tokenizer(other)
+        tokenizer.add_tokens(["<new>"])
+        tokenizer.save_pretrained(other)
+    config.target.path = str(other)
+    with pytest.raises(
+        ValueError, match=rf"prompts/manifest.json: {name} must be .*, that of target {other}, but is .*; run data_prep"
+    ):
+        extract_hidden_states(config, ONE_RANK)
+
+
+def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepared()
+    usage = namedtuple("usage", "total used free")
+    needed = 267 * (2 * 64 + 5) + 10 * 16
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed + 1, needed - 1))
+    with pytest.raises(
+        ValueError, match=r"hidden_states: 0.000 GB must be free for the hidden states, but 0.000 GB are; free space"
+    ):
+        extract_hidden_states(config, ONE_RANK)
+    assert "267 tokens x 133 bytes" in capsys.readouterr().out
+    assert [path.name for path in config.stage_dir("hidden_states").iterdir()] == ["plan.json"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed, needed))
+    extract_hidden_states(config, ONE_RANK)
+
+
+def test_what_is_there_already_needs_no_free_disk(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    (config.stage_dir("hidden_states") / "shard_00000.safetensors").unlink()
+    usage = namedtuple("usage", "total used free")
+    one_shard = (5 + 40 + 17) * 133 + 3 * 16
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - one_shard, one_shard))
+    extract_hidden_states(config, ONE_RANK)
+
+
+def test_without_stage_1_the_program_to_run_is_named(config_for: ConfigFor) -> None:
+    with pytest.raises(FileNotFoundError, match=r"prompts/manifest.json: must exist, but does not; run data_prep.prompts"):
+        extract_hidden_states(config_for(), ONE_RANK)
+
+
+def test_documents_beyond_the_context_of_the_target_are_refused(prepared: ConfigFor) -> None:
+    message = r"at most 512 tokens, .* but the longest has 513; set prompts.max_document_tokens=512 or less"
+    with pytest.raises(ValueError, match=message):
+        extract_hidden_states(prepared(lengths=[5, 513]), ONE_RANK)
+
+
+def test_tokens_outside_the_vocabulary_are_refused(prepared: ConfigFor, tiny_target: Path) -> None:
+    config = prepared()
+    write_prompts(Path(config.run_dir), tiny_target, Documents.from_list([(0, [1, 260], [1, 1])]))
+    with pytest.raises(
+        ValueError, match=r"token ids must be below 260, the target's vocab_size, but the largest is 260; .*data_prep"
+    ):
+        extract_hidden_states(config, ONE_RANK)
+
+
+def test_no_documents_are_refused(prepared: ConfigFor) -> None:
+    with pytest.raises(ValueError, match=r"must hold at least one document, but holds none; correct prompts.paths"):
+        extract_hidden_states(prepared(lengths=[]), ONE_RANK)
+
+
+@pytest.mark.parametrize("capture_layers", [(-1,), (0, 3)])
+def test_layers_that_the_target_does_not_have_are_refused(capture_layers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"head eagle3: captured layers must lie in 0..2, .* but are \(.*\); choose other layers"):
+        check_capture_layers(capture_layers, "eagle3", num_layers=2)
+    check_capture_layers((0, 2), "eagle3", num_layers=2)
+
+
+def test_the_manifest_tells_target_and_counts_and_nothing_of_the_run(prepared: ConfigFor) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    manifest = HiddenStore.open(config.stage_dir("hidden_states")).manifest
+    documents = make_documents(LENGTHS)
+    assert manifest.num_tokens == sum(LENGTHS)
+    assert manifest.num_supervised_tokens == documents.loss_mask.sum()
+    assert manifest.identity.target.path == config.target.path
+    assert set(asdict(manifest)) == {
+        "schema_version",
+        "identity",
+        "shard_tokens",
+        "hidden_size",
+        "num_documents",
+        "num_tokens",
+        "num_supervised_tokens",
+        "shards",
+    }

@@ -1,0 +1,46 @@
+import pytest
+
+from data_prep.prompts_report import PromptsReport, Refusals, SplitReport, group_refusals, length_histogram, print_report
+from mtptrain.prompt_files import Documents, Split
+
+
+def test_lengths_are_counted_by_the_power_of_two_that_they_do_not_exceed() -> None:
+    assert length_histogram([1, 2, 3, 4, 5, 2048, 2049]) == {
+        1: 1, 2: 1, 4: 2, 8: 1, 16: 0, 32: 0, 64: 0, 128: 0, 256: 0, 512: 0, 1024: 0, 2048: 1, 4096: 1,
+    }  # fmt: skip
+    assert length_histogram([]) == {}
+
+
+def test_refusals_are_grouped_by_reason_with_the_first_names() -> None:
+    refused = {"a": "odd", **{f"b{i}": "empty" for i in range(5)}}
+    assert group_refusals(refused) == [Refusals("empty", 5, ["b0", "b1", "b2"]), Refusals("odd", 1, ["a"])]
+
+
+def test_the_split_report_counts_what_the_file_holds() -> None:
+    documents = Documents.from_list([(0, [1, 2, 3], [0, 1, 1]), (1, [5, 6], [1, 0])])
+    assert SplitReport.of(documents) == SplitReport(documents=2, tokens=5, supervised_tokens=3, lengths={2: 1, 4: 1})
+
+
+def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(
+        PromptsReport(
+            source="conversations",
+            splits={Split.train: SplitReport(1200, 34_567, 8_901, {32: 1000, 64: 200})},
+            documents_cut=3,
+            windows_cut=7,
+            windows_unsupervised=2,
+            answers_rewritten=5,
+            beyond_max_train_tokens=11,
+            refused=[Refusals("unknown role '[x]'", 4, ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"])],
+        )
+    )
+    printed = capsys.readouterr().out
+    for part in ("1,200", "34,567", "8,901", "17 - 32", "33 - 64"):
+        assert part in printed
+    assert "cut: 3 conversations into 7 windows" in printed
+    assert "left out: 2 windows without a token that counts in the loss" in printed
+    assert "left out of the loss: 5 answers" in printed
+    assert "left out: 11 conversations beyond prompts.max_train_tokens" in printed
+    assert "refused: 4 (unknown role '[x]'): a.jsonl:1, a.jsonl:2, a.jsonl:3, ..." in printed
+    bars = [line.count("█") for line in printed.splitlines() if "█" in line]
+    assert bars == [30, 6]

@@ -1,0 +1,49 @@
+from pathlib import Path
+
+import pytest
+
+from data_prep.text_files import STANDARD_LIBRARY, read_text_files, standard_library_dir
+
+
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def test_files_that_fit_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    write(tmp_path / "b.py", "größe = 1\n".encode())
+    write(tmp_path / "a" / "z.py", b"pass\n")
+    write(tmp_path / "readme.txt", b"not code")
+    assert list(read_text_files([str(tmp_path)], "*.py").texts.items()) == [("a/z.py", "pass\n"), ("b.py", "größe = 1\n")]
+
+
+def test_excluded_paths_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "kept.py", b"pass\n")
+    write(tmp_path / "site-packages" / "deep" / "left_out.py", b"pass\n")
+    assert list(read_text_files([str(tmp_path)], "*.py", ["site-packages/*"]).texts) == ["kept.py"]
+
+
+def test_a_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "latin.py", "# größe\n".encode("latin-1"))
+    write(tmp_path / "kept.py", b"pass\n")
+    files = read_text_files([str(tmp_path)], "*.py")
+    assert files.refused == {"latin.py": "not UTF-8"}
+    assert list(files.texts) == ["kept.py"]
+
+
+def test_the_second_file_of_a_name_is_refused_and_not_overwritten(tmp_path: Path) -> None:
+    write(tmp_path / "one" / "same.py", b"first\n")
+    write(tmp_path / "two" / "same.py", b"second\n")
+    files = read_text_files([f"{tmp_path}/one", f"{tmp_path}/two"], "*.py")
+    assert files.texts == {"same.py": "first\n"}
+    assert files.refused == {f"{tmp_path}/two/same.py": "another directory has a file of this name"}
+
+
+def test_standard_library_stands_for_that_of_the_running_python() -> None:
+    files = read_text_files([STANDARD_LIBRARY], "abc.py", ["*/*"])
+    assert files.texts == {"abc.py": (standard_library_dir() / "abc.py").read_text(encoding="utf-8")}
+
+
+def test_a_directory_that_does_not_exist_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"):
+        read_text_files(["/no/such/place"], "*")

@@ -1,0 +1,158 @@
+"""The contract of every head: its decode step at depth k is its training forward at depth k."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Packing
+from mtptrain.target import PositionCache
+
+DEPTHS = 5
+LENGTHS = [9, 9, 6, 2, 1]
+
+
+def tiny_config(**settings: object) -> LlamaConfig:
+    defaults = {
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+    }
+    return LlamaConfig(vocab_size=50, max_position_embeddings=64, **{**defaults, **settings})
+
+
+def random_head(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    head = HEADS[name](HEADS[name].Config(ttt_steps=DEPTHS), tiny_config())
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim == 1:  # a norm in the wrong place must show
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return head
+
+
+def packed_inputs() -> tuple[torch.Tensor, torch.Tensor, Packing]:
+    """Hidden states [N, H], the embedding of every token [N, H], and the packing."""
+    generator = torch.Generator().manual_seed(1)
+    num_tokens = sum(LENGTHS)
+    hidden_states, embeddings = torch.randn(2, num_tokens, 128, generator=generator)
+    return hidden_states, embeddings, Packing.of(LENGTHS)
+
+
+def depth_embeddings(embeddings: torch.Tensor, shift: int = 1) -> torch.Tensor:
+    """What depth k of row t reads: the embedding of token t + shift + k."""
+    return torch.stack([torch.roll(embeddings, -(shift + depth), 0) for depth in range(DEPTHS)])
+
+
+def serve(head: nn.Module, hidden_states: torch.Tensor, embeddings: torch.Tensor, row: int) -> list[torch.Tensor]:
+    """What an engine computes for one document when it drafts from `row`: depth 0 over every row so far, then one row a step.
+
+    As many depths as the document has tokens for.
+    """
+    cache = PositionCache(64)
+    positions = torch.arange(row + 1)[None]
+    states = [head.decode(hidden_states[None, : row + 1], embeddings[None, 1 : row + 2], positions, cache)[0, -1]]
+    for depth in range(1, min(DEPTHS, len(embeddings) - 1 - row)):
+        position = torch.tensor([[row + depth]])
+        states.append(head.decode(states[-1][None, None], embeddings[None, None, row + 1 + depth], position, cache)[0, 0])
+    return states
+
+
+def largest_difference(head: nn.Module, states: torch.Tensor) -> float:
+    """Between training states [T, N, H] and serving, over every draft of every document."""
+    hidden_states, embeddings, _ = packed_inputs()
+    differences = []
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0)
+    for start, length in zip(starts.tolist(), LENGTHS, strict=False):
+        document = slice(start, start + length)
+        for row in range(length - 1):
+            for depth, state in enumerate(serve(head, hidden_states[document], embeddings[document], row)):
+                differences.append((states[depth, start + row] - state).abs().max().item())
+    assert len(differences) > 50
+    return max(differences)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.no_grad()
+def test_the_decode_step_at_depth_k_equals_the_training_forward_at_depth_k(name: str) -> None:
+    head = random_head(name)
+    hidden_states, embeddings, packing = packed_inputs()
+    assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), packing)) < 1e-5
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.no_grad()
+def test_an_alignment_shifted_by_one_token_is_caught(name: str) -> None:
+    head = random_head(name)
+    hidden_states, embeddings, packing = packed_inputs()
+    assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings, shift=2), packing)) > 1e-2
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.no_grad()
+def test_an_alignment_shifted_by_one_position_is_caught(name: str) -> None:
+    """RoPE is relative, so shifting all positions changes nothing; shifting those of the later depths does."""
+    head = random_head(name)
+    hidden_states, embeddings, packing = packed_inputs()
+    real_tables = head.rope.tables
+    calls = iter(range(100))
+    head.rope.tables = lambda positions, dtype: real_tables(positions + min(1, next(calls)), dtype)
+    states = head(hidden_states, depth_embeddings(embeddings), packing)
+    head.rope.tables = real_tables
+    assert largest_difference(head, states) > 1e-3
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.no_grad()
+def test_a_document_that_sees_its_neighbour_is_caught(name: str) -> None:
+    head = random_head(name)
+    hidden_states, embeddings, packing = packed_inputs()
+    one_document = replace(packing, runs=((0, 1, sum(LENGTHS)),))
+    assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), one_document)) > 1e-2
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.no_grad()
+def test_a_document_is_not_touched_by_what_its_neighbours_hold(name: str) -> None:
+    head = random_head(name)
+    hidden_states, embeddings, packing = packed_inputs()
+    before = head(hidden_states, depth_embeddings(embeddings), packing)
+    changed = hidden_states.clone()
+    changed[:9] = 7.0
+    after = head(changed, depth_embeddings(embeddings), packing)
+    assert not torch.equal(before[:, :9], after[:, :9])
+    assert torch.equal(before[:, 9:], after[:, 9:])
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.no_grad()
+def test_training_with_each_depths_own_full_attention_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 3: depth k attending over depth k's states of all rows is not what an engine's cache holds."""
+    import mtptrain.heads.mtp as module
+
+    head = random_head(name)
+    hidden_states, embeddings, packing = packed_inputs()
+    real = module.depth_attention
+    monkeypatch.setattr(module, "depth_attention", lambda q, keys, values, packing: real(q, keys[-1:], values[-1:], packing))
+    assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), packing)) > 1e-2
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str) -> None:
+    head = random_head(name)
+    positions = torch.arange(40)
+    before = head.rope.tables(positions, torch.float32)[0]
+    assert torch.equal(head.bfloat16().rope.tables(positions, torch.float32)[0], before)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_target_gets_no_gradient(name: str) -> None:
+    head = random_head(name)
+    hidden_states, embeddings, packing = packed_inputs()
+    head(hidden_states, depth_embeddings(embeddings), packing).square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())

@@ -1,0 +1,307 @@
+"""The store's promises, on real files of random states."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mtptrain.hidden_store import (
+    HiddenStore,
+    StoreIdentity,
+    begin_store,
+    finish_store,
+    has_shard,
+    open_store,
+    shard_ranges,
+    verify,
+    write_shard,
+)
+from mtptrain.target import TargetIdentity
+
+HIDDEN_SIZE, SHARD_TOKENS = 8, 20
+LENGTHS = np.array([7, 5, 9, 1, 30, 2, 2, 16, 4])
+TARGET = TargetIdentity("models/llama", None, "c" * 64, "w" * 64, "t" * 64, "h" * 64)
+IDENTITY = StoreIdentity(TARGET, (), "bfloat16", "p" * 64)
+
+
+def make_shard(index: int, documents: range, num_captured: int = 0) -> dict[str, torch.Tensor]:
+    """Random contents; document i has id 100 + i."""
+    generator = torch.Generator().manual_seed(index)
+    lengths = torch.tensor(LENGTHS[documents.start : documents.stop])
+    size = int(lengths.sum())
+    tensors = {
+        "input_ids": torch.randint(0, 260, (size,), generator=generator, dtype=torch.int32),
+        "loss_mask": torch.randint(0, 2, (size,), generator=generator, dtype=torch.uint8),
+        "document_offsets": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        "document_ids": torch.arange(documents.start, documents.stop) + 100,
+        "hidden_states": torch.randn(size, HIDDEN_SIZE, generator=generator).bfloat16(),
+    }
+    if num_captured:
+        tensors["aux_hidden_states"] = torch.randn(size, num_captured, HIDDEN_SIZE, generator=generator).bfloat16()
+    return tensors
+
+
+def make_store(directory: Path, identity: StoreIdentity = IDENTITY) -> list[dict[str, torch.Tensor]]:
+    """Write a whole store and return what each shard was given."""
+    assert begin_store(directory, identity, SHARD_TOKENS) is None
+    ranges = shard_ranges(LENGTHS, SHARD_TOKENS)
+    shards = [make_shard(index, documents, len(identity.capture_layers)) for index, documents in enumerate(ranges)]
+    for index, tensors in enumerate(shards):
+        write_shard(directory, index, tensors)
+    finish_store(directory, identity, SHARD_TOKENS, HIDDEN_SIZE, len(shards))
+    return shards
+
+
+def flip_bit(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def read_all(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def test_a_shard_ends_with_the_document_that_reaches_its_tokens() -> None:
+    assert shard_ranges(LENGTHS, 20) == [range(0, 3), range(3, 5), range(5, 8), range(8, 9)]
+    assert shard_ranges(LENGTHS, 1) == [range(i, i + 1) for i in range(9)]
+    assert shard_ranges(LENGTHS, 10_000) == [range(0, 9)]
+    assert shard_ranges(np.array([10, 10]), 10) == [range(0, 1), range(1, 2)]
+
+
+@pytest.mark.parametrize("capture_layers", [(), (0, 2)])
+def test_a_store_gives_back_what_was_written(tmp_path: Path, capture_layers: tuple[int, ...]) -> None:
+    shards = make_store(tmp_path, dataclasses.replace(IDENTITY, capture_layers=capture_layers))
+    store = HiddenStore.open(tmp_path)
+    assert store.num_documents == len(LENGTHS)
+    assert store.document_lengths.tolist() == LENGTHS.tolist()
+    assert store.document_ids.tolist() == list(range(100, 109))
+    assert store.loss_mask.tolist() == torch.cat([shard["loss_mask"] for shard in shards]).tolist()
+    assert store.manifest.identity.capture_layers == capture_layers
+    assert store.manifest.num_tokens == LENGTHS.sum()
+    assert store.manifest.num_supervised_tokens == store.loss_mask.sum()
+
+    ends = np.cumsum(LENGTHS)
+    for index, (start, end) in enumerate(zip(ends - LENGTHS, ends, strict=True)):
+        document = store.document(index)
+        assert document.document_id == 100 + index
+        for name, dtype in {"input_ids": torch.int32, "loss_mask": torch.uint8, "hidden_states": torch.bfloat16}.items():
+            expected = torch.cat([shard[name] for shard in shards])[start:end]
+            assert getattr(document, name).dtype == dtype
+            assert torch.equal(getattr(document, name), expected)
+        if capture_layers:
+            assert document.aux_hidden_states is not None
+            assert torch.equal(document.aux_hidden_states, torch.cat([shard["aux_hidden_states"] for shard in shards])[start:end])
+        else:
+            assert document.aux_hidden_states is None
+
+
+def test_a_finished_store_holds_shards_and_manifest_alone(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    assert sorted(read_all(tmp_path)) == ["manifest.json", *(f"shard_{i:05d}.safetensors" for i in range(4))]
+
+
+def test_documents_are_views_of_the_mapped_file_and_shards_are_opened_when_needed(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    open_files = len(os.listdir("/proc/self/fd"))
+    store = HiddenStore.open(tmp_path)
+    for name in ("shard_00000", "shard_00001", "shard_00003"):
+        (tmp_path / f"{name}.safetensors").unlink()
+    document = store.document(6)  # in shard 2, behind document 5 of two tokens
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert document.hidden_states.data_ptr() == store.document(6).hidden_states.data_ptr()
+    assert document.hidden_states.storage_offset() == 2 * HIDDEN_SIZE
+    mapped = Path("/proc/self/maps").read_text()
+    assert str(tmp_path / "shard_00002.safetensors") in mapped
+    assert "shard_00001" not in mapped
+
+
+@pytest.mark.parametrize("position", [3, 200, -1])  # length of the header, header, states
+def test_a_flipped_bit_is_found_and_its_shard_named(tmp_path: Path, position: int) -> None:
+    make_store(tmp_path)
+    store = HiddenStore.open(tmp_path)
+    verify(store)
+    path = tmp_path / "shard_00002.safetensors"
+    flip_bit(path, position)
+    with pytest.raises(ValueError, match=rf"{path}: the sha256 of shard 2 must be [0-9a-f]+, but is .*delete this file") as error:
+        verify(store)
+    assert store.manifest.shards[2].sha256 in str(error.value)
+    verify(store, shards=[0, 1, 3])
+
+
+def test_a_truncated_shard_is_named_by_verify_and_by_reading(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    store = HiddenStore.open(tmp_path)
+    path = tmp_path / "shard_00001.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    message = rf"{path}: shard 1 must have {size} bytes, but has {size - 1}; run data_prep.hidden_states"
+    with pytest.raises(ValueError, match=message):
+        verify(store, show_progress=False)
+    with pytest.raises(ValueError, match=message):
+        store.document(4)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    path = tmp_path / "shard_00003.safetensors"
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{path}: shard 3 must exist, but does not; run data_prep.hidden_states"):
+        verify(HiddenStore.open(tmp_path))
+
+
+def target_with(**change: str) -> StoreIdentity:
+    return dataclasses.replace(IDENTITY, target=dataclasses.replace(TARGET, **change))
+
+
+OTHERS = {
+    "the hash of the target's config": target_with(config_sha256="x"),
+    "the hash of the target's weights": target_with(weights_sha256="x"),
+    "the hash of the tokenizer": target_with(tokenizer_sha256="x"),
+    "the hash of the chat template": target_with(chat_template_sha256="x"),
+    "the captured layers": dataclasses.replace(IDENTITY, capture_layers=(1,)),
+    r"the computing dtype \(hidden_states.dtype\)": dataclasses.replace(IDENTITY, compute_dtype="x"),
+    r"the hash of the prompts \(train.safetensors\)": dataclasses.replace(IDENTITY, prompts_sha256="x"),
+    "the norm state": dataclasses.replace(IDENTITY, hidden_states="x"),
+    "the stored dtype": dataclasses.replace(IDENTITY, dtype="x"),
+    "the backend": dataclasses.replace(IDENTITY, backend="x"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_states_of_something_else_are_refused_with_the_reason(tmp_path: Path, what: str) -> None:
+    value = "\\(1,\\)" if "layers" in what else "x"
+    message = rf"json: {what} must be {value}, but is [^;]+ \(target expected: .*delete .* run data_prep.hidden_states again"
+    begin_store(tmp_path / "unfinished", IDENTITY, SHARD_TOKENS)
+    with pytest.raises(ValueError, match="plan." + message):
+        begin_store(tmp_path / "unfinished", OTHERS[what], SHARD_TOKENS)
+    make_store(tmp_path / "finished")
+    with pytest.raises(ValueError, match="manifest." + message):
+        begin_store(tmp_path / "finished", OTHERS[what], SHARD_TOKENS)
+    with pytest.raises(ValueError, match="manifest." + message):
+        open_store(tmp_path / "finished", OTHERS[what])
+
+
+def test_every_difference_is_named_at_once(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    other = dataclasses.replace(target_with(weights_sha256="x", path="models/tuned"), prompts_sha256="y")
+    with pytest.raises(ValueError, match=r"weights must be x, .* must be y, .*expected: models/tuned, found: models/llama"):
+        open_store(tmp_path, other)
+
+
+def test_every_field_of_an_identity_is_compared() -> None:
+    fields = {field.name for field in dataclasses.fields(StoreIdentity)} - {"target"}
+    hashes = {field.name for field in dataclasses.fields(TargetIdentity)} - {"path", "revision"}
+    assert len(IDENTITY.facts()) == len(OTHERS) == len(fields | hashes)
+
+
+def test_the_same_target_under_another_path_is_accepted(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    assert open_store(tmp_path, target_with(path="/elsewhere", revision="main")).num_documents == len(LENGTHS)
+
+
+def test_another_shard_size_is_refused_for_writing(tmp_path: Path) -> None:
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS)
+    with pytest.raises(ValueError, match=r"hidden_states.shard_tokens must be 21, but is 20"):
+        begin_store(tmp_path, IDENTITY, 21)
+
+
+def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"manifest.json: must exist, but it does not; run data_prep.hidden_states"):
+        HiddenStore.open(tmp_path)
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS)
+    write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
+    with pytest.raises(FileNotFoundError, match=r"manifest.json: must exist, but the extraction is unfinished; run data_prep"):
+        open_store(tmp_path, IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"schema_version": 1, "shards": [', "must be JSON, but is not"),
+        ('{"schema_version": 0}', "the schema version must be 1, but is 0"),
+        ('{"schema_version": 1, "shards": []}', "must hold every field of a manifest and no other, but does not .'identity'"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run data_prep.hidden_states again"):
+        HiddenStore.open(tmp_path)
+
+
+def test_only_shards_whose_every_byte_agrees_with_their_record_are_trusted(tmp_path: Path) -> None:
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS)
+    for index, documents in enumerate(shard_ranges(LENGTHS, SHARD_TOKENS)[:3]):
+        write_shard(tmp_path, index, make_shard(index, documents))
+    flip_bit(tmp_path / "shard_00000.safetensors", -1)
+    (tmp_path / "shard_00001.json").unlink()  # killed between shard and record
+    (tmp_path / "shard_00003.safetensors.77.tmp").write_bytes(b"half")
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS)
+    assert [has_shard(tmp_path, index) for index in range(4)] == [False, False, True, False]
+    assert sorted(read_all(tmp_path)) == [
+        "plan.json",
+        "shard_00000.json",
+        "shard_00000.safetensors",
+        "shard_00002.json",
+        "shard_00002.safetensors",
+    ]
+
+
+def test_a_kill_before_the_rename_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS)
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
+    assert not (tmp_path / "shard_00000.safetensors").exists()
+    assert not has_shard(tmp_path, 0)
+
+
+def test_a_kill_right_after_the_manifest_leaves_a_finished_store(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    expected = read_all(tmp_path)
+    (tmp_path / "plan.json").write_text("{}")
+    (tmp_path / "shard_00000.json").write_text("{}")
+    assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS) == HiddenStore.open(tmp_path).manifest
+    assert read_all(tmp_path) == expected
+
+
+def test_a_finished_store_that_lost_a_shard_is_completed_to_the_same_bytes(tmp_path: Path) -> None:
+    shards = make_store(tmp_path)
+    expected = read_all(tmp_path)
+    (tmp_path / "shard_00001.safetensors").unlink()
+    assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS) is None
+    assert not (tmp_path / "manifest.json").exists()
+    assert [has_shard(tmp_path, index) for index in range(4)] == [True, False, True, True]
+    write_shard(tmp_path, 1, shards[1])
+    finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
+    assert read_all(tmp_path) == expected
+
+
+def test_the_manifest_says_what_the_states_are(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["schema_version"] == 1
+    assert manifest["identity"]["hidden_states"] == "before_final_norm"
+    assert manifest["identity"]["dtype"] == "bfloat16"
+    assert manifest["identity"]["backend"] == "transformers"
+    assert manifest["identity"]["target"] == dataclasses.asdict(TARGET)
+    assert manifest["hidden_size"] == HIDDEN_SIZE
+    assert manifest["shards"][1]["num_documents"] == 2
+    assert manifest["shards"][1]["num_tokens"] == 31
+    assert manifest["shards"][1]["num_bytes"] == (tmp_path / "shard_00001.safetensors").stat().st_size
+
+
+def test_the_hash_of_the_prompts_is_of_their_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "train.safetensors"
+    path.write_bytes(b"abc")
+    identity = StoreIdentity.of(TARGET, (1, 2), "float32", path)
+    # sha256 of "abc", FIPS 180-4
+    assert identity.prompts_sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert identity.capture_layers == (1, 2)

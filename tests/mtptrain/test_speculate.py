@@ -1,0 +1,232 @@
+"""The decoding path: greedy output is plain greedy decoding's, sampled output follows the target's law."""
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import mtptrain.speculate as speculate_module
+from mtptrain.drafters import HeadDrafter, PromptLookupDrafter
+from mtptrain.heads import HEADS
+from mtptrain.speculate import Draft, Drafter, Generation, Sampler, Verified, accept_greedy, speculate
+from mtptrain.target import PositionCache, Target, load_target
+from tests.conftest import make_target
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Target:
+    return load_target(tiny_target, torch.float32, torch.device("cpu"))
+
+
+def random_head(target: Target, name: str = "mtp", seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return HEADS[name](HEADS[name].Config(), target.config).eval()
+
+
+def random_prompts(count: int, vocab_size: int = 256, longest: int = 60) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def plain_greedy(target: Target, prompt: list[int], max_new_tokens: int, eos_token_id: int | None = None) -> list[int]:
+    """The independent reference: transformers' own generate."""
+    output = target.model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=eos_token_id,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+class TargetCopy:
+    """A draft model that is the target itself, with a cache of its own."""
+
+    def __init__(self, target: Target, num_speculative_tokens: int, sampler: Sampler) -> None:
+        self.target, self.num_speculative_tokens, self.sampler = target, num_speculative_tokens, sampler
+
+    def start(self, batch_size: int, num_slots: int) -> None:
+        self.cache = PositionCache(num_slots)
+
+    def draft(self, verified: Verified) -> Draft:
+        rows, probs, tokens = torch.arange(len(verified.tokens)), [], verified.tokens.clone()
+        for depth in range(self.num_speculative_tokens):
+            width = int(verified.num_tokens.max()) + depth
+            positions = torch.arange(width).expand(len(tokens), -1)
+            states = self.target.forward(tokens[:, :width], positions, PositionCache(tokens.shape[1]))
+            logits = self.target.parts.logits(states[rows, verified.num_tokens - 1 + depth])
+            if not self.sampler.is_greedy:
+                probs.append(self.sampler.probs(logits))
+            tokens[rows, verified.num_tokens + depth] = self.sampler.choose(logits)
+        drafted = tokens.gather(1, verified.num_tokens[:, None] + torch.arange(self.num_speculative_tokens))
+        return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
+
+
+def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **settings: object) -> list[Generation]:
+    defaults: dict[str, object] = {"num_speculative_tokens": 3, "max_new_tokens": 24, "sampler": Sampler()}
+    return speculate(target, drafter, prompts, **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("kind", ["head", "prompt lookup"])
+def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(target: Target, kind: str, batch_size: int) -> None:
+    drafters = {"head": HeadDrafter(random_head(target), target.parts, 3, Sampler()), "prompt lookup": PromptLookupDrafter(3)}
+    prompts = random_prompts(24)
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        for prompt, generation in zip(batch, decode(target, drafters[kind], batch, eos_token_ids=[256]), strict=True):
+            assert generation.tokens == plain_greedy(target, prompt, 24, eos_token_id=256)
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [1, 3, 5])
+def test_a_draft_that_is_the_target_is_accepted_whole(target: Target, num_speculative_tokens: int) -> None:
+    drafter = TargetCopy(target, num_speculative_tokens, Sampler())
+    for generation in decode(target, drafter, random_prompts(8), num_speculative_tokens=num_speculative_tokens):
+        assert generation.rounds == math.ceil(23 / (num_speculative_tokens + 1))
+        assert generation.accepted_at == [generation.rounds] * num_speculative_tokens
+
+
+def test_a_sampled_draft_that_is_the_target_is_accepted_whole(target: Target) -> None:
+    sampler = Sampler(1.0)
+    for generation in decode(target, TargetCopy(target, 3, sampler), random_prompts(8), sampler=sampler):
+        # The copy's logits come from another batch shape: a coin within 1e-6 of 1 may still reject.
+        assert generation.accepted_at == [generation.rounds] * 3
+
+
+def test_a_random_heads_drafts_are_mostly_rejected_and_counted_so(target: Target) -> None:
+    generations = decode(target, HeadDrafter(random_head(target), target.parts, 3, Sampler()), random_prompts(8))
+    assert sum(sum(generation.accepted_at) for generation in generations) < 0.2 * sum(
+        generation.drafted for generation in generations
+    )
+    assert all(generation.drafted == 3 * generation.rounds for generation in generations)
+    for generation in generations:
+        assert len(generation.tokens) == 24 <= 1 + generation.rounds + sum(generation.accepted_at)
+
+
+def test_decoding_stops_at_the_end_of_sequence_token_and_at_no_other(target: Target) -> None:
+    prompts = random_prompts(8)
+    whole = decode(target, TargetCopy(target, 3, Sampler()), prompts)
+    for prompt, generation in zip(prompts, whole, strict=True):
+        eos = generation.tokens[9]
+        (cut,) = decode(target, TargetCopy(target, 3, Sampler()), [prompt], eos_token_ids=[eos])
+        assert cut.tokens == generation.tokens[: generation.tokens.index(eos) + 1]
+
+
+def test_a_sequence_is_the_same_alone_and_in_a_batch_of_ragged_ones(target: Target) -> None:
+    drafter = HeadDrafter(random_head(target), target.parts, 3, Sampler())
+    prompts = random_prompts(8)
+    batch = decode(target, drafter, prompts, eos_token_ids=[256])
+    assert batch == [decode(target, drafter, [prompt], eos_token_ids=[256])[0] for prompt in prompts]
+
+
+def test_one_new_token_needs_no_round(target: Target) -> None:
+    (generation,) = decode(target, PromptLookupDrafter(3), [[1, 2, 3]], max_new_tokens=1)
+    assert len(generation.tokens) == 1 and generation.rounds == generation.empty_rounds == 0
+
+
+def test_what_is_not_proposed_is_not_accepted_even_where_it_is_right() -> None:
+    logits = torch.eye(4)[[0, 0, 0, 0]][None]  # [1, K+1, V]: the target says 0 everywhere
+    draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[True, False, False]]))
+    num_accepted, bonus = accept_greedy(draft, logits)
+    assert (num_accepted.item(), bonus.item()) == (1, 0)
+
+
+def test_prompt_lookup_proposes_what_followed_the_longest_and_latest_match() -> None:
+    tokens = [1, 2, 3, 9, 8, 2, 3, 7, 6, 5, 1, 2, 3]
+    look_up = PromptLookupDrafter(3)._look_up
+    assert look_up(tokens) == [9, 8, 2]  # after 1 2 3, not after the later 2 3
+    assert look_up(tokens[1:]) == [7, 6, 5]
+    assert look_up([1, 2, 3, 4]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], r"prompt 0: must hold at least one token, but is empty; leave it out"),
+        ([1] * 500, r"prompt 0: prompt and answer must fit the target's context of 512 tokens, but are 500 \+ 24; shorten"),
+    ],
+)
+def test_a_prompt_that_cannot_be_decoded_is_refused(target: Target, prompt: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(target, PromptLookupDrafter(3), [prompt])
+
+
+# The law of sampled output: the joint law of tokens 2, 3 and 4 behind a prompt, over a vocabulary of 6.
+
+VOCAB, PROMPT, SAMPLES = 6, [3, 1, 4, 1, 5], 24_000
+Accept = Callable[[Draft, torch.Tensor, Sampler], tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    directory = make_target(tmp_path_factory.mktemp("small"), vocab_size=VOCAB, eos_token_id=None, initializer_range=0.15)
+    return load_target(directory, torch.float32, torch.device("cpu"))
+
+
+def joint_law(target: Target, temperature: float) -> torch.Tensor:
+    """Probability of every (token 2, token 3, token 4), by enumeration [V, V, V]."""
+    sequences = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=4)])
+    logits = target.model(sequences).logits[:, len(PROMPT) - 1 : -1]
+    probs = (logits / temperature).softmax(-1).gather(2, sequences[:, len(PROMPT) :, None])[..., 0].prod(1)
+    return probs.view(VOCAB, VOCAB, VOCAB, VOCAB).sum(0)
+
+
+def chi_square_p_value(target: Target, temperature: float, num_speculative_tokens: int = 2, certain: bool = False) -> float:
+    """Of sampled speculation against the law, by Wilson and Hilferty's normal approximation; rare cells are pooled."""
+    sampler = Sampler(temperature, seed=1)
+    drafter = HeadDrafter(random_head(target, seed=5), target.parts, num_speculative_tokens, Sampler() if certain else sampler)
+    counts = torch.zeros(VOCAB, VOCAB, VOCAB)
+    for _ in range(SAMPLES // 4000):
+        for generation in decode(
+            target,
+            drafter,
+            [PROMPT] * 4000,
+            num_speculative_tokens=num_speculative_tokens,
+            max_new_tokens=4,
+            sampler=sampler,
+        ):
+            counts[tuple(generation.tokens[1:])] += 1
+    expected = joint_law(target, temperature).flatten() * SAMPLES
+    rare = expected < 8
+    observed = torch.cat([counts.flatten()[~rare], counts.flatten()[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    assert len(expected) > 20
+    statistic, freedom = ((observed - expected) ** 2 / expected).sum().item(), len(expected) - 1
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("certain", [False, True], ids=["sampled drafts", "greedy drafts"])
+def test_sampled_speculation_follows_the_targets_joint_law(small_vocabulary: Target, temperature: float, certain: bool) -> None:
+    assert chi_square_p_value(small_vocabulary, temperature, certain=certain) > 1e-3
+
+
+def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
+    """A wrong rule: keep a draft whenever the target gives it at least half the draft's probability."""
+    assert draft.probs is not None
+    chosen = draft.tokens[..., None]
+    kept = 2 * target_probs[:, :-1].gather(2, chosen) >= draft.probs.gather(2, chosen)
+    num_accepted = kept[..., 0].long().cumprod(1).sum(1)
+    return num_accepted, sampler.sample(target_probs[torch.arange(len(chosen)), num_accepted])
+
+
+def accept_without_residual(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
+    """A wrong rule: right coins, but the token after a rejection comes from the target's whole distribution."""
+    num_accepted, _ = real_accept_sampled(draft, target_probs, sampler)
+    return num_accepted, sampler.sample(target_probs[torch.arange(len(num_accepted)), num_accepted])
+
+
+real_accept_sampled = speculate_module.accept_sampled
+
+
+@pytest.mark.parametrize("wrong_rule", [accept_everything_likely, accept_without_residual])
+def test_a_wrong_acceptance_rule_is_caught(small_vocabulary: Target, wrong_rule: Accept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculate_module, "accept_sampled", wrong_rule)
+    assert chi_square_p_value(small_vocabulary, 1.0) < 1e-6

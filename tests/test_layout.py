@@ -1,0 +1,106 @@
+"""Arrows point one way: data_prep -> mtptrain <- eval; programs are started, never imported; third parties are declared."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FORBIDDEN = {
+    "mtptrain": {"data_prep", "eval", "tests"},
+    "data_prep": {"eval", "tests"},
+    "eval": {"data_prep", "tests"},
+}
+IS_PROGRAM = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of the three packages, by its dotted name."""
+    found: dict[str, Path] = {}
+    for package in FORBIDDEN:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
+    """The line and dotted name of all that a module imports, also inside functions; `from a import b` gives a and a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            package = name.split(".")[: None if path.name == "__init__.py" else -1]
+            base = [*package[: len(package) - node.level + 1], node.module] if node.level else [node.module]
+            source = ".".join(part for part in base if part)
+            yield node.lineno, source
+            for alias in node.names:
+                yield node.lineno, f"{source}.{alias.name}"
+
+
+def import_violations(root: Path) -> list[str]:
+    """What breaks the arrows, as `path:line: what`."""
+    all_modules = modules(root)
+    programs = {name for name, path in all_modules.items() if IS_PROGRAM.search(path.read_text())}
+    violations = []
+    for name, path in all_modules.items():
+        package = name.split(".")[0]
+        for line, imported in imports(name, path):
+            top = imported.split(".")[0]
+            if top in FORBIDDEN[package]:
+                violations.append(f"{path.relative_to(root)}:{line}: {package} must not import {top}")
+            elif imported in programs:
+                violations.append(f"{path.relative_to(root)}:{line}: {imported} is a program, which no module may import")
+    return list(dict.fromkeys(violations))
+
+
+def test_imports_point_one_way_and_programs_are_never_imported() -> None:
+    assert len(modules(ROOT)) > 10
+    assert import_violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "violation"),
+    [
+        ("mtptrain/bad.py", "import data_prep.text_files", "1: mtptrain must not import data_prep"),
+        ("mtptrain/bad.py", "from eval import acceptance", "1: mtptrain must not import eval"),
+        ("mtptrain/heads/bad.py", "from tests.conftest import x", "1: mtptrain must not import tests"),
+        ("data_prep/bad.py", "from eval.acceptance import x", "1: data_prep must not import eval"),
+        ("eval/bad.py", "def f():\n    import data_prep", "2: eval must not import data_prep"),
+        ("mtptrain/bad.py", "from mtptrain.train import x", "1: mtptrain.train is a program, which no module may import"),
+        ("eval/bad.py", "from mtptrain import train", "1: mtptrain.train is a program, which no module may import"),
+        ("mtptrain/heads/bad.py", "from .. import train", "1: mtptrain.train is a program, which no module may import"),
+        ("mtptrain/heads/__init__.py", "from ..train import x", "1: mtptrain.train is a program, which no module may import"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, module: str, source: str, violation: str) -> None:
+    for name in ("mtptrain/heads/mtp.py", "data_prep/text_files.py", "eval/acceptance.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("from mtptrain import config\n")
+    (tmp_path / "mtptrain/train.py").write_text('import mtptrain.heads.mtp\n\nif __name__ == "__main__":\n    pass\n')
+    assert import_violations(tmp_path) == []
+
+    (tmp_path / module).write_text(source + "\n")
+    assert import_violations(tmp_path) == [f"{module}:{violation}"]
+
+
+def test_every_third_party_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in project["dependencies"]}
+    distributions = packages_distributions()
+    imported = {
+        top: str(path.relative_to(ROOT))
+        for name, path in modules(ROOT).items()
+        for _, source in imports(name, path)
+        if (top := source.split(".")[0]) not in {*FORBIDDEN, *sys.stdlib_module_names}
+    }
+    undeclared = {
+        top: where for top, where in imported.items() if declared.isdisjoint(d.lower() for d in distributions.get(top, [top]))
+    }
+    assert undeclared == {}

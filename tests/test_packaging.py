@@ -1,0 +1,104 @@
+"""The wheel is whole, and a program runs from any folder: installed, and from a bare checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("mtptrain", "data_prep", "eval", "recipes")
+DEMO_TARGET = ("config.json", "tokenizer.json", "model.safetensors")
+WHERE = "import mtptrain, mtptrain.config as config; print(mtptrain.__file__, config.RECIPES, sep='\\n')"
+
+
+def run(*command: str | Path, cwd: Path, pythonpath: Path | None = None) -> str:
+    """Run a command to its end, without this checkout on its path; its standard output."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if pythonpath:
+        environment["PYTHONPATH"] = str(pythonpath)
+    result = subprocess.run(
+        command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, so that building leaves nothing behind and nothing stale is packaged."""
+    directory = tmp_path_factory.mktemp("checkout")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output_dir = tmp_path_factory.mktemp("wheel")
+    source = shutil.copytree(checkout, output_dir / "source")  # setuptools leaves build/ in the folder that it builds
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", output_dir, source, cwd=output_dir)
+    [built] = output_dir.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a clean environment: the wheel, and this environment's dependencies behind it."""
+    directory = tmp_path_factory.mktemp("environment")
+    venv.create(directory, symlinks=True)
+    python = directory / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=directory)
+    [site_packages] = directory.glob("lib/python*/site-packages")
+    # A path listed in a .pth file is searched for packages, but its own .pth files, an editable install's say, are not read.
+    dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site_packages / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
+    return python
+
+
+def make_sources(directory: Path) -> Path:
+    directory.mkdir()
+    for i in range(40):
+        (directory / f"module_{i}.py").write_text(f'"""Module {i}."""\n\n\ndef plus_{i}(x: int) -> int:\n    return x + {i}\n' * 3)
+    return directory
+
+
+def prompts_command(run_dir: Path, target: Path, sources: Path) -> list[str]:
+    return [
+        *("-m", "data_prep.prompts", "recipe=quickstart", f"run_dir={run_dir}", f"target.path={target}"),
+        *(f"prompts.paths=[{sources}]", "prompts.validation_fraction=0.25"),
+    ]
+
+
+def test_the_wheel_holds_every_module_every_recipe_and_the_demo_target(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    recipes = {"mtptrain/" + path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml")}
+    assert "mtptrain/config.py" in modules and "mtptrain/recipes/pipeline.yaml" in recipes
+    assert modules | recipes | {f"mtptrain/demo_target/{name}" for name in DEMO_TARGET} <= names
+    assert {name.split("/")[0] for name in names} == {"mtptrain", "data_prep", "eval", "mtptrain-0.1.0.dist-info"}
+
+
+def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target: Path, tmp_path: Path) -> None:
+    package, recipes = map(Path, run(installed, "-c", WHERE, cwd=Path("/")).split())
+    assert package.is_relative_to(installed.parents[1])
+    assert recipes == package.parent / "recipes"
+
+    run(installed, *prompts_command(tmp_path / "run", tiny_target, make_sources(tmp_path / "sources")), cwd=Path("/"))
+    assert (tmp_path / "run/prompts/config.yaml").is_file()
+
+
+def test_a_bare_checkout_runs_from_any_folder(checkout: Path, tiny_target: Path, tmp_path: Path) -> None:
+    package, recipes = map(Path, run(sys.executable, "-c", WHERE, cwd=Path("/"), pythonpath=checkout).split())
+    assert package == checkout / "mtptrain" / "__init__.py"
+    assert recipes == checkout / "recipes"
+
+    command = prompts_command(tmp_path / "run", tiny_target, make_sources(tmp_path / "sources"))
+    run(sys.executable, *command, cwd=Path("/"), pythonpath=checkout)
+    assert (tmp_path / "run/prompts/config.yaml").is_file()

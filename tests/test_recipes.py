@@ -1,0 +1,126 @@
+"""Every recipe and every choice of a group composes; wrong names, keys and values are answered by what would be right."""
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+
+from mtptrain import config as config_module
+from mtptrain.config import RECIPES, PipelineConfig, load_config
+from mtptrain.heads import HEADS
+from tests.conftest import make_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def choices(group: str) -> list[str]:
+    directory = Path(RECIPES) / group
+    return sorted(path.relative_to(directory).with_suffix("").as_posix() for path in directory.rglob("*.yaml"))
+
+
+GROUPS = sorted(path.name for path in Path(RECIPES).iterdir() if path.is_dir() and path.name != "recipe")
+
+# Of each setting that has a range, values just outside it, and what the message must say.
+OUT_OF_RANGE = {
+    "prompts.max_document_tokens": {"3": "at least 4, but is 3"},
+    "prompts.max_train_tokens": {"-1": "at least 0, but is -1"},
+    "prompts.validation_fraction": {"0": "between 0 and 1, but is 0.0", "1": "between 0 and 1, but is 1.0"},
+    "hidden_states.batch_tokens": {"0": "at least 1, but is 0"},
+    "hidden_states.shard_tokens": {"0": "at least 1, but is 0"},
+    "head.ttt_steps": {"0": "at least 1, but is 0"},
+    "train.epochs": {"0": "at least 1, but is 0"},
+    "train.max_steps": {"-1": "at least 0, but is -1"},
+    "train.batch_tokens": {"0": "at least 1, but is 0"},
+    "train.micro_batches_per_step": {"0": "at least 1, but is 0"},
+    "train.loss_chunk_rows": {"0": "at least 1, but is 0"},
+    "train.log_every": {"0": "at least 1, but is 0"},
+    "train.keep_checkpoints": {"0": "at least 1, but is 0"},
+    "train.lr": {"-1e-3": "at least 0.0, but is -0.001"},
+    "acceptance.num_speculative_tokens": {"0": "at least 1, but is 0"},
+    "acceptance.max_new_tokens": {"0": "at least 1, but is 0"},
+    "acceptance.temperature": {"-0.1": "at least 0.0, but is -0.1"},
+    "acceptance.num_prompts": {"0": "at least 1, but is 0"},
+    "acceptance.prompt_tokens": {"1": "at least 2, but is 1"},
+    "acceptance.batch_size": {"0": "at least 1, but is 0"},
+}
+
+
+def compose_recipe(recipe: str) -> PipelineConfig:
+    with initialize_config_dir(RECIPES, version_base="1.3"):
+        return load_config(compose("pipeline", [f"recipe={recipe}"]))
+
+
+@pytest.mark.parametrize("recipe", choices("recipe"))
+def test_every_recipe_composes(recipe: str) -> None:
+    assert compose_recipe(recipe).run_dir
+
+
+def test_no_two_recipes_share_a_run_dir() -> None:
+    recipes = choices("recipe")
+    assert "quickstart" in recipes
+    assert len({compose_recipe(recipe).run_dir for recipe in recipes}) == len(recipes)
+
+
+@pytest.mark.parametrize("choice", [f"{group}={choice}" for group in GROUPS for choice in choices(group)])
+def test_every_choice_of_a_group_composes_with_the_quickstart(choice: str) -> None:
+    make_config(choice)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_composes_with_the_quickstart(head: str) -> None:
+    assert type(make_config(f"head={head}").head) is HEADS[head].Config
+
+
+@pytest.mark.parametrize(("setting", "value"), [(setting, value) for setting, values in OUT_OF_RANGE.items() for value in values])
+def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        make_config(f"{setting}={value}")
+    assert str(refused.value).startswith(f"{setting}: must ")
+    assert OUT_OF_RANGE[setting][value] in str(refused.value)
+
+
+def test_every_setting_that_is_checked_is_provoked_here() -> None:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_module._check)))
+    checked = {
+        f"{node.value.attr}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and isinstance(node.value.value, ast.Name)
+    }
+    assert checked == set(OUT_OF_RANGE)
+
+
+def test_a_value_of_the_wrong_type_is_refused_by_name() -> None:
+    with pytest.raises(ConfigCompositionException, match=r"train\.lr=fast"):
+        make_config("train.lr=fast")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "You must specify 'recipe'"),
+        (["recipe=nope"], "Could not find 'recipe/nope'"),
+        (["recipe=quickstart", "train.lrr=1"], "Key 'lrr' not in 'TrainConfig'"),
+    ],
+)
+def test_a_program_answers_a_wrong_command_line_with_what_would_be_right(arguments: list[str], message: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "data_prep.prompts", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert message in result.stderr
+    if "recipe=quickstart" not in arguments:
+        available = result.stderr.split("Available options")[1].split()
+        assert set(choices("recipe")) <= set(available)
