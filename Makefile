@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml
 
 demo: setup
 	$(RUN) -m data_prep.prompts recipe=quickstart $(ARGS)
-	$(RUN) -m data_prep.hidden_states recipe=quickstart $(ARGS)
+	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 -m data_prep.hidden_states recipe=quickstart $(ARGS)
 	$(RUN) -m mtptrain.train recipe=quickstart $(ARGS)
 	$(RUN) -m eval.acceptance recipe=quickstart $(ARGS)
 	$(RUN) -m mtptrain.export recipe=quickstart $(ARGS)

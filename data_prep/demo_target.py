@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[np.ndar
     return [np.array([0, *ids], dtype=np.int32) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
-def row_batches(documents: list[np.ndarray], row_tokens: int, seed: int):
+def row_batches(documents: list[np.ndarray], row_tokens: int, seed: int) -> Iterator[torch.Tensor]:
     """Endless batches of rows [B, row_tokens] cut from the shuffled, concatenated documents."""
     epoch = 0
     while True:
@@ -114,7 +115,7 @@ def learning_rate_scale(progress: float) -> float:
 
 def train(model: LlamaForCausalLM, documents: list[np.ndarray], num_tokens: int, seed: int) -> LlamaForCausalLM:
     """Train bf16 weights against fp32 master copies: Muon for the matrices of the layers, AdamW for the rest."""
-    model = model.to(torch.bfloat16)
+    model.bfloat16()
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
     is_matrix = [weight.ndim == 2 and weight is not model.model.embed_tokens.weight for weight in weights]
@@ -145,6 +146,7 @@ def train(model: LlamaForCausalLM, documents: list[np.ndarray], num_tokens: int,
             total += loss.item()
         scale = learning_rate_scale((step + 1) / num_steps)
         for weight, master in zip(weights, masters, strict=True):
+            assert weight.grad is not None
             master.grad = weight.grad.float()
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(masters, 1.0)

@@ -25,7 +25,8 @@ class HeadDrafter:
         states = self._step(verified.hidden_states, next_tokens, verified.positions)  # [B, S, H]
         state = states[torch.arange(len(states), device=states.device), verified.last_row]  # [B, H]
         position = verified.num_tokens - 2  # [B]
-        tokens, probs = [], []
+        tokens: list[torch.Tensor] = []
+        probs: list[torch.Tensor] = []
         for depth in range(self.num_speculative_tokens):
             if depth > 0:
                 position = position + 1

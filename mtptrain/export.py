@@ -15,19 +15,20 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mtptrain.acceptance import held_out_prompts
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.drafters import HeadDrafter
 from mtptrain.head_files import build_head, load_head
+from mtptrain.heads.base import Head
 from mtptrain.heads.mtp import MtpHead, from_vllm, mtp_dims, to_vllm, vllm_config
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_json, write_provenance
 from mtptrain.speculate import Draft, Drafter, Sampler, Verified, speculate
 from mtptrain.target import Target, load_target, read_target_config, resolve_target
+from mtptrain.tensor_files import save_tensors
 
 METHOD_SWITCHING_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Parts of a path that make vLLM choose another method by itself (vllm/config/speculative.py, 0.32)."""
@@ -78,12 +79,12 @@ def check_not_quantised(target_config: PreTrainedConfig) -> None:
         )
 
 
-def write_vllm(directory: Path, head: nn.Module, config: MtpHead.Config, target_config: PreTrainedConfig) -> None:
-    tensors = {name: tensor.contiguous() for name, tensor in to_vllm(head.state_dict()).items()}
+def write_vllm(directory: Path, head: Head, config: MtpHead.Config, target_config: PreTrainedConfig) -> None:
+    tensors = to_vllm(head.state_dict())
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     directory.mkdir(parents=True)
     write_json(directory / "config.json", vllm_config(mtp_dims(config, target_config), target_config, dtype))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(directory / "model.safetensors", tensors)
 
 
 def check_vllm(directory: Path, config: MtpHead.Config, target_config: PreTrainedConfig) -> None:
@@ -107,7 +108,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else f"of shape {shape}"
 
 
-def reload_vllm(directory: Path, config: MtpHead.Config, target_config: PreTrainedConfig) -> nn.Module:
+def reload_vllm(directory: Path, config: MtpHead.Config, target_config: PreTrainedConfig) -> Head:
     """The head as an engine reads it from the directory."""
     head = build_head(config, target_config)
     head.load_state_dict(from_vllm(load_file(directory / "model.safetensors"), mtp_dims(config, target_config)))
@@ -130,7 +131,7 @@ class RecordingDrafter:
         return draft
 
 
-def prove_equal_proposals(config: PipelineConfig, target_dir: Path, head: nn.Module, reloaded: nn.Module) -> int:
+def prove_equal_proposals(config: PipelineConfig, target_dir: Path, head: Head, reloaded: Head) -> int:
     """Draft held-out prompts with both heads in fp32; returns the number of proposed tokens that were compared.
 
     Raises:
@@ -149,7 +150,7 @@ def prove_equal_proposals(config: PipelineConfig, target_dir: Path, head: nn.Mod
     return sum(tokens.numel() for tokens in ours)
 
 
-def propose(target: Target, head: nn.Module, prompts: list[list[int]]) -> list[torch.Tensor]:
+def propose(target: Target, head: Head, prompts: list[list[int]]) -> list[torch.Tensor]:
     """What a head proposes in every round of greedy decoding, [B, K] each."""
     drafter = RecordingDrafter(HeadDrafter(head.float(), target.parts, PROOF_DRAFTS, Sampler()))
     speculate(target, drafter, prompts, num_speculative_tokens=PROOF_DRAFTS, max_new_tokens=PROOF_NEW_TOKENS, sampler=Sampler())

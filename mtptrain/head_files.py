@@ -5,16 +5,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import HeadConfig
+from mtptrain.heads.base import Head, HeadConfig
 from mtptrain.run_dir import write_json
+from mtptrain.tensor_files import save_tensors
 
 
-def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> nn.Module:
+def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
     """A new head for a target, initialised from torch's global generator."""
     return HEADS[config.name](config, target_config)
 
@@ -27,16 +27,14 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
         facts: what else to keep with it, such as the step and its acceptance.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / "head.safetensors.tmp"
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, temporary)
-    temporary.replace(directory / "head.safetensors")
+    save_tensors(directory / "head.safetensors", state)
     write_json(directory / "head.json", {"head": asdict(config), **facts})
 
 
 def load_head(
-    directory: Path, config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
-    """The head in a directory, ready to draft.
+    directory: Path, config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype | None, device: torch.device
+) -> Head:
+    """The head in a directory, ready to draft; in the dtype that it was trained in where `dtype` is None.
 
     Raises:
         FileNotFoundError: there is none.

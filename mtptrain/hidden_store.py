@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 from mtptrain.target import TargetIdentity
+from mtptrain.tensor_files import write_tensors
 
 SCHEMA_VERSION = 1
 MANIFEST, PLAN = "manifest.json", "plan.json"
@@ -184,7 +184,7 @@ def write_shard(directory: Path, index: int, tensors: dict[str, torch.Tensor]) -
     """
     path = _shard_path(directory, index)
     temporary = _temporary_path(path)
-    save_file(tensors, temporary)
+    write_tensors(temporary, tensors)
     record = ShardRecord(
         file=path.name,
         num_documents=len(tensors["document_ids"]),

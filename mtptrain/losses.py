@@ -41,13 +41,15 @@ def kl_to_target(
     Returns:
         Sums by depth.
     """
-    kl, agreement = _ChunkedKl.apply(states, target_states, lm_head, supervised_positions, is_draft, chunk_rows)
+    kl, agreement = _ChunkedKl.apply(  # type: ignore[no-untyped-call]
+        states, target_states, lm_head, supervised_positions, is_draft, chunk_rows
+    )
     return LossSums(kl, agreement)
 
 
 class _ChunkedKl(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         states: torch.Tensor,
         target_states: torch.Tensor,
@@ -76,7 +78,7 @@ class _ChunkedKl(torch.autograd.Function):
         return kl, agreement
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, grad_kl: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         (grad_states,) = ctx.saved_tensors  # type: ignore[attr-defined]

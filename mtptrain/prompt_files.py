@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from jinja2.exceptions import TemplateError
 from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.target import TokenizerIdentity
+from mtptrain.tensor_files import save_tensors
 
 SCHEMA_VERSION = 1
 DOCUMENTS_FILE = "documents.jsonl"
@@ -67,12 +69,7 @@ class Documents:
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        save_file({name: np.ascontiguousarray(array) for name, array in vars(self).items()}, temporary)
-        temporary.chmod(mode)  # safetensors makes it readable to its owner alone, where a team shares the run
-        temporary.replace(path)
+        save_tensors(path, {name: torch.from_numpy(array) for name, array in vars(self).items()})
 
     @staticmethod
     def load(path: Path) -> "Documents":

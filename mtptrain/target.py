@@ -6,6 +6,7 @@ acceptance run the whole model (`load_target`).
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -245,12 +246,8 @@ class Target:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
-        self.parts = FrozenParts(
-            embed_tokens=model.get_input_embeddings().weight,
-            norm_weight=model.model.norm.weight,
-            norm_eps=model.config.rms_norm_eps,
-            lm_head=model.get_output_embeddings().weight,
-        )
+        weights = dict(model.named_parameters(remove_duplicate=False))  # tied ones under both names
+        self.parts = FrozenParts(weights[EMBED_TOKENS], weights[FINAL_NORM], model.config.rms_norm_eps, weights[LM_HEAD])
 
     @property
     def device(self) -> torch.device:
@@ -270,6 +267,11 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     """The whole target on one device; on several, where it does not fit, by accelerate's placement."""
     read_target_config(target_dir)
     weight_files(target_dir)
+    if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"target.path: {target_dir} must fit one device where several ranks share a machine, but does not; start one process, "
+            "over which accelerate spreads it"
+        )
     placement = "auto" if _needs_several_devices(target_dir, dtype, device) else device
     return Target(AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, device_map=placement))
 

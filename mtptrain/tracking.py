@@ -25,8 +25,8 @@ class Tracking:
         self.path.write_text("".join(line + "\n" for line in kept))
         self._wandb = None
         if config.train.tracker is Tracker.wandb:
-            mode = os.environ.get("WANDB_MODE", "offline")
-            self._wandb = wandb.init(project="mtptrain", dir=directory, mode=mode, config=asdict(config), settings={"silent": True})
+            os.environ.setdefault("WANDB_MODE", "offline")
+            self._wandb = wandb.init(project="mtptrain", dir=directory, config=asdict(config), settings={"silent": True})
 
     def _lines(self) -> list[str]:
         return self.path.read_text().splitlines() if self.path.is_file() else []

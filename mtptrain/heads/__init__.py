@@ -1,5 +1,6 @@
 """Every head by its name: one head is one file and one line."""
 
+from mtptrain.heads.base import Head
 from mtptrain.heads.mtp import MtpHead
 
-HEADS = {"mtp": MtpHead}
+HEADS: dict[str, type[Head]] = {"mtp": MtpHead}

@@ -4,10 +4,13 @@ Shapes, here and everywhere: B batch, S sequence, N packed tokens, H hidden size
 D draft vocabulary, K drafted tokens, T depths (`ttt_steps`).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 from mtptrain.target import PositionCache
 
@@ -43,13 +46,21 @@ class Packing:
         return Packing(tuple(runs), torch.cat([torch.arange(length) for length in lengths]))
 
 
-class Head(Protocol):
+class Head(nn.Module, ABC):
     """A draft head: one class per file, listed in `HEADS`."""
 
-    capture_layers: tuple[int, ...]
+    Config: ClassVar[type[Any]]
+    """Of its settings, a dataclass on top of `HeadConfig`."""
+    capture_layers: tuple[int, ...] = ()
     """Residual streams that the head reads besides the last layer: id k is the stream after k decoder layers."""
 
-    def __call__(self, hidden_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing) -> torch.Tensor:
+    @abstractmethod
+    def __init__(self, config: Any, target_config: PreTrainedConfig) -> None:
+        """Build for a target, initialised from torch's global generator."""
+        super().__init__()
+
+    @abstractmethod
+    def forward(self, hidden_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Training: the states of every depth.
 
         Args:
@@ -61,6 +72,7 @@ class Head(Protocol):
             States [T, N, H]; `FrozenParts.logits` of depth k at row t predicts token t + 2 + k.
         """
 
+    @abstractmethod
     def decode(
         self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, cache: PositionCache
     ) -> torch.Tensor:

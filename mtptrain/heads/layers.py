@@ -108,7 +108,7 @@ def depth_attention(query: torch.Tensor, keys: list[torch.Tensor], values: list[
         return dense_depth_attention(query, keys, values, packing)
     own_keys = torch.stack(keys[1:]) if len(keys) > 1 else query.new_empty(0, *keys[0].shape)  # [k, N, kv heads, head_dim]
     own_values = torch.stack(values[1:]) if len(values) > 1 else own_keys
-    out: torch.Tensor = _MergedAttention.apply(
+    out: torch.Tensor = _MergedAttention.apply(  # type: ignore[no-untyped-call]
         query, _repeat(keys[0], groups), _repeat(values[0], groups), _repeat(own_keys, groups), _repeat(own_values, groups), packing
     )
     return out
@@ -127,7 +127,7 @@ class _MergedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         query: torch.Tensor,  # [N, heads, head_dim]
         key: torch.Tensor,  # [N, heads, head_dim]
@@ -152,7 +152,7 @@ class _MergedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, own_keys, own_values, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         grads = [torch.empty_like(query) for _ in range(3)]  # of query, key, value
         for run in ctx.packing.runs:  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import HeadConfig, Packing
+from mtptrain.heads.base import Head, HeadConfig, Packing
 from mtptrain.heads.layers import RmsNorm, Rope, SwiGlu, cached_attention, depth_attention, rotate
 from mtptrain.target import PositionCache
 
@@ -32,10 +32,8 @@ class MtpDims:
     intermediate_size: int
 
 
-class MtpHead(nn.Module):
+class MtpHead(Head):
     """RMSNorm-restored multi-token-prediction head."""
-
-    capture_layers: tuple[int, ...] = ()
 
     @dataclass
     class Config(HeadConfig):
@@ -48,7 +46,7 @@ class MtpHead(nn.Module):
         intermediate_size: int | None = None
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
-        super().__init__()
+        super().__init__(config, target_config)
         dims = mtp_dims(config, target_config)
         hidden_size, eps = dims.hidden_size, target_config.rms_norm_eps
         self.dims = dims
@@ -75,7 +73,7 @@ class MtpHead(nn.Module):
                 nn.init.normal_(module.weight, std=std)
 
     def forward(self, hidden_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """States of every depth [T, N, H]; see `Head.__call__`."""
+        """States of every depth [T, N, H]; see `Head.forward`."""
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
 

@@ -151,8 +151,7 @@ def test_the_size_of_a_batch_changes_states_by_rounding_alone(prepared: ConfigFo
 
 def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepared: ConfigFor, tmp_path: Path) -> None:
     # Sizes at which bf16 products with one and with four threads differ.
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
-    target_dir = make_target(tmp_path / "wide", **sizes)
+    target_dir = make_target(tmp_path / "wide", hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4)
     found = []
     for threads in (1, 4):
         config = prepared(f"target.path={target_dir}", lengths=[64, 100, 100, 200, 333])

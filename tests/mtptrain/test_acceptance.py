@@ -67,9 +67,10 @@ def test_a_conversation_is_cut_before_its_first_answer_and_a_text_behind_the_pro
 
 
 def test_no_prompt_at_all_is_an_error() -> None:
-    message = r"acceptance\.prompt_tokens: held-out documents must hold a prompt of 200 tokens .* none of 4 does"
+    message = r"acceptance\.prompt_tokens: held-out documents must hold a prompt of 200 tokens .* none of 1 does"
+    text = Documents.from_list([(0, list(range(100)), [1] * 100)])
     with pytest.raises(ValueError, match=message):
-        held_out_prompts(DOCUMENTS, num_prompts=10, prompt_tokens=200, max_new_tokens=32, context_tokens=128)
+        held_out_prompts(text, num_prompts=10, prompt_tokens=200, max_new_tokens=32, context_tokens=128)
 
 
 def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def document(document_id: int, mask: list[int]) -> StoredDocument:
     """Token i of document d is 100 * d + i, so that a token names its place."""
     tokens = torch.arange(len(mask), dtype=torch.int32) + 100 * document_id
     states = tokens[:, None].repeat(1, 8).to(torch.bfloat16)
-    return StoredDocument(tokens, torch.tensor(mask, dtype=torch.uint8), states, None, document_id)
+    return StoredDocument(document_id, tokens, torch.tensor(mask, dtype=torch.uint8), states, None)
 
 
 DOCUMENTS = {

@@ -10,7 +10,9 @@ import torch
 
 import mtptrain.speculate as speculate_module
 from mtptrain.drafters import HeadDrafter, PromptLookupDrafter
+from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head
 from mtptrain.speculate import Draft, Drafter, Generation, Sampler, Verified, accept_greedy, speculate
 from mtptrain.target import PositionCache, Target, load_target
 from tests.conftest import make_target
@@ -21,9 +23,9 @@ def target(tiny_target: Path) -> Target:
     return load_target(tiny_target, torch.float32, torch.device("cpu"))
 
 
-def random_head(target: Target, name: str = "mtp", seed: int = 0) -> torch.nn.Module:
+def random_head(target: Target, name: str = "mtp", seed: int = 0) -> Head:
     torch.manual_seed(seed)
-    return HEADS[name](HEADS[name].Config(), target.config).eval()
+    return build_head(HEADS[name].Config(), target.config).eval()
 
 
 def random_prompts(count: int, vocab_size: int = 256, longest: int = 60) -> list[list[int]]:

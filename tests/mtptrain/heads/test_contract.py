@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from transformers import LlamaConfig
 
+from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import Packing
+from mtptrain.heads.base import Head, Packing
 from mtptrain.target import PositionCache
 
 DEPTHS = 5
@@ -26,9 +26,9 @@ def tiny_config(**settings: object) -> LlamaConfig:
     return LlamaConfig(vocab_size=50, max_position_embeddings=64, **{**defaults, **settings})
 
 
-def random_head(name: str) -> nn.Module:
+def random_head(name: str) -> Head:
     torch.manual_seed(0)
-    head = HEADS[name](HEADS[name].Config(ttt_steps=DEPTHS), tiny_config())
+    head = build_head(HEADS[name].Config(ttt_steps=DEPTHS), tiny_config())
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 1:  # a norm in the wrong place must show
@@ -49,7 +49,7 @@ def depth_embeddings(embeddings: torch.Tensor, shift: int = 1) -> torch.Tensor:
     return torch.stack([torch.roll(embeddings, -(shift + depth), 0) for depth in range(DEPTHS)])
 
 
-def serve(head: nn.Module, hidden_states: torch.Tensor, embeddings: torch.Tensor, row: int) -> list[torch.Tensor]:
+def serve(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, row: int) -> list[torch.Tensor]:
     """What an engine computes for one document when it drafts from `row`: depth 0 over every row so far, then one row a step.
 
     As many depths as the document has tokens for.
@@ -63,7 +63,7 @@ def serve(head: nn.Module, hidden_states: torch.Tensor, embeddings: torch.Tensor
     return states
 
 
-def largest_difference(head: nn.Module, states: torch.Tensor) -> float:
+def largest_difference(head: Head, states: torch.Tensor) -> float:
     """Between training states [T, N, H] and serving, over every draft of every document."""
     hidden_states, embeddings, _ = packed_inputs()
     differences = []

@@ -1,0 +1,142 @@
+"""The five programs in order on a tiny target: what each leaves behind, and the names that others rely on."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtptrain.head_files import load_head
+from tests.conftest import make_config, run_program
+
+Run = tuple[Path, tuple[str, ...]]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with all five stages done; stages 4 and 5 with their console output kept."""
+    import shutil
+
+    directory = tmp_path_factory.mktemp("pipeline")
+    shutil.copytree(tiny_run[0], directory / "run")
+    overrides = (f"run_dir={directory}/run", *tiny_run[1])
+    for module in ("mtptrain.train", "eval.acceptance", "mtptrain.export"):
+        result = run_program(module, *overrides)
+        assert result.returncode == 0, result.stderr[-3000:]
+        (directory / f"{module}.out").write_text(result.stdout)
+    return directory / "run", overrides
+
+
+def test_every_stage_leaves_its_config_and_provenance(finished: Run) -> None:
+    for stage in ("prompts", "hidden_states", "train", "acceptance", "export/vllm"):
+        assert "recipe=quickstart" in json.loads((finished[0] / stage / "provenance.json").read_text())["argv"]
+        assert "max_document_tokens: 128" in (finished[0] / stage / "config.yaml").read_text()
+
+
+def test_the_report_has_the_fields_that_others_read_and_its_figures_follow_from_its_counts(finished: Run) -> None:
+    report = json.loads((finished[0] / "acceptance/report.json").read_text())
+    assert report["num_speculative_tokens"] == 3 and report["prompts"] == 8 and report["temperature"] == 0.0
+    generations = [json.loads(line) for line in (finished[0] / "acceptance/generations.jsonl").read_text().splitlines()]
+    assert report["rounds"] == sum(row["rounds"] for row in generations)
+    assert report["drafted"] == 3 * report["rounds"]
+    assert report["accepted"] == sum(sum(row["accepted_at"]) for row in generations)
+    assert report["acceptance_length"] == pytest.approx(1 + report["accepted"] / report["rounds"])
+    assert report["acceptance_rate"] == pytest.approx(report["accepted"] / report["drafted"])
+    for depth, rate in enumerate(report["acceptance_rate_at"]):
+        assert rate == pytest.approx(sum(row["accepted_at"][depth] for row in generations) / report["rounds"])
+    assert {"without_loops", "prompt_lookup"} <= report.keys()
+
+
+def test_the_table_names_the_head_and_prompt_lookup(finished: Run) -> None:
+    output = (finished[0].parent / "eval.acceptance.out").read_text()
+    report = json.loads((finished[0] / "acceptance/report.json").read_text())
+    assert re.search(rf"head mtp .* {report['acceptance_length']:.3f} ", output)
+    assert re.search(rf"prompt lookup .* {report['prompt_lookup']['acceptance_length']:.3f} ", output)
+
+
+def test_the_export_holds_the_trained_weights_and_its_launch_command(finished: Run) -> None:
+    config = make_config(*finished[1])
+    from mtptrain.target import read_target_config
+
+    target_config = read_target_config(Path(config.target.path))
+    head = load_head(finished[0] / "train/best", config.head, target_config, None, torch.device("cpu"))
+    exported = load_file(finished[0] / "export/vllm/model.safetensors")
+    assert torch.equal(exported["fc.weight"], head.state_dict()["eh_proj.weight"])
+    assert exported["fc.weight"].dtype is torch.bfloat16
+    readme = (finished[0] / "export/vllm/README.md").read_text()
+    report = json.loads((finished[0] / "acceptance/report.json").read_text())
+    assert '"method": "eagle"' in readme and f"Acceptance length {report['acceptance_length']:.3f}" in readme
+
+
+def test_acceptance_takes_its_own_prompts_temperature_and_output_dir(finished: Run, tmp_path: Path) -> None:
+    rows = [{"id": f"p{i}", "text": f"def read_file_{i}():\n    open_line = "} for i in range(5)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = (
+        f"acceptance.prompts_file={tmp_path}/prompts.jsonl",
+        f"acceptance.output_dir={tmp_path}/out",
+        "acceptance.temperature=0.7",
+        "acceptance.num_speculative_tokens=5",
+        "acceptance.dtype=bfloat16",
+    )
+    before = (finished[0] / "acceptance/report.json").read_bytes()
+    reports = []
+    for _ in range(2):
+        result = run_program("eval.acceptance", *finished[1], *settings)
+        assert result.returncode == 0, result.stderr[-3000:]
+        reports.append(json.loads((tmp_path / "out/report.json").read_text()))
+    assert reports[0] == reports[1], "the same seed gives the same figures"
+    assert reports[0]["prompts"] == 5 and len(reports[0]["acceptance_rate_at"]) == 5
+    assert reports[0]["temperature"] == 0.7 and reports[0]["dtype"] == "bfloat16"
+    assert (finished[0] / "acceptance/report.json").read_bytes() == before
+
+
+def test_two_ranks_measure_the_same_acceptance_as_one(finished: Run, tmp_path: Path) -> None:
+    result = run_program("eval.acceptance", *finished[1], f"acceptance.output_dir={tmp_path}", num_ranks=2)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads((finished[0] / "acceptance/report.json").read_text())
+
+
+def test_exporting_again_replaces_the_directory_whole(finished: Run) -> None:
+    stray = finished[0] / "export/vllm/stray"
+    stray.write_text("left behind")
+    result = run_program("mtptrain.export", *finished[1], "export.dtype=float32")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert not stray.exists() and sorted(path.name for path in (finished[0] / "export").iterdir()) == ["vllm"]
+    assert load_file(finished[0] / "export/vllm/model.safetensors")["fc.weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("module", "program"),
+    [
+        ("data_prep.hidden_states", "data_prep.prompts"),
+        ("mtptrain.train", "data_prep.prompts"),
+        ("eval.acceptance", "mtptrain.train"),
+        ("mtptrain.export", "mtptrain.train"),
+    ],
+)
+def test_a_program_without_the_stage_before_it_says_what_to_run(
+    tmp_path: Path, tiny_target: Path, module: str, program: str
+) -> None:
+    result = run_program(module, f"run_dir={tmp_path}/run", f"target.path={tiny_target}")
+    assert result.returncode != 0
+    assert re.search(rf"(FileNotFoundError|ValueError): .*run {program}", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("acceptance.prompts_file=/none.jsonl",), "acceptance.prompts_file: must be a jsonl file, but /none.jsonl does not exist"),
+        (
+            ("acceptance.max_new_tokens=600",),
+            "acceptance.prompt_tokens: held-out documents must hold a prompt of 32 tokens that fits",
+        ),
+        (("head.ttt_steps=2",), "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)"),
+    ],
+    ids=lambda value: value[0].split("=")[0] if isinstance(value, tuple) else None,
+)
+def test_bad_input_to_acceptance_is_refused(finished: Run, overrides: tuple[str, ...], message: str) -> None:
+    result = run_program("eval.acceptance", *finished[1], *overrides)
+    assert result.returncode != 0
+    assert message in result.stderr
