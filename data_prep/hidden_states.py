@@ -25,15 +25,13 @@ from tqdm import tqdm
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.distributed import Ranks, init_ranks
 from mtptrain.heads import HEADS
-from mtptrain.hidden_store import Manifest, StoreIdentity, begin_store, finish_store, has_shard, shard_ranges, write_shard
-from mtptrain.prompt_files import Documents, PromptsManifest, Split
+from mtptrain.hidden_store import Manifest, expected_identity
+from mtptrain.hidden_store_writer import begin_store, finish_store, has_shard, shard_ranges, write_shard
+from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.target import (
     Target,
-    TargetIdentity,
-    TokenizerIdentity,
     load_target,
-    load_tokenizer,
     read_target_config,
     resolve_target,
 )
@@ -67,7 +65,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     capture_layers = HEADS[config.head.name].capture_layers
     check_prompts(documents, prompts_file, target_config.vocab_size, target_config.max_position_embeddings)
     check_capture_layers(capture_layers, config.head.name, target_config.num_hidden_layers)
-    identity = store_identity(config, target_dir, capture_layers, prompts_file)
+    identity = expected_identity(config, target_dir, capture_layers, prompts_file)
     shards = shard_ranges(documents.lengths, settings.shard_tokens)
 
     finished = begin_store(store_dir, identity, settings.shard_tokens) if ranks.is_first else None
@@ -127,24 +125,6 @@ def check_capture_layers(capture_layers: tuple[int, ...], head: str, num_layers:
             f"head {head}: captured layers must lie in 0..{num_layers}, the target's decoder layers, but are {capture_layers}; "
             "choose other layers or another target"
         )
-
-
-def store_identity(config: PipelineConfig, target_dir: Path, capture_layers: tuple[int, ...], prompts_file: Path) -> StoreIdentity:
-    """What the states belong to.
-
-    Raises:
-        ValueError: the prompts were made with another tokenizer or chat template than the target's.
-    """
-    tokenizer = load_tokenizer(target_dir)
-    wanted, found = TokenizerIdentity.of(tokenizer), PromptsManifest.read(prompts_file.parent).tokenizer
-    for name, value in vars(wanted).items():
-        if getattr(found, name) != value:
-            raise ValueError(
-                f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, that of target {config.target.path}, but is "
-                f"{getattr(found, name)}; run data_prep.prompts again with this target"
-            )
-    target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
-    return StoreIdentity.of(target, capture_layers, config.hidden_states.dtype.value, prompts_file)
 
 
 def missing_shards(store_dir: Path, num_shards: int, ranks: Ranks) -> list[int]:

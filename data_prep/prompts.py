@@ -19,9 +19,10 @@ from data_prep.prompt_sources import Source, read_source
 from data_prep.prompt_windows import Collector, collect_windows
 from data_prep.prompts_report import PromptsReport, SplitReport, group_refusals, print_report
 from mtptrain.config import RECIPES, PipelineConfig, PromptsConfig, PromptSource, load_config
+from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
 from mtptrain.run_dir import write_json, write_provenance
-from mtptrain.target import TokenizerIdentity, load_tokenizer, read_target_config, resolve_target
+from mtptrain.target import load_tokenizer, read_target_config, resolve_target
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")

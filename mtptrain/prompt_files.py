@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.target import TokenizerIdentity
+from mtptrain.identity import TokenizerIdentity
 from mtptrain.tensor_files import save_tensors
 
 SCHEMA_VERSION = 1

@@ -4,10 +4,9 @@ Training reads embeddings, final norm and lm_head alone from the target's safete
 acceptance run the whole model (`load_target`).
 """
 
-import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,7 +31,6 @@ SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Families with plain RMSNorm (weight, not 1 + weight), unscaled embeddings and uncapped logits."""
 
 EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_SAMPLES_PER_FILE, _SAMPLE_BYTES = 64, 4096
 
 
 def resolve_target(path: str, revision: str | None = None) -> Path:
@@ -74,62 +72,6 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir)
     return tokenizer
-
-
-@dataclass(frozen=True)
-class TokenizerIdentity:
-    """Hashes that tell whether token ids and chat formats still mean the same."""
-
-    tokenizer_sha256: str
-    chat_template_sha256: str
-
-    @staticmethod
-    def of(tokenizer: PreTrainedTokenizerBase) -> "TokenizerIdentity":
-        vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
-        template = json.dumps(tokenizer.chat_template, sort_keys=True)
-        return TokenizerIdentity(_sha256(vocabulary.encode()), _sha256(template.encode()))
-
-
-@dataclass(frozen=True)
-class TargetIdentity:
-    """What must be equal for stored hidden states to belong to a target."""
-
-    path: str
-    revision: str | None
-    config_sha256: str
-    weights_sha256: str
-    """Of every safetensors header and of 64 evenly spaced samples per file: fine-tuning changes it, reading it takes milliseconds."""
-    tokenizer_sha256: str
-    chat_template_sha256: str
-
-    @staticmethod
-    def of(path: str, revision: str | None, target_dir: Path, tokenizer: PreTrainedTokenizerBase) -> "TargetIdentity":
-        config = json.loads((target_dir / "config.json").read_text())
-        config.pop("transformers_version", None)
-        return TargetIdentity(
-            path=path,
-            revision=revision,
-            config_sha256=_sha256(json.dumps(config, sort_keys=True).encode()),
-            weights_sha256=_weights_fingerprint(target_dir),
-            **asdict(TokenizerIdentity.of(tokenizer)),
-        )
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _weights_fingerprint(target_dir: Path) -> str:
-    digest = hashlib.sha256()
-    for path in weight_files(target_dir):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(header_bytes))
-            for i in range(_SAMPLES_PER_FILE):
-                file.seek(8 + header_bytes + (size - 8 - header_bytes) * i // _SAMPLES_PER_FILE)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def weight_files(target_dir: Path) -> list[Path]:

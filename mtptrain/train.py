@@ -22,10 +22,10 @@ from mtptrain.checkpoint import Progress, complete_checkpoints, load_checkpoint,
 from mtptrain.config import RECIPES, PipelineConfig, Resume, load_config
 from mtptrain.distributed import Ranks, init_ranks
 from mtptrain.head_files import build_head, save_head
-from mtptrain.hidden_store import StoreIdentity, open_store, verify
+from mtptrain.hidden_store import expected_identity, open_store, verify
 from mtptrain.prompt_files import Split
 from mtptrain.run_dir import require, write_provenance
-from mtptrain.target import TargetIdentity, load_frozen_parts, load_tokenizer, read_target_config, resolve_target
+from mtptrain.target import load_frozen_parts, read_target_config, resolve_target
 from mtptrain.tracking import Meter, Tracking
 from mtptrain.trainer import Trainer, check_batch_ranks
 from mtptrain.validation import Validation
@@ -59,7 +59,9 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     torch.manual_seed(config.seed)
     target_dir = resolve_target(config.target.path, config.target.revision)
     head = build_head(config.head, read_target_config(target_dir))
-    store = open_store(config.stage_dir("hidden_states"), store_identity(config, target_dir, head.capture_layers))
+    prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
+    identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)
+    store = open_store(config.stage_dir("hidden_states"), identity)
     schedule = BatchSchedule(
         store, config.head.ttt_steps, config.train.batch_tokens, config.train.micro_batches_per_step, config.seed
     )
@@ -72,13 +74,6 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     trainer = Trainer(head, load_frozen_parts(target_dir), config.train, config.deepspeed, num_steps, ranks)
     progress = load_checkpoint(trainer.engine, config.stage_dir("train") / "checkpoints", ranks)
     return Run(schedule, num_steps, trainer, validation, progress)
-
-
-def store_identity(config: PipelineConfig, target_dir: Path, capture_layers: tuple[int, ...]) -> StoreIdentity:
-    """What the stored hidden states must belong to."""
-    prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
-    target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, load_tokenizer(target_dir))
-    return StoreIdentity.of(target, capture_layers, config.hidden_states.dtype, prompts_file)
 
 
 def check_resume(config: PipelineConfig) -> None:

@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mtptrain.hidden_store import (
-    HiddenStore,
-    StoreIdentity,
-    begin_store,
-    finish_store,
-    has_shard,
-    open_store,
-    shard_ranges,
-    verify,
-    write_shard,
-)
-from mtptrain.target import TargetIdentity
+from mtptrain.hidden_store import HiddenStore, open_store, verify
+from mtptrain.hidden_store_writer import begin_store, finish_store, has_shard, shard_ranges, write_shard
+from mtptrain.identity import StoreIdentity, TargetIdentity
 
 HIDDEN_SIZE, SHARD_TOKENS = 8, 20
 LENGTHS = np.array([7, 5, 9, 1, 30, 2, 2, 16, 4])

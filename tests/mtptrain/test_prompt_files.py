@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import (
     DocumentEntry,
     Documents,
@@ -15,7 +16,6 @@ from mtptrain.prompt_files import (
     name_hash,
     render_prompt,
 )
-from mtptrain.target import TokenizerIdentity
 from tests.conftest import make_tokenizer
 
 MANIFEST = PromptsManifest(1, TokenizerIdentity("a", "b"), 260, 512, 3, 40, 1, 9)

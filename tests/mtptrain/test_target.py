@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mtptrain.identity import TargetIdentity
 from mtptrain.target import (
     SUPPORTED_MODEL_TYPES,
     PositionCache,
-    TargetIdentity,
     load_frozen_parts,
     load_target,
     load_tokenizer,
