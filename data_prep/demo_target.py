@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -32,7 +32,7 @@ CONTEXT_TOKENS = 2048
 END_OF_TEXT = "<|endoftext|>"
 # A user turn becomes a docstring and the assistant's turn the code below it: text that the model has seen.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
+    "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|endoftext|>' }}{% endgeneration %}"
     "{% else %}{{ '\"\"\"' + message['content'] + '\"\"\"\\n' }}{% endif %}"
@@ -60,6 +60,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

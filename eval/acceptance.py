@@ -136,28 +136,22 @@ def write_generations(path: Path, measured: Measured) -> None:
 
 def print_table(config: PipelineConfig, measured: Measured, look_up: Measured) -> None:
     settings = config.acceptance
-    num_depths = settings.num_speculative_tokens
-    table = Table(
-        title=f"Acceptance on {len(measured.generations)} prompts: K={num_depths}, temperature {settings.temperature:g}, {settings.dtype}"
-    )
-    for column in ("", "acceptance length", "rate", *(f"rate at {depth}" for depth in range(num_depths)), "tokens/step", "prompts"):
-        table.add_column(column, justify="left" if not column else "right")
-    rows = {
-        f"head {config.head.name}": measured.pooled,
-        "  without loops": measured.without_loops,
-        "prompt lookup": look_up.pooled,
-        "  without loops ": look_up.without_loops,
-    }
-    for name, acceptance in rows.items():
-        rates = [f"{rate:.3f}" for rate in acceptance.acceptance_rate_at or [0.0] * num_depths]
-        table.add_row(
-            name,
-            f"{acceptance.acceptance_length:.3f}",
-            f"{acceptance.acceptance_rate:.3f}",
-            *rates,
-            f"{acceptance.tokens_per_step:.3f}",
-            str(acceptance.prompts),
-        )
+    depths = range(settings.num_speculative_tokens)
+    title = f"Acceptance: K={len(depths)}, temperature {settings.temperature:g}, {settings.dtype}"
+    table = Table(title=f"{title}, up to {settings.max_new_tokens} new tokens")
+    table.add_column("")
+    for column in ("length", "rate", *(f"at {depth}" for depth in depths), "tokens/step", "prompts"):
+        table.add_column(column, justify="right", no_wrap=True)
+    rows = [
+        (f"head {config.head.name}", measured.pooled),
+        ("  without loops", measured.without_loops),
+        ("prompt lookup", look_up.pooled),
+        ("  without loops", look_up.without_loops),
+    ]
+    for name, acceptance in rows:
+        rates = acceptance.acceptance_rate_at or [0.0 for _ in depths]
+        figures = [acceptance.acceptance_length, acceptance.acceptance_rate, *rates, acceptance.tokens_per_step]
+        table.add_row(name, *(f"{figure:.3f}" for figure in figures), str(acceptance.prompts))
     Console().print(table)
 
 

@@ -61,16 +61,15 @@ class _ChunkedKl(torch.autograd.Function):
         grad_states = torch.zeros_like(states)
         kl, agreement = states.new_zeros(2, len(states), dtype=torch.float32)
         for positions in supervised_positions.split(chunk_rows):
-            teacher = F.linear(target_states[positions], lm_head)  # [C, V]
-            teacher_logprobs, teacher_tokens = teacher.float().log_softmax(-1), teacher.argmax(-1)
+            teacher = Teacher.of(F.linear(target_states[positions], lm_head))
             for depth in range(len(states)):
                 rows = positions - 1 - depth
                 counts = is_draft[depth, rows.clamp(min=0)] & (rows >= 0)  # [C]
                 rows = rows.clamp(min=0)
-                logits = F.linear(states[depth, rows], lm_head)  # [C, V]
-                row_kl, grad_logits = kl_and_gradient(logits, teacher_logprobs)
+                logits = F.linear(states[depth, rows], lm_head).float()  # [C, V]
+                agreement[depth] += (teacher.agrees(logits) & counts).sum()
+                row_kl, grad_logits = teacher.kl_and_gradient(logits)
                 kl[depth] += (row_kl * counts).sum()
-                agreement[depth] += ((logits.argmax(-1) == teacher_tokens) & counts).sum()
                 grad_rows = (grad_logits.to(lm_head.dtype) @ lm_head) * counts[:, None]  # [C, H]
                 grad_states[depth].index_add_(0, rows, grad_rows.to(states.dtype))
         ctx.save_for_backward(grad_states)
@@ -85,8 +84,26 @@ class _ChunkedKl(torch.autograd.Function):
         return grad_states * grad_kl[:, None, None].to(grad_states.dtype), None, None, None, None, None
 
 
-def kl_and_gradient(logits: torch.Tensor, teacher_logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL(teacher || softmax(logits)) per row [C] and its gradient with respect to the logits [C, V], in fp32."""
-    logprobs = logits.float().log_softmax(-1)
-    teacher = teacher_logprobs.exp()
-    return (teacher * (teacher_logprobs - logprobs)).sum(-1), logprobs.exp() - teacher
+@dataclass(frozen=True)
+class Teacher:
+    """The target's distribution at a block of positions, in fp32, shared by all depths."""
+
+    probs: torch.Tensor  # [C, V]
+    negative_entropy: torch.Tensor  # [C]
+    tokens: torch.Tensor  # [C], the most likely ones
+
+    @staticmethod
+    def of(logits: torch.Tensor) -> "Teacher":
+        logprobs = logits.float().log_softmax(-1)
+        probs = logprobs.exp()
+        return Teacher(probs, (probs * logprobs).sum(-1), logprobs.argmax(-1))
+
+    def agrees(self, logits: torch.Tensor) -> torch.Tensor:
+        """Whether the teacher's most likely token is that of the logits too [C]."""
+        return logits.gather(-1, self.tokens[:, None])[:, 0] == logits.amax(-1)
+
+    def kl_and_gradient(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """KL(teacher || softmax(logits)) per row [C], and its gradient with respect to the logits [C, V], whose memory it takes."""
+        lse = logits.logsumexp(-1)
+        kl = self.negative_entropy - torch.linalg.vecdot(self.probs, logits) + lse
+        return kl, logits.sub_(lse[:, None]).exp_().sub_(self.probs)

@@ -7,7 +7,7 @@ Reads `run_dir/hidden_states/` and, for validation, `run_dir/prompts/`; writes `
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
@@ -18,11 +18,12 @@ from rich.table import Table
 from tqdm import tqdm
 
 from mtptrain.batches import BatchSchedule
-from mtptrain.checkpoint import Progress, complete_checkpoints, load_checkpoint, save_checkpoint
+from mtptrain.checkpoint import Progress, check_checkpoint, complete_checkpoints, load_checkpoint, save_checkpoint
 from mtptrain.config import RECIPES, PipelineConfig, Resume, load_config
 from mtptrain.distributed import Ranks, init_ranks
 from mtptrain.head_files import build_head, save_head
-from mtptrain.hidden_store import expected_identity, open_store, verify
+from mtptrain.hidden_store import MANIFEST, HiddenStore, expected_identity, open_store, verify
+from mtptrain.identity import file_sha256
 from mtptrain.prompt_files import Split
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.target import load_frozen_parts, read_target_config, resolve_target
@@ -50,12 +51,12 @@ class Run:
     trainer: Trainer
     validation: Validation
     progress: Progress
+    resume_facts: dict[str, object]
 
 
 def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     """Check every input, then build the engine and load the newest checkpoint."""
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
-    check_resume(config)
     torch.manual_seed(config.seed)
     target_dir = resolve_target(config.target.path, config.target.revision)
     head = build_head(config.head, read_target_config(target_dir))
@@ -66,14 +67,30 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         store, config.head.ttt_steps, config.train.batch_tokens, config.train.micro_batches_per_step, config.seed
     )
     validation = Validation(config, target_dir, ranks)
+    facts = resume_facts(config, store, ranks)
+    check_resume(config)
+    check_checkpoint(config.stage_dir("train") / "checkpoints", facts)
     if ranks.is_first:
         verify(store)
         write_provenance(config.stage_dir("train"), config)
     ranks.barrier()
     num_steps = config.train.max_steps or config.train.epochs * schedule.steps_per_epoch
     trainer = Trainer(head, load_frozen_parts(target_dir), config.train, config.deepspeed, num_steps, ranks)
-    progress = load_checkpoint(trainer.engine, config.stage_dir("train") / "checkpoints", ranks)
-    return Run(schedule, num_steps, trainer, validation, progress)
+    progress = load_checkpoint(trainer.engine, config.stage_dir("train") / "checkpoints")
+    return Run(schedule, num_steps, trainer, validation, progress, facts)
+
+
+def resume_facts(config: PipelineConfig, store: HiddenStore, ranks: Ranks) -> dict[str, object]:
+    """What gives a checkpoint its meaning: the head, and which documents a step takes."""
+    return {
+        "the number of ranks": ranks.world_size,
+        "head": asdict(config.head),
+        "deepspeed": config.deepspeed,
+        "seed": config.seed,
+        "train.batch_tokens": config.train.batch_tokens,
+        "train.micro_batches_per_step": config.train.micro_batches_per_step,
+        "the sha256 of the hidden states' manifest": file_sha256(store.directory / MANIFEST),
+    }
 
 
 def check_resume(config: PipelineConfig) -> None:
@@ -107,7 +124,8 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run) -> Progress:
             progress = validate(config, run, progress, tracking)
             meter.restart()
         if is_last or is_due(progress.step, settings.save_every):
-            save_checkpoint(run.trainer.engine, stage_dir / "checkpoints", progress, settings.keep_checkpoints, ranks)
+            checkpoint_dir = stage_dir / "checkpoints"
+            save_checkpoint(run.trainer.engine, checkpoint_dir, progress, run.resume_facts, settings.keep_checkpoints, ranks)
             meter.restart()
     bar.close()
     if tracking is not None:

@@ -135,11 +135,14 @@ def test_a_flipped_byte_in_a_shard_is_named_before_training_touches_it(fresh_run
     assert not (fresh_run[0] / "train").exists()
 
 
-def test_the_checkpoint_of_another_number_of_ranks_is_refused_and_kept(fresh_run: Run) -> None:
+def test_a_checkpoint_of_another_number_of_ranks_or_another_order_of_data_is_refused_and_kept(fresh_run: Run) -> None:
     train(fresh_run, "train.max_steps=2")
-    result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", num_ranks=2)
+    result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "seed=1", num_ranks=2)
     assert result.returncode != 0
-    assert "must be loaded by as many ranks as wrote them, 1, but this run has 2" in result.stderr
+    assert (
+        "to go on from this checkpoint, the number of ranks must be 1, but is 2; seed must be 0, but is 1; set it as"
+        in result.stderr
+    )
     result = run_program("mtptrain.train", *fresh_run[1], "train.resume=never")
     assert "train.resume: must be auto where checkpoints exist, but is never" in result.stderr
     assert (fresh_run[0] / "train/checkpoints/step_00000002/complete.json").is_file()
