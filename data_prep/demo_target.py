@@ -5,14 +5,16 @@ network. Reads the ``.py`` files of the standard library of the running Python, 
 ``figures.json`` (data split, training, held-out loss by position).
 
     python -m data_prep.demo_target --output-dir mtptrain/demo_target
+    python -m data_prep.demo_target --output-dir mtptrain/demo_target --from-phase 1    (again from the weights that are there)
 """
 
 import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -44,9 +46,26 @@ EMBEDDING_LR = 4e-3  # of AdamW
 BATCH_TOKENS = 16_384
 MICRO_BATCH_TOKENS = 4_096
 WARMUP_FRACTION, DECAY_FRACTION = 0.02, 0.5
-# Tokens of a row, from this fraction of training on: short rows are cheap, and it must end on rows of the whole context, or the
-# target is broken past the length that it was trained on.
-ROW_TOKENS = {0.0: 256, 0.5: 512, 0.75: CONTEXT_TOKENS}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A run of the optimizers from their start to a learning rate of zero."""
+
+    tokens: int
+    row_tokens: dict[float, int]
+    """Tokens of a row, from this fraction of the phase on."""
+    lr_scale: float
+
+
+# Short rows are cheap, but a model is broken past the length of its rows, so training ends on rows of the whole context; and as the
+# last positions of a row are the least trained, a short second phase goes past the context that the model promises.
+PHASES = (
+    Phase(28_000_000, {0.0: 256, 0.5: 512, 0.75: CONTEXT_TOKENS}, lr_scale=1.0),
+    Phase(800_000, {0.0: 3 * CONTEXT_TOKENS // 2}, lr_scale=0.08),
+)
+# Files of the library that are no source code written by people: documentation as one string, tables of characters.
+GENERATED = ("pydoc_data/*", "encodings/*")
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -114,7 +133,7 @@ def learning_rate_scale(progress: float) -> float:
     return min(1.0, progress / WARMUP_FRACTION, (1.0 - progress) / DECAY_FRACTION)
 
 
-def train(model: LlamaForCausalLM, documents: list[np.ndarray], num_tokens: int, seed: int) -> LlamaForCausalLM:
+def train(model: LlamaForCausalLM, documents: list[np.ndarray], phase: Phase, seed: int) -> None:
     """Train bf16 weights against fp32 master copies: Muon for the matrices of the layers, AdamW for the rest."""
     model.bfloat16()
     weights = list(model.parameters())
@@ -133,8 +152,8 @@ def train(model: LlamaForCausalLM, documents: list[np.ndarray], num_tokens: int,
         return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
 
     compiled_loss_sum = torch.compile(loss_sum, dynamic=False)
-    num_steps = num_tokens // BATCH_TOKENS
-    row_tokens_from = {int(num_steps * fraction): row_tokens for fraction, row_tokens in ROW_TOKENS.items()}
+    num_steps = phase.tokens // BATCH_TOKENS
+    row_tokens_from = {int(num_steps * fraction): row_tokens for fraction, row_tokens in phase.row_tokens.items()}
     bar = tqdm(range(num_steps), unit="step", desc="demo target")
     for step in bar:
         if step in row_tokens_from:
@@ -145,7 +164,7 @@ def train(model: LlamaForCausalLM, documents: list[np.ndarray], num_tokens: int,
             loss = compiled_loss_sum(micro_batch) / (rows.shape[0] * (rows.shape[1] - 1))
             loss.backward()
             total += loss.item()
-        scale = learning_rate_scale((step + 1) / num_steps)
+        scale = phase.lr_scale * learning_rate_scale((step + 1) / num_steps)
         for weight, master in zip(weights, masters, strict=True):
             assert weight.grad is not None
             master.grad = weight.grad.float()
@@ -160,18 +179,17 @@ def train(model: LlamaForCausalLM, documents: list[np.ndarray], num_tokens: int,
         if not math.isfinite(total):
             raise RuntimeError(f"demo target: the loss must be finite, but is {total} at step {step}; lower PEAK_LR")
         bar.set_postfix(loss=f"{total:.3f}", tokens=f"{(step + 1) * BATCH_TOKENS / 1e6:.1f}M")
-    return model
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray], max_tokens: int) -> dict[str, object]:
+def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> dict[str, object]:
     """Mean loss in nats per token of whole windows, and by position for *the same tokens at every position*.
 
     Windows of the whole context start every 256 tokens of the held-out stream, so each token (the edges left out) is scored once
     in each bucket of 256 positions: the buckets differ in context only, not in text.
     """
     num_buckets, bucket = CONTEXT_TOKENS // 256, 256
-    stream = torch.from_numpy(np.concatenate(documents)[: max_tokens + 1]).long()
+    stream = torch.from_numpy(np.concatenate(documents)).long()
     sums, counts = torch.zeros(num_buckets, dtype=torch.float64), torch.zeros(num_buckets, dtype=torch.int64)
     first, last = CONTEXT_TOKENS - bucket, (len(stream) - 1) // bucket * bucket - CONTEXT_TOKENS + bucket
     for start in tqdm(range(0, len(stream) - CONTEXT_TOKENS, bucket), desc="held-out loss", unit="window"):
@@ -182,8 +200,13 @@ def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray], max_toke
         counted = (token_starts >= first) & (token_starts < last)
         sums += torch.where(counted, losses, 0.0)
         counts += counted * bucket
-    by_position = {f"{i * bucket}-{(i + 1) * bucket - 1}": round(float(sums[i] / counts[i]), 4) for i in range(num_buckets)}
-    return {"nats_per_token_by_position": by_position, "tokens_per_bucket": int(counts[0])}
+    fine = [round(loss, 4) for loss in (sums / counts).tolist()]
+    coarse = {"0-255": fine[:1], "256-511": fine[1:2], "512-1023": fine[2:4], "1024-2047": fine[4:]}
+    return {
+        "nats_per_token": {name: round(sum(losses) / len(losses), 4) for name, losses in coarse.items()},
+        "nats_per_token_by_256_positions": fine,
+        "tokens_per_256_positions": int(counts[0]),
+    }
 
 
 @torch.no_grad()
@@ -204,7 +227,7 @@ def held_out_document_loss(model: LlamaForCausalLM, documents: list[np.ndarray])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=28_000_000, help="training tokens")
+    parser.add_argument("--from-phase", type=int, default=0, help="0: from random weights; later ones: from those in output-dir")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -218,20 +241,25 @@ def main() -> None:
     for name, documents in (("training", training_documents), ("held-out", held_out_documents)):
         print(f"{len(documents)} {name} files, {sum(map(len, documents)):,} tokens")
 
-    started = time.monotonic()
-    model = train(LlamaForCausalLM(demo_config()), training_documents, args.tokens, args.seed)
-    minutes = (time.monotonic() - started) / 60
-    model.save_pretrained(args.output_dir)
+    model = LlamaForCausalLM(demo_config())
+    if args.from_phase:
+        model = LlamaForCausalLM.from_pretrained(args.output_dir, dtype=torch.float32)
+    for number, phase in enumerate(PHASES[args.from_phase :], args.from_phase):
+        train(model, training_documents, phase, args.seed + number)
+        model.save_pretrained(args.output_dir)
+
+    source = {name: text for name, text in held_out.items() if not any(fnmatch(name, glob) for glob in GENERATED)}
+    source_documents = encode(tokenizer, list(source.values()))
     figures = {
         "python": sys.version.split()[0],
         "training": {
             "files": len(training),
             "tokens_in_files": sum(map(len, training_documents)),
-            "tokens_seen": args.tokens // BATCH_TOKENS * BATCH_TOKENS,
-            "minutes": round(minutes, 1),
+            "tokens_seen": sum(phase.tokens // BATCH_TOKENS * BATCH_TOKENS for phase in PHASES),
         },
-        "held_out": {"files": len(held_out), **held_out_document_loss(model, held_out_documents)},
-        "held_out_by_position": held_out_loss(model, held_out_documents, max_tokens=100_000),
+        "held_out_source": {"files": len(source), **held_out_document_loss(model, source_documents)},
+        "held_out_with_generated_files": {"files": len(held_out), **held_out_document_loss(model, held_out_documents)},
+        "held_out_source_by_position": held_out_loss(model, source_documents),
     }
     (args.output_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(json.dumps(figures, indent=2))

@@ -58,20 +58,20 @@ class _ChunkedKl(torch.autograd.Function):
         is_draft: torch.Tensor,
         chunk_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        grad_states = torch.zeros_like(states)
-        kl, agreement = states.new_zeros(2, len(states), dtype=torch.float32)
+        num_depths, num_tokens, _ = states.shape
+        grad_states = torch.zeros_like(torch.cat([states, states[:, :1]], 1))  # one more row, for rows that do not count
+        kl, agreement = states.new_zeros(2, num_depths, dtype=torch.float32)
         for positions in supervised_positions.split(chunk_rows):
             teacher = Teacher.of(F.linear(target_states[positions], lm_head))
-            for depth in range(len(states)):
+            for depth in range(num_depths):
                 rows = positions - 1 - depth
                 counts = is_draft[depth, rows.clamp(min=0)] & (rows >= 0)  # [C]
-                rows = rows.clamp(min=0)
-                logits = F.linear(states[depth, rows], lm_head).float()  # [C, V]
-                agreement[depth] += (teacher.agrees(logits) & counts).sum()
-                row_kl, grad_logits = teacher.kl_and_gradient(logits)
+                logits = F.linear(states[depth, rows.clamp(min=0)], lm_head).float()  # [C, V]
+                row_kl, agrees, grad_logits = teacher.compare(logits)
                 kl[depth] += (row_kl * counts).sum()
-                grad_rows = (grad_logits.to(lm_head.dtype) @ lm_head) * counts[:, None]  # [C, H]
-                grad_states[depth].index_add_(0, rows, grad_rows.to(states.dtype))
+                agreement[depth] += (agrees & counts).sum()
+                grad_states[depth].index_copy_(0, torch.where(counts, rows, num_tokens), grad_logits.to(lm_head.dtype) @ lm_head)
+        grad_states = grad_states[:, :num_tokens]
         ctx.save_for_backward(grad_states)
         ctx.mark_non_differentiable(agreement)
         return kl, agreement
@@ -98,12 +98,14 @@ class Teacher:
         probs = logprobs.exp()
         return Teacher(probs, (probs * logprobs).sum(-1), logprobs.argmax(-1))
 
-    def agrees(self, logits: torch.Tensor) -> torch.Tensor:
-        """Whether the teacher's most likely token is that of the logits too [C]."""
-        return logits.gather(-1, self.tokens[:, None])[:, 0] == logits.amax(-1)
+    def compare(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A draft's logits [C, V] with the teacher.
 
-    def kl_and_gradient(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """KL(teacher || softmax(logits)) per row [C], and its gradient with respect to the logits [C, V], whose memory it takes."""
-        lse = logits.logsumexp(-1)
+        Returns:
+            KL(teacher || softmax(logits)) [C], whether the most likely tokens agree [C], and the gradient of the KL [C, V].
+        """
+        probs, largest = logits.softmax(-1), logits.amax(-1)
+        lse = largest - probs.amax(-1).log()
         kl = self.negative_entropy - torch.linalg.vecdot(self.probs, logits) + lse
-        return kl, logits.sub_(lse[:, None]).exp_().sub_(self.probs)
+        agrees = logits.gather(-1, self.tokens[:, None])[:, 0] == largest
+        return kl, agrees, probs.sub_(self.probs)
