@@ -14,6 +14,7 @@ from pathlib import Path
 import hydra
 import torch
 from omegaconf import DictConfig
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -138,8 +139,8 @@ def print_table(config: PipelineConfig, measured: Measured, look_up: Measured) -
     settings = config.acceptance
     depths = range(settings.num_speculative_tokens)
     title = f"Acceptance: K={len(depths)}, temperature {settings.temperature:g}, {settings.dtype}"
-    table = Table(title=f"{title}, up to {settings.max_new_tokens} new tokens")
-    table.add_column("")
+    table = Table(box=SIMPLE_HEAD, title=f"{title}, up to {settings.max_new_tokens} new tokens")
+    table.add_column("", no_wrap=True)
     for column in ("length", "rate", *(f"at {depth}" for depth in depths), "tokens/step", "prompts"):
         table.add_column(column, justify="right", no_wrap=True)
     rows = [

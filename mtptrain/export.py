@@ -27,7 +27,7 @@ from mtptrain.heads.mtp import MtpHead, from_vllm, mtp_dims, to_vllm, vllm_confi
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_json, write_provenance
 from mtptrain.speculate import Draft, Drafter, Sampler, Verified, speculate
-from mtptrain.target import Target, load_target, read_target_config, resolve_target
+from mtptrain.target import DEMO, Target, load_target, read_target_config, resolve_target
 from mtptrain.tensor_files import save_tensors
 
 METHOD_SWITCHING_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
@@ -53,7 +53,7 @@ def main(cfg: DictConfig) -> None:
     write_vllm(temporary, head, config.head, target_config)
     check_vllm(temporary, config.head, target_config)
     proof = prove_equal_proposals(config, target_dir, head, reload_vllm(temporary, config.head, target_config))
-    (temporary / "README.md").write_text(readme(config, output_dir))
+    (temporary / "README.md").write_text(readme(config, target_dir, output_dir))
     write_provenance(temporary, config)
     shutil.rmtree(output_dir, ignore_errors=True)
     temporary.rename(output_dir)
@@ -157,10 +157,13 @@ def propose(target: Target, head: Head, prompts: list[list[int]]) -> list[torch.
     return drafter.proposals
 
 
-def readme(config: PipelineConfig, output_dir: Path) -> str:
+def readme(config: PipelineConfig, target_dir: Path, output_dir: Path) -> str:
     """How to serve the directory, and what it was measured to be worth."""
     num_speculative_tokens = config.acceptance.num_speculative_tokens
-    speculative = json.dumps({"method": "eagle", "model": str(output_dir), "num_speculative_tokens": num_speculative_tokens})
+    speculative = json.dumps(
+        {"method": "eagle", "model": str(output_dir.resolve()), "num_speculative_tokens": num_speculative_tokens}
+    )
+    served = str(target_dir) if config.target.path == DEMO else config.target.path
     report_path = config.stage_dir("acceptance") / "report.json"
     measured = "Not measured: run `python -m eval.acceptance` and export again."
     if report_path.is_file():
@@ -172,7 +175,7 @@ def readme(config: PipelineConfig, output_dir: Path) -> str:
         )
     return (
         f"# Draft head for `{config.target.path}`\n\nHead `{config.head.name}` as vLLM's `EagleDeepSeekMTPModel`; embeddings and lm_head "
-        f"are the target's.\n\n    vllm serve {config.target.path} --speculative-config '{speculative}'\n\n{measured}\n"
+        f"are the target's.\n\n    vllm serve {served} --speculative-config '{speculative}'\n\n{measured}\n"
     )
 
 
