@@ -14,7 +14,6 @@ from pathlib import Path
 import hydra
 import torch
 from omegaconf import DictConfig
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -139,15 +138,15 @@ def print_table(config: PipelineConfig, measured: Measured, look_up: Measured) -
     settings = config.acceptance
     depths = range(settings.num_speculative_tokens)
     title = f"Acceptance: K={len(depths)}, temperature {settings.temperature:g}, {settings.dtype}"
-    table = Table(box=SIMPLE_HEAD, title=f"{title}, up to {settings.max_new_tokens} new tokens")
+    table = Table(title=f"{title}, up to {settings.max_new_tokens} new tokens")
     table.add_column("", no_wrap=True)
-    for column in ("length", "rate", *(f"at {depth}" for depth in depths), "tokens/step", "prompts"):
+    for column in ("length", "rate", *(f"at {depth}" for depth in depths), "per step", "prompts"):
         table.add_column(column, justify="right", no_wrap=True)
     rows = [
         (f"head {config.head.name}", measured.pooled),
-        ("  without loops", measured.without_loops),
+        ("  no loops", measured.without_loops),
         ("prompt lookup", look_up.pooled),
-        ("  without loops", look_up.without_loops),
+        ("  no loops", look_up.without_loops),
     ]
     for name, acceptance in rows:
         rates = acceptance.acceptance_rate_at or [0.0 for _ in depths]

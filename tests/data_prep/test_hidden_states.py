@@ -22,8 +22,9 @@ from mtptrain.config import PipelineConfig
 from mtptrain.distributed import Ranks
 from mtptrain.heads import HEADS
 from mtptrain.hidden_store import HiddenStore, verify
+from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import Documents, PromptsManifest
-from mtptrain.target import TokenizerIdentity, load_target, load_tokenizer
+from mtptrain.target import load_target, load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_target
 
 ROOT = Path(__file__).parents[2]

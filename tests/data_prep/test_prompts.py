@@ -10,8 +10,9 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
+from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
-from mtptrain.target import TokenizerIdentity, load_tokenizer
+from mtptrain.target import load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 
 ConfigFor = Callable[..., PipelineConfig]
