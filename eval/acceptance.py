@@ -29,7 +29,8 @@ from mtptrain.acceptance import (
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.distributed import Ranks, init_ranks
 from mtptrain.drafters import HeadDrafter, PromptLookupDrafter
-from mtptrain.head_files import load_head
+from mtptrain.head_files import check_head_target, load_head
+from mtptrain.identity import file_sha256
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_json, write_provenance
 from mtptrain.speculate import Drafter, Generation, Sampler, check_prompts
@@ -43,12 +44,12 @@ def main(cfg: DictConfig) -> None:
     settings = config.acceptance
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
+    check_head_target(config.stage_dir("train") / "best", target_dir)
     head = load_head(config.stage_dir("train") / "best", config.head, read_target_config(target_dir), dtype, ranks.device)
     prompts = read_prompts(config, target_dir)
     target = load_target(target_dir, dtype, ranks.device)
 
-    sampler = Sampler(settings.temperature, settings.seed + ranks.rank)
-    drafter = HeadDrafter(head, target.parts, settings.num_speculative_tokens, sampler)
+    drafter = HeadDrafter(head, target.parts, settings.num_speculative_tokens)
     measured = measure(config, target, drafter, prompts, ranks, "head")
     look_up = measure(config, target, PromptLookupDrafter(settings.num_speculative_tokens), prompts, ranks, "prompt lookup")
     if ranks.is_first:
@@ -121,6 +122,7 @@ def report(config: PipelineConfig, measured: Measured, look_up: Measured) -> dic
         "seed": settings.seed,
         "target": config.target.path,
         "head": str(config.stage_dir("train") / "best"),
+        "head_sha256": file_sha256(config.stage_dir("train") / "best" / "head.safetensors"),
         "prompts_file": settings.prompts_file,
         "without_loops": asdict(measured.without_loops),
         "prompt_lookup": {**asdict(look_up.pooled), "without_loops": asdict(look_up.without_loops)},
@@ -152,7 +154,9 @@ def print_table(config: PipelineConfig, measured: Measured, look_up: Measured) -
         rates = acceptance.acceptance_rate_at or [0.0 for _ in depths]
         figures = [acceptance.acceptance_length, acceptance.acceptance_rate, *rates, acceptance.tokens_per_step]
         table.add_row(name, *(f"{figure:.3f}" for figure in figures), str(acceptance.prompts))
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 56 + 8 * len(depths))
+    console.print(table)
 
 
 if __name__ == "__main__":

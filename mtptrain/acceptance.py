@@ -157,7 +157,7 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
     if not path.is_file():
         raise FileNotFoundError(f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist; correct the path")
     prompts: dict[str, list[int]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         prompt_id, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer)
@@ -189,5 +189,11 @@ def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tup
             raise ValueError(f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it")
         return str(row["id"]), row["input_ids"]
     if kinds[0] == "text":
+        if not isinstance(row["text"], str):
+            raise ValueError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
         return str(row["id"]), list(tokenizer(row["text"])["input_ids"])
+    if not isinstance(row["messages"], list) or not all(isinstance(message, dict) for message in row["messages"] or [0]):
+        raise ValueError(
+            f"{where}: messages must be a list of at least one message, but is {str(row['messages'])[:40]}; correct it"
+        )
     return str(row["id"]), render_prompt(tokenizer, row["messages"])

@@ -65,7 +65,9 @@ def check_checkpoint(directory: Path, facts: dict[str, object]) -> None:
         return
     stored = json.loads((found[-1] / MARKER).read_text())
     present = json.loads(json.dumps(facts))
-    different = [f"{name} must be {stored[name]}, but is {value}" for name, value in present.items() if stored[name] != value]
+    different = [
+        f"{name} must be {stored.get(name)}, but is {value}" for name, value in present.items() if stored.get(name) != value
+    ]
     if different:
         raise ValueError(
             f"{found[-1]}: to go on from this checkpoint, {'; '.join(different)}; set it as it was, or start anew in another run_dir"

@@ -4,6 +4,7 @@
 dataclasses, checked, and the functions below `main` take the values that they need.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -122,6 +123,7 @@ class TrainConfig:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
+    """0 does not clip."""
     depth_decay: float = 0.8
     """Weight of depth k in the loss is depth_decay ** k, then normalised to sum to one."""
     loss_chunk_rows: int = 1024
@@ -225,6 +227,15 @@ def _check(config: PipelineConfig) -> None:
         "train.loss_chunk_rows": (config.train.loss_chunk_rows, 1),
         "train.log_every": (config.train.log_every, 1),
         "train.keep_checkpoints": (config.train.keep_checkpoints, 1),
+        "train.warmup_steps": (config.train.warmup_steps, 0),
+        "train.min_lr_ratio": (config.train.min_lr_ratio, 0.0),
+        "train.weight_decay": (config.train.weight_decay, 0.0),
+        "train.clip_norm": (config.train.clip_norm, 0.0),
+        "train.depth_decay": (config.train.depth_decay, 0.0),
+        "train.validate_every": (config.train.validate_every, 0),
+        "train.validation_prompts": (config.train.validation_prompts, 1),
+        "train.validation_new_tokens": (config.train.validation_new_tokens, 1),
+        "train.save_every": (config.train.save_every, 0),
         "train.lr": (config.train.lr, 0.0),
         "acceptance.num_speculative_tokens": (config.acceptance.num_speculative_tokens, 1),
         "acceptance.max_new_tokens": (config.acceptance.max_new_tokens, 1),
@@ -234,8 +245,10 @@ def _check(config: PipelineConfig) -> None:
         "acceptance.batch_size": (config.acceptance.batch_size, 1),
     }
     for name, (value, least) in at_least.items():
-        if value < least:
-            raise ValueError(f"{name}: must be at least {least}, but is {value}; correct it in the recipe or on the command line")
+        if not least <= value < math.inf:
+            raise ValueError(
+                f"{name}: must be a number of at least {least}, but is {value}; correct it in the recipe or on the command line"
+            )
     if not 0.0 < config.prompts.validation_fraction < 1.0:
         raise ValueError(
             f"prompts.validation_fraction: must lie between 0 and 1, but is {config.prompts.validation_fraction}; "

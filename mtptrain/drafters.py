@@ -10,17 +10,16 @@ from mtptrain.target import FrozenParts, PositionCache
 class HeadDrafter:
     """Drafts a chain of K tokens with a head."""
 
-    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, sampler: Sampler) -> None:
+    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int) -> None:
         self.head = head
         self.parts = parts
         self.num_speculative_tokens = num_speculative_tokens
-        self.sampler = sampler
         self.cache = PositionCache(0)
 
     def start(self, batch_size: int, num_slots: int) -> None:
         self.cache = PositionCache(num_slots)
 
-    def draft(self, verified: Verified) -> Draft:
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         next_tokens = verified.tokens.gather(1, verified.positions + 1)  # [B, S]
         states = self._step(verified.hidden_states, next_tokens, verified.positions)  # [B, S, H]
         state = states[torch.arange(len(states), device=states.device), verified.last_row]  # [B, H]
@@ -32,9 +31,9 @@ class HeadDrafter:
                 position = position + 1
                 state = self._step(state[:, None], tokens[-1][:, None], position[:, None])[:, 0]
             logits = self.parts.logits(state)  # [B, V]
-            if not self.sampler.is_greedy:
-                probs.append(self.sampler.probs(logits))
-            tokens.append(logits.argmax(-1) if self.sampler.is_greedy else self.sampler.sample(probs[-1]))
+            if not sampler.is_greedy:
+                probs.append(sampler.probs(logits))
+            tokens.append(logits.argmax(-1) if sampler.is_greedy else sampler.sample(probs[-1]))
         drafted = torch.stack(tokens, 1)  # [B, K]
         return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
 
@@ -56,7 +55,7 @@ class PromptLookupDrafter:
     def start(self, batch_size: int, num_slots: int) -> None:
         pass
 
-    def draft(self, verified: Verified) -> Draft:
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         rows = [tokens[:count] for tokens, count in zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)]
         found = [self._look_up(row) for row in rows]
         missing = [self.num_speculative_tokens - len(tokens) for tokens in found]

@@ -21,9 +21,10 @@ from transformers import PreTrainedConfig
 from mtptrain.acceptance import held_out_prompts
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.drafters import HeadDrafter
-from mtptrain.head_files import build_head, load_head
+from mtptrain.head_files import build_head, check_head_target, load_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.mtp import MtpHead, from_vllm, mtp_dims, to_vllm, vllm_config
+from mtptrain.identity import file_sha256
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_json, write_provenance
 from mtptrain.speculate import Draft, Drafter, Sampler, Verified, speculate
@@ -40,10 +41,12 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     output_dir = Path(config.export.output_dir or config.stage_dir("export") / config.export.engine)
     check_directory_name(output_dir)
+    check_output_dir(output_dir)
     assert isinstance(config.head, MtpHead.Config)
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     check_not_quantised(target_config)
+    check_head_target(config.stage_dir("train") / "best", target_dir)
     dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
     head = load_head(config.stage_dir("train") / "best", config.head, target_config, dtype, torch.device("cpu"))
 
@@ -66,6 +69,14 @@ def check_directory_name(output_dir: Path) -> None:
         raise ValueError(
             f"export.output_dir: the path must not contain {' or '.join(METHOD_SWITCHING_NAMES)}, by which vLLM chooses a method on its "
             f"own, but {output_dir.resolve()} contains {found[0]!r}; set export.output_dir"
+        )
+
+
+def check_output_dir(output_dir: Path) -> None:
+    """An export replaces its directory whole, so it must be one that an export wrote."""
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "provenance.json").is_file():
+        raise ValueError(
+            f"export.output_dir: must be new, empty or an earlier export, but {output_dir} holds other files; choose another directory"
         )
 
 
@@ -125,8 +136,8 @@ class RecordingDrafter:
     def start(self, batch_size: int, num_slots: int) -> None:
         self.drafter.start(batch_size, num_slots)
 
-    def draft(self, verified: Verified) -> Draft:
-        draft = self.drafter.draft(verified)
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        draft = self.drafter.draft(verified, sampler)
         self.proposals.append(draft.tokens)
         return draft
 
@@ -152,7 +163,7 @@ def prove_equal_proposals(config: PipelineConfig, target_dir: Path, head: Head, 
 
 def propose(target: Target, head: Head, prompts: list[list[int]]) -> list[torch.Tensor]:
     """What a head proposes in every round of greedy decoding, [B, K] each."""
-    drafter = RecordingDrafter(HeadDrafter(head.float(), target.parts, PROOF_DRAFTS, Sampler()))
+    drafter = RecordingDrafter(HeadDrafter(head.float(), target.parts, PROOF_DRAFTS))
     speculate(target, drafter, prompts, num_speculative_tokens=PROOF_DRAFTS, max_new_tokens=PROOF_NEW_TOKENS, sampler=Sampler())
     return drafter.proposals
 
@@ -166,8 +177,8 @@ def readme(config: PipelineConfig, target_dir: Path, output_dir: Path) -> str:
     served = str(target_dir) if config.target.path == DEMO else config.target.path
     report_path = config.stage_dir("acceptance") / "report.json"
     measured = "Not measured: run `python -m eval.acceptance` and export again."
-    if report_path.is_file():
-        report = json.loads(report_path.read_text())
+    report = json.loads(report_path.read_text()) if report_path.is_file() else {}
+    if report.get("head_sha256") == file_sha256(config.stage_dir("train") / "best" / "head.safetensors"):
         rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
         measured = (
             f"Acceptance length {report['acceptance_length']:.3f} (bonus token included), rate by position {rates}: K = "

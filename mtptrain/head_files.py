@@ -10,8 +10,11 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head, HeadConfig
+from mtptrain.identity import weights_fingerprint
 from mtptrain.run_dir import write_json
 from mtptrain.tensor_files import save_tensors
+
+TARGET_WEIGHTS = "target_weights_sha256"
 
 
 def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
@@ -29,6 +32,23 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(directory / "head.safetensors", state)
     write_json(directory / "head.json", {"head": asdict(config), **facts})
+
+
+def check_head_target(directory: Path, target_dir: Path) -> None:
+    """Refuse a head that was trained for other weights than the target's.
+
+    Raises:
+        FileNotFoundError: there is no head.
+        ValueError: naming both hashes.
+    """
+    if not (directory / "head.json").is_file():
+        raise FileNotFoundError(f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first")
+    stored, found = json.loads((directory / "head.json").read_text())[TARGET_WEIGHTS], weights_fingerprint(target_dir)
+    if stored != found:
+        raise ValueError(
+            f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target_dir}, but is {stored}: the head belongs to "
+            "another target; set target.path to it, or train again"
+        )
 
 
 def load_head(

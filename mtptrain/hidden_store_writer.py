@@ -16,6 +16,8 @@ from mtptrain.hidden_store import MANIFEST, PLAN, SCHEMA_VERSION, Manifest, Shar
 from mtptrain.identity import StoreIdentity, file_sha256, identity_from_json, refuse_other
 from mtptrain.tensor_files import write_tensors
 
+TEMPORARY = ("*.tmp", ".tmp*")  # ours, and what safetensors writes before it renames
+
 
 def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
     """Documents of each shard: a shard ends with the document that reaches `shard_tokens`, whatever the number of ranks.
@@ -48,7 +50,7 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int) -> 
         manifest = Manifest.read(directory)
         refuse_other(directory / MANIFEST, identity, manifest.identity, shard_tokens, manifest.shard_tokens)
         if all(has_length(directory / record.file, record) for record in manifest.shards):
-            _remove(directory, "*.tmp", PLAN, "shard_*.json")
+            _remove(directory, *TEMPORARY, PLAN, "shard_*.json")
             return manifest
         _reopen(directory, manifest)
     elif (directory / PLAN).exists():
@@ -56,7 +58,9 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int) -> 
         refuse_other(directory / PLAN, identity, identity_from_json(plan["identity"]), shard_tokens, plan["shard_tokens"])
     else:
         _write_plan(directory, identity, shard_tokens)
-    _remove(directory, "*.tmp", *(path.name for path in directory.glob("shard_*.safetensors") if not _record_path(path).exists()))
+    _remove(
+        directory, *TEMPORARY, *(path.name for path in directory.glob("shard_*.safetensors") if not _record_path(path).exists())
+    )
     return None
 
 
@@ -106,7 +110,7 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
         shards=tuple(records),
     )
     _write_json(directory / MANIFEST, asdict(manifest))
-    _remove(directory, "*.tmp", PLAN, "shard_*.json")
+    _remove(directory, *TEMPORARY, PLAN, "shard_*.json")
     return manifest
 
 

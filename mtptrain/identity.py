@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.target import weight_files
 
-_SAMPLES_PER_FILE, _SAMPLE_BYTES = 64, 4096
+_SAMPLES_PER_TENSOR, _SAMPLE_BYTES = 8, 4096
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TargetIdentity:
     revision: str | None
     config_sha256: str
     weights_sha256: str
-    """Of every safetensors header and of 64 evenly spaced samples per file: fine-tuning changes it, reading it takes milliseconds."""
+    """Of the headers and of samples of every tensor: fine-tuning changes it, reading it takes milliseconds."""
     tokenizer_sha256: str
     chat_template_sha256: str
 
@@ -47,7 +47,7 @@ class TargetIdentity:
             path=path,
             revision=revision,
             config_sha256=_sha256(json.dumps(config, sort_keys=True).encode()),
-            weights_sha256=_weights_fingerprint(target_dir),
+            weights_sha256=weights_fingerprint(target_dir),
             **asdict(TokenizerIdentity.of(tokenizer)),
         )
 
@@ -56,16 +56,22 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _weights_fingerprint(target_dir: Path) -> str:
+def weights_fingerprint(target_dir: Path) -> str:
+    """A hash of every safetensors header and of eight samples of each tensor, whatever the size of the checkpoint."""
     digest = hashlib.sha256()
     for path in weight_files(target_dir):
-        size = path.stat().st_size
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(header_bytes))
-            for i in range(_SAMPLES_PER_FILE):
-                file.seek(8 + header_bytes + (size - 8 - header_bytes) * i // _SAMPLES_PER_FILE)
-                digest.update(file.read(_SAMPLE_BYTES))
+            header = file.read(header_bytes)
+            digest.update(header)
+            for name, entry in sorted(json.loads(header).items()):
+                if name == "__metadata__":
+                    continue
+                start, end = entry["data_offsets"]
+                for i in range(_SAMPLES_PER_TENSOR):
+                    offset = start + (end - start) * i // _SAMPLES_PER_TENSOR
+                    file.seek(8 + header_bytes + offset)
+                    digest.update(file.read(min(_SAMPLE_BYTES, end - offset)))
     return digest.hexdigest()
 
 

@@ -53,8 +53,13 @@ class Drafter(Protocol):
     def start(self, batch_size: int, num_slots: int) -> None:
         """Forget the sequences before."""
 
-    def draft(self, verified: Verified) -> Draft:
-        """K tokens for each sequence, going on from the newest."""
+    def draft(self, verified: Verified, sampler: "Sampler") -> Draft:
+        """K tokens for each sequence, going on from the newest.
+
+        Args:
+            verified: what the target has just read.
+            sampler: the one that verifies too: drafts must not come from a copy of its random numbers.
+        """
 
 
 @dataclass
@@ -130,8 +135,10 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
     residual = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1]))[:, 0]  # [B, V]
     # After the last proposed token nothing was rejected: a draft of no mass leaves the target's distribution as it is.
     rejected_probs = torch.cat([draft_probs * draft.is_proposed[..., None], torch.zeros_like(draft_probs[:, :1])], dim=1)
-    residual = residual - rejected_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, residual.shape[-1]))[:, 0]
-    return num_accepted, sampler.sample(residual.clamp(min=0.0))
+    rejected = rejected_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, residual.shape[-1]))[:, 0]
+    left = (residual - rejected).clamp(min=0.0)
+    # Where draft and target are equal up to rounding, a rejection may leave nothing: then the target's own distribution serves.
+    return num_accepted, sampler.sample(torch.where(left.sum(-1, keepdim=True) > 0, left, residual))
 
 
 @dataclass(frozen=True)
@@ -198,7 +205,7 @@ def speculate(
     is_active = (num_tokens < limit) & ~torch.isin(first, eos)
 
     while bool(is_active.any()):
-        draft = drafter.draft(Verified(tokens, num_tokens, positions, hidden_states))
+        draft = drafter.draft(Verified(tokens, num_tokens, positions, hidden_states), sampler)
         positions = (num_tokens - 1)[:, None] + depths  # the newest token and the drafts [B, K+1]
         tokens.scatter_(1, positions[:, 1:], draft.tokens)
         hidden_states = target.forward(tokens.gather(1, positions), positions, cache)  # [B, K+1, H]

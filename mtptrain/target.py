@@ -66,6 +66,12 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
             f"target.path: the target's family must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {config.model_type!r} in "
             f"{target_dir / 'config.json'}; choose another target"
         )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < config.max_position_embeddings:
+        raise ValueError(
+            f"target.path: the target's attention must reach over its whole context of {config.max_position_embeddings} tokens, but has "
+            f"sliding_window {window} in {target_dir / 'config.json'}; choose another target, or cap max_position_embeddings there"
+        )
     return config
 
 

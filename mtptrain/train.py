@@ -21,14 +21,14 @@ from mtptrain.batches import BatchSchedule
 from mtptrain.checkpoint import Progress, check_checkpoint, complete_checkpoints, load_checkpoint, save_checkpoint
 from mtptrain.config import RECIPES, PipelineConfig, Resume, load_config
 from mtptrain.distributed import Ranks, init_ranks
-from mtptrain.head_files import build_head, save_head
+from mtptrain.head_files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.hidden_store import MANIFEST, HiddenStore, expected_identity, open_store, verify
 from mtptrain.identity import file_sha256
 from mtptrain.prompt_files import Split
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.target import load_frozen_parts, read_target_config, resolve_target
 from mtptrain.tracking import Meter, Tracking
-from mtptrain.trainer import Trainer, check_batch_ranks
+from mtptrain.trainer import Trainer, check_batch_ranks, check_deepspeed
 from mtptrain.validation import Validation
 
 
@@ -52,17 +52,23 @@ class Run:
     validation: Validation
     progress: Progress
     resume_facts: dict[str, object]
+    head_facts: dict[str, object]
+    """Kept with every head: the target that it belongs to."""
 
 
 def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     """Check every input, then build the engine and load the newest checkpoint."""
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
+    check_deepspeed(config.deepspeed)
     torch.manual_seed(config.seed)
     target_dir = resolve_target(config.target.path, config.target.revision)
     head = build_head(config.head, read_target_config(target_dir))
+    require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts")
     prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
     identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)
     store = open_store(config.stage_dir("hidden_states"), identity)
+    verify(store, range(ranks.rank, len(store.manifest.shards), ranks.world_size), show_progress=ranks.is_first)
+    ranks.barrier()
     schedule = BatchSchedule(
         store, config.head.ttt_steps, config.train.batch_tokens, config.train.micro_batches_per_step, config.seed
     )
@@ -71,13 +77,13 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     check_resume(config)
     check_checkpoint(config.stage_dir("train") / "checkpoints", facts)
     if ranks.is_first:
-        verify(store)
         write_provenance(config.stage_dir("train"), config)
     ranks.barrier()
     num_steps = config.train.max_steps or config.train.epochs * schedule.steps_per_epoch
     trainer = Trainer(head, load_frozen_parts(target_dir), config.train, config.deepspeed, num_steps, ranks)
     progress = load_checkpoint(trainer.engine, config.stage_dir("train") / "checkpoints")
-    return Run(schedule, num_steps, trainer, validation, progress, facts)
+    head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}
+    return Run(schedule, num_steps, trainer, validation, progress, facts, head_facts)
 
 
 def resume_facts(config: PipelineConfig, store: HiddenStore, ranks: Ranks) -> dict[str, object]:
@@ -87,10 +93,22 @@ def resume_facts(config: PipelineConfig, store: HiddenStore, ranks: Ranks) -> di
         "head": asdict(config.head),
         "deepspeed": config.deepspeed,
         "seed": config.seed,
-        "train.batch_tokens": config.train.batch_tokens,
-        "train.micro_batches_per_step": config.train.micro_batches_per_step,
+        **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},
         "the sha256 of the hidden states' manifest": file_sha256(store.directory / MANIFEST),
     }
+
+
+OPTIMISATION_SETTINGS = (
+    "lr",
+    "min_lr_ratio",
+    "warmup_steps",
+    "batch_tokens",
+    "micro_batches_per_step",
+    "weight_decay",
+    "betas",
+    "clip_norm",
+    "depth_decay",
+)
 
 
 def check_resume(config: PipelineConfig) -> None:
@@ -115,7 +133,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run) -> Progress:
         progress = Progress(progress.step + 1, progress.best_acceptance_length)
         bar.update()
         is_last = progress.step == run.num_steps
-        if is_last or progress.step % settings.log_every == 0:
+        if is_last or any(is_due(progress.step, n) for n in (settings.log_every, settings.validate_every, settings.save_every)):
             record = run.trainer.describe(metrics, progress.step, batches) | meter.read(ranks)
             bar.set_postfix(loss=f"{record['loss']:.3f}", tokens_per_s=f"{record['tokens_per_s']:,.0f}")
             if tracking is not None:
@@ -153,7 +171,7 @@ def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tra
             f"({acceptance.prompts} held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
         )
         for directory in [stage_dir / "last"] + [stage_dir / "best"] * is_best:
-            save_head(directory, head_state, config.head, {"step": progress.step, **measured})
+            save_head(directory, head_state, config.head, {"step": progress.step, **measured, **run.head_facts})
     return Progress(progress.step, max(progress.best_acceptance_length, acceptance.acceptance_length))
 
 

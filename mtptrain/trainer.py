@@ -77,7 +77,7 @@ class Trainer:
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """DeepSpeed without ZeRO and bf16 clips but forgets the norm: clip here and leave it where the engine looks."""
-        norm = torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.config.clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.config.clip_norm or math.inf)
         optimizer._global_grad_norm = norm  # type: ignore[attr-defined]
 
     def step(self, batches: Sequence[Batch]) -> StepMetrics:
@@ -130,6 +130,28 @@ def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
     return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+FILLED_IN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer")
+
+
+def check_deepspeed(config: dict[str, Any]) -> None:
+    """Raises ValueError for what this trainer does not do, or sets itself."""
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2):
+        raise ValueError(
+            f"deepspeed.zero_optimization.stage: must be 0, 1 or 2, but is {stage}: a head is small enough for its weights to stay whole; "
+            "set deepspeed=zero2"
+        )
+    if config.get("fp16", {}).get("enabled"):
+        raise ValueError(
+            "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; set deepspeed.bf16.enabled=true"
+        )
+    for name in FILLED_IN:
+        if name in config:
+            raise ValueError(
+                f"deepspeed.{name}: must not be set, but is {config[name]}: the trainer sets it from train.*; remove it"
+            )
 
 
 def check_batch_ranks(micro_batches_per_step: int, world_size: int) -> None:

@@ -44,7 +44,7 @@ class Validation:
         num_speculative_tokens = self.config.acceptance.num_speculative_tokens
         generations = generate_in_batches(
             self._target,
-            HeadDrafter(head, self._target.parts, num_speculative_tokens, Sampler()),
+            HeadDrafter(head, self._target.parts, num_speculative_tokens),
             self.prompts,
             num_speculative_tokens=num_speculative_tokens,
             max_new_tokens=self.config.train.validation_new_tokens,

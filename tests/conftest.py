@@ -64,6 +64,10 @@ def make_target(
         "initializer_range": 0.2,
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**settings, **config}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # a norm that is left out must show
+                parameter.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
     make_tokenizer(chat_template).save_pretrained(directory)
     return directory

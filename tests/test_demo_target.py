@@ -83,7 +83,7 @@ def test_greedy_speculation_equals_plain_greedy_decoding_on_a_hundred_held_out_p
 ) -> None:
     torch.manual_seed(0)
     drafters: list[Drafter] = [
-        HeadDrafter(build_head(MtpHead.Config(), target.config).eval(), target.parts, 3, Sampler()),
+        HeadDrafter(build_head(MtpHead.Config(), target.config).eval(), target.parts, 3),
         PromptLookupDrafter(3, min_ngram=1),
     ]
     accepted = []

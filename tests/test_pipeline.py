@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from mtptrain.head_files import load_head
-from tests.conftest import make_config, run_program
+from tests.conftest import make_config, make_target, run_program
 
 Run = tuple[Path, tuple[str, ...]]
 
@@ -140,3 +140,22 @@ def test_bad_input_to_acceptance_is_refused(finished: Run, overrides: tuple[str,
     result = run_program("eval.acceptance", *finished[1], *overrides)
     assert result.returncode != 0
     assert message in result.stderr
+
+
+def test_a_head_for_other_weights_is_refused(finished: Run, tmp_path: Path) -> None:
+    other = make_target(tmp_path / "target", seed=5)
+    for module in ("eval.acceptance", "mtptrain.export"):
+        result = run_program(module, *finished[1], f"target.path={other}")
+        assert result.returncode != 0
+        assert re.search(
+            r"head\.json: target_weights_sha256 must be \w+, that of .* the head belongs to another target", result.stderr
+        )
+
+
+def test_an_export_does_not_replace_a_directory_that_is_not_one(finished: Run, tmp_path: Path) -> None:
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers/thesis.txt").write_text("mine")
+    result = run_program("mtptrain.export", *finished[1], f"export.output_dir={tmp_path}/papers")
+    assert result.returncode != 0
+    assert "export.output_dir: must be new, empty or an earlier export, but" in result.stderr
+    assert (tmp_path / "papers/thesis.txt").read_text() == "mine"

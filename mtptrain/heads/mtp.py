@@ -142,7 +142,7 @@ def vllm_config(dims: MtpDims, target_config: PreTrainedConfig, dtype: str) -> d
         "max_position_embeddings": target_config.max_position_embeddings,
         "hidden_act": "silu",
         "rms_norm_eps": target_config.rms_norm_eps,
-        "tie_word_embeddings": bool(target_config.tie_word_embeddings),
+        "tie_word_embeddings": True,  # whatever the target does: the engine shares both of its tensors
         "rope_parameters": target_config.rope_parameters,
         "dtype": dtype,
         # The class is DeepSeek's: no experts (dense below first_k_dense_replace), and no latent attention (both dims 0).

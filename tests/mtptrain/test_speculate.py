@@ -50,22 +50,22 @@ def plain_greedy(target: Target, prompt: list[int], max_new_tokens: int, eos_tok
 class TargetCopy:
     """A draft model that is the target itself, with a cache of its own."""
 
-    def __init__(self, target: Target, num_speculative_tokens: int, sampler: Sampler) -> None:
-        self.target, self.num_speculative_tokens, self.sampler = target, num_speculative_tokens, sampler
+    def __init__(self, target: Target, num_speculative_tokens: int) -> None:
+        self.target, self.num_speculative_tokens = target, num_speculative_tokens
 
     def start(self, batch_size: int, num_slots: int) -> None:
         self.cache = PositionCache(num_slots)
 
-    def draft(self, verified: Verified) -> Draft:
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         rows, probs, tokens = torch.arange(len(verified.tokens)), [], verified.tokens.clone()
         for depth in range(self.num_speculative_tokens):
             width = int(verified.num_tokens.max()) + depth
             positions = torch.arange(width).expand(len(tokens), -1)
             states = self.target.forward(tokens[:, :width], positions, PositionCache(tokens.shape[1]))
             logits = self.target.parts.logits(states[rows, verified.num_tokens - 1 + depth])
-            if not self.sampler.is_greedy:
-                probs.append(self.sampler.probs(logits))
-            tokens[rows, verified.num_tokens + depth] = self.sampler.choose(logits)
+            if not sampler.is_greedy:
+                probs.append(sampler.probs(logits))
+            tokens[rows, verified.num_tokens + depth] = sampler.choose(logits)
         drafted = tokens.gather(1, verified.num_tokens[:, None] + torch.arange(self.num_speculative_tokens))
         return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
 
@@ -78,7 +78,7 @@ def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **setting
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("kind", ["head", "prompt lookup"])
 def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(target: Target, kind: str, batch_size: int) -> None:
-    drafters = {"head": HeadDrafter(random_head(target), target.parts, 3, Sampler()), "prompt lookup": PromptLookupDrafter(3)}
+    drafters = {"head": HeadDrafter(random_head(target), target.parts, 3), "prompt lookup": PromptLookupDrafter(3)}
     prompts = random_prompts(24)
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
@@ -88,7 +88,7 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(target: 
 
 @pytest.mark.parametrize("num_speculative_tokens", [1, 3, 5])
 def test_a_draft_that_is_the_target_is_accepted_whole(target: Target, num_speculative_tokens: int) -> None:
-    drafter = TargetCopy(target, num_speculative_tokens, Sampler())
+    drafter = TargetCopy(target, num_speculative_tokens)
     for generation in decode(target, drafter, random_prompts(8), num_speculative_tokens=num_speculative_tokens):
         assert generation.rounds == math.ceil(23 / (num_speculative_tokens + 1))
         assert generation.accepted_at == [generation.rounds] * num_speculative_tokens
@@ -96,13 +96,13 @@ def test_a_draft_that_is_the_target_is_accepted_whole(target: Target, num_specul
 
 def test_a_sampled_draft_that_is_the_target_is_accepted_whole(target: Target) -> None:
     sampler = Sampler(1.0)
-    for generation in decode(target, TargetCopy(target, 3, sampler), random_prompts(8), sampler=sampler):
+    for generation in decode(target, TargetCopy(target, 3), random_prompts(8), sampler=sampler):
         # The copy's logits come from another batch shape: a coin within 1e-6 of 1 may still reject.
         assert generation.accepted_at == [generation.rounds] * 3
 
 
 def test_a_random_heads_drafts_are_mostly_rejected_and_counted_so(target: Target) -> None:
-    generations = decode(target, HeadDrafter(random_head(target), target.parts, 3, Sampler()), random_prompts(8))
+    generations = decode(target, HeadDrafter(random_head(target), target.parts, 3), random_prompts(8))
     assert sum(sum(generation.accepted_at) for generation in generations) < 0.2 * sum(
         generation.drafted for generation in generations
     )
@@ -113,15 +113,15 @@ def test_a_random_heads_drafts_are_mostly_rejected_and_counted_so(target: Target
 
 def test_decoding_stops_at_the_end_of_sequence_token_and_at_no_other(target: Target) -> None:
     prompts = random_prompts(8)
-    whole = decode(target, TargetCopy(target, 3, Sampler()), prompts)
+    whole = decode(target, TargetCopy(target, 3), prompts)
     for prompt, generation in zip(prompts, whole, strict=True):
         eos = generation.tokens[9]
-        (cut,) = decode(target, TargetCopy(target, 3, Sampler()), [prompt], eos_token_ids=[eos])
+        (cut,) = decode(target, TargetCopy(target, 3), [prompt], eos_token_ids=[eos])
         assert cut.tokens == generation.tokens[: generation.tokens.index(eos) + 1]
 
 
 def test_a_sequence_is_the_same_alone_and_in_a_batch_of_ragged_ones(target: Target) -> None:
-    drafter = HeadDrafter(random_head(target), target.parts, 3, Sampler())
+    drafter = HeadDrafter(random_head(target), target.parts, 3)
     prompts = random_prompts(8)
     batch = decode(target, drafter, prompts, eos_token_ids=[256])
     assert batch == [decode(target, drafter, [prompt], eos_token_ids=[256])[0] for prompt in prompts]
@@ -171,6 +171,16 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(directory, torch.float32, torch.device("cpu"))
 
 
+class CertainDrafts:
+    """Drafts chosen greedily, where the target samples."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.start = drafter, drafter.start
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        return self.drafter.draft(verified, Sampler())
+
+
 def joint_law(target: Target, temperature: float) -> torch.Tensor:
     """Probability of every (token 2, token 3, token 4), by enumeration [V, V, V]."""
     sequences = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=4)])
@@ -182,7 +192,8 @@ def joint_law(target: Target, temperature: float) -> torch.Tensor:
 def chi_square_p_value(target: Target, temperature: float, num_speculative_tokens: int = 2, certain: bool = False) -> float:
     """Of sampled speculation against the law, by Wilson and Hilferty's normal approximation; rare cells are pooled."""
     sampler = Sampler(temperature, seed=1)
-    drafter = HeadDrafter(random_head(target, seed=5), target.parts, num_speculative_tokens, Sampler() if certain else sampler)
+    drafter: Drafter = HeadDrafter(random_head(target, seed=5), target.parts, num_speculative_tokens)
+    drafter = CertainDrafts(drafter) if certain else drafter
     counts = torch.zeros(VOCAB, VOCAB, VOCAB)
     for _ in range(SAMPLES // 4000):
         for generation in decode(

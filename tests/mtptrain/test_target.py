@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mtptrain.identity import TargetIdentity
+from mtptrain.identity import TargetIdentity, weights_fingerprint
 from mtptrain.target import (
+    DEMO_DIR,
     SUPPORTED_MODEL_TYPES,
     PositionCache,
     load_frozen_parts,
@@ -118,3 +119,32 @@ def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused(monkeypatch: pyte
         FileNotFoundError, match=r"target\.path: must be a local directory, a hub name or `demo`, but 'no/such' is not"
     ):
         resolve_target("no/such")
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2"])
+def test_a_target_with_a_sliding_window_is_refused(tmp_path: Path, model_type: str) -> None:
+    window = {"use_sliding_window": True, "max_window_layers": 1} if model_type == "qwen2" else {}
+    make_target(tmp_path, model_type, sliding_window=16, **window)
+    with pytest.raises(
+        ValueError, match=r"must reach over its whole context of 512 tokens, but has sliding_window 16 in .*config\.json"
+    ):
+        read_target_config(tmp_path)
+
+
+def test_a_change_to_any_one_tensor_changes_the_identity() -> None:
+    import shutil
+    import tempfile
+
+    from safetensors.torch import load_file, save_file
+
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(shutil.copytree(DEMO_DIR, Path(name) / "target"))
+        tensors = load_file(directory / "model.safetensors")
+        save_file(tensors, directory / "model.safetensors")
+        base = weights_fingerprint(directory)
+        for changed in tensors:
+            save_file(
+                {key: tensor * 1.5 if key == changed else tensor for key, tensor in tensors.items()},
+                directory / "model.safetensors",
+            )
+            assert weights_fingerprint(directory) != base, changed

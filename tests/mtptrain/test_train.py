@@ -86,6 +86,14 @@ def test_bf16_with_fp32_masters_trains_like_fp32(one_rank: list[dict[str, object
     assert found[-1]["loss"] == pytest.approx(one_rank[-1]["loss"], rel=0.02)
 
 
+def test_a_run_that_diverges_stops_before_it_saves_and_names_its_documents(fresh_run: Run) -> None:
+    settings = ("train.lr=1e30", "train.warmup_steps=0", "train.save_every=2", "train.log_every=10")
+    result = run_program("mtptrain.train", *fresh_run[1], *settings)
+    assert result.returncode != 0
+    assert "train: the loss must be finite, but is nan at step 2, with documents [" in result.stderr
+    assert not list((fresh_run[0] / "train/checkpoints").glob("step_*"))
+
+
 def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_measured(fresh_run: Run) -> None:
     train(fresh_run, "train.validate_every=5", "train.save_every=5", "train.keep_checkpoints=2")
     stage_dir = fresh_run[0] / "train"
@@ -124,19 +132,22 @@ def test_bad_input_is_refused_before_training(fresh_run: Run, overrides: tuple[s
     assert not (fresh_run[0] / "train").exists()
 
 
-def test_a_flipped_byte_in_a_shard_is_named_before_training_touches_it(fresh_run: Run) -> None:
+@pytest.mark.parametrize("place", [1, 20, 208, -100], ids=["length", "header", "offsets", "states"])
+def test_a_flipped_byte_in_a_shard_is_named_before_training_touches_it(fresh_run: Run, place: int) -> None:
     shard = fresh_run[0] / "hidden_states/shard_00001.safetensors"
     content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[place] ^= 1
     shard.write_bytes(content)
     result = run_program("mtptrain.train", *fresh_run[1])
     assert result.returncode != 0
-    assert "shard_00001.safetensors" in result.stderr
+    assert "shard_00001.safetensors: the sha256 of shard 1 must be" in result.stderr
     assert not (fresh_run[0] / "train").exists()
 
 
 def test_a_checkpoint_of_another_number_of_ranks_or_another_order_of_data_is_refused_and_kept(fresh_run: Run) -> None:
     train(fresh_run, "train.max_steps=2")
+    result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
+    assert "to go on from this checkpoint, train.lr must be 0.003, but is 1e-06; set it as it was" in result.stderr
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "seed=1", num_ranks=2)
     assert result.returncode != 0
     assert (

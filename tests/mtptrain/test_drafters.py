@@ -1,0 +1,74 @@
+"""Drafting by head against a loop without caches: every proposed token, every count."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.drafters import HeadDrafter
+from mtptrain.export import RecordingDrafter
+from mtptrain.head_files import build_head
+from mtptrain.heads.base import Head, Packing
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.speculate import Sampler, speculate
+from mtptrain.target import Target, load_target
+from tests.conftest import make_target
+
+Plain = tuple[list[int], int, list[int], list[list[int]]]
+
+
+@torch.no_grad()
+def plain_speculation(target: Target, head: Head, prompt: list[int], depths: int, max_new_tokens: int, eos: set[int]) -> Plain:
+    """New tokens, rounds, accepted by position and every draft: the whole text is read anew for every token, and drafts come from the
+    head's *training* forward over the tokens that the target has read."""
+    tokens = [*prompt, int(target.model(torch.tensor([prompt])).logits[0, -1].argmax())]
+    rounds, accepted_at, proposals = 0, [0] * depths, []
+    while len(tokens) < len(prompt) + max_new_tokens and not eos & set(tokens[len(prompt) :]):
+        count = len(tokens)
+        states = target.model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        draft: list[int] = []
+        for depth in range(depths):
+            text = tokens + draft
+            read = [[text[row + 1 + k] if row + 1 + k < len(text) else 0 for row in range(count - 1)] for k in range(depth + 1)]
+            drafted = head(states, target.parts.embed(torch.tensor(read)), Packing.of([count - 1]))
+            draft.append(int(target.parts.logits(drafted[depth, count - 2]).argmax()))
+        wanted = target.model(torch.tensor([tokens + draft])).logits[0, count - 1 :].argmax(-1).tolist()
+        accepted = next((i for i, token in enumerate(draft) if token != wanted[i]), depths)
+        rounds += 1
+        accepted_at = [n + (i < accepted) for i, n in enumerate(accepted_at)]
+        proposals.append(draft)
+        tokens += [*draft[:accepted], wanted[accepted]]
+    new = tokens[len(prompt) :][:max_new_tokens]
+    ends = [i for i, token in enumerate(new) if token in eos]
+    return (new[: ends[0] + 1] if ends else new), rounds, accepted_at, proposals
+
+
+@pytest.mark.parametrize("depths", [1, 3, 5])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, model_type: str, depths: int) -> None:
+    """A vocabulary of 5, so that even a random head is accepted now and then, and sequences end inside accepted drafts."""
+    directory = make_target(
+        tmp_path,
+        model_type,
+        vocab_size=5,
+        eos_token_id=None,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    target = load_target(directory, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    head = build_head(MtpHead.Config(num_attention_heads=2, num_key_value_heads=1), target.config).eval()
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 5, (length,), generator=generator).tolist() for length in (1, 2, 5, 9, 14, 20, 25, 30)]
+    drafter = RecordingDrafter(HeadDrafter(head, target.parts, depths))
+    found = speculate(
+        target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=20, sampler=Sampler(), eos_token_ids=[4]
+    )
+    assert sum(sum(generation.accepted_at) for generation in found) > 0, "nothing accepted shows little"
+    for row, (prompt, generation) in enumerate(zip(prompts, found, strict=True)):
+        tokens, rounds, accepted_at, proposals = plain_speculation(target, head, prompt, depths, 20, {4})
+        assert generation.tokens == tokens
+        assert (generation.rounds, generation.accepted_at, generation.drafted) == (rounds, accepted_at, depths * rounds)
+        assert [step[row].tolist() for step in drafter.proposals[:rounds]] == proposals
