@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -41,9 +42,7 @@ def check_head_target(directory: Path, target_dir: Path) -> None:
         FileNotFoundError: there is no head.
         ValueError: naming both hashes.
     """
-    if not (directory / "head.json").is_file():
-        raise FileNotFoundError(f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first")
-    stored, found = json.loads((directory / "head.json").read_text())[TARGET_WEIGHTS], weights_fingerprint(target_dir)
+    stored, found = _read_facts(directory)[TARGET_WEIGHTS], weights_fingerprint(target_dir)
     if stored != found:
         raise ValueError(
             f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target_dir}, but is {stored}: the head belongs to "
@@ -60,9 +59,7 @@ def load_head(
         FileNotFoundError: there is none.
         ValueError: it is of another config or for another target.
     """
-    if not (directory / "head.json").is_file():
-        raise FileNotFoundError(f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first")
-    stored = json.loads((directory / "head.json").read_text())["head"]
+    stored = _read_facts(directory)["head"]
     if stored != asdict(config):
         different = sorted(key for key in stored.keys() | asdict(config).keys() if stored.get(key) != asdict(config).get(key))
         raise ValueError(
@@ -82,3 +79,11 @@ def load_head(
         )
     head.to(next(iter(state.values())).dtype).load_state_dict(state)
     return head.to(device, dtype).eval().requires_grad_(False)
+
+
+def _read_facts(directory: Path) -> dict[str, Any]:
+    """What `save_head` kept in `head.json`."""
+    if not (directory / "head.json").is_file():
+        raise FileNotFoundError(f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first")
+    facts: dict[str, Any] = json.loads((directory / "head.json").read_text())
+    return facts
