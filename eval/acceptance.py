@@ -1,7 +1,8 @@
 """Stage 4: acceptance of the trained head, drafting and verifying with the real inference path.
 
-Reads `run_dir/train/best/` and held-out prompts of `run_dir/prompts/` (or `acceptance.prompts_file`); writes `report.json` and
-`generations.jsonl` into `run_dir/acceptance/`, and prints a table with prompt lookup beside the head.
+Reads `run_dir/train/best/` (or, where nothing was trained, the head of `head.init_from`) and held-out prompts of `run_dir/prompts/`
+(or `acceptance.prompts_file`); writes `report.json` and `generations.jsonl` into `run_dir/acceptance/`, and prints a table with
+prompt lookup beside the head.
 
     python -m eval.acceptance recipe=quickstart acceptance.num_speculative_tokens=5
     torchrun --nproc-per-node 8 -m eval.acceptance recipe=llama3_1_8b_mtp
@@ -22,19 +23,16 @@ from mtptrain.acceptance import (
     eos_token_ids,
     generate_in_batches,
     has_loop,
-    held_out_prompts,
-    read_prompts_file,
+    read_prompts,
     summarise,
 )
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.distributed import Ranks, init_ranks
 from mtptrain.drafters import HeadDrafter, PromptLookupDrafter
-from mtptrain.head_files import check_head_target, load_head
-from mtptrain.identity import file_sha256
-from mtptrain.prompt_files import Documents, Split
-from mtptrain.run_dir import require, write_json, write_provenance
-from mtptrain.speculate import Drafter, Generation, Sampler, check_prompts
-from mtptrain.target import Target, load_target, load_tokenizer, read_target_config, resolve_target
+from mtptrain.run_dir import write_json, write_provenance
+from mtptrain.speculate import Drafter, Generation, Sampler
+from mtptrain.target import Target, load_target, resolve_target
+from mtptrain.warm_start import RunHead, trained_or_initial_head
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
@@ -44,34 +42,21 @@ def main(cfg: DictConfig) -> None:
     settings = config.acceptance
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
-    check_head_target(config.stage_dir("train") / "best", target_dir)
-    head = load_head(config.stage_dir("train") / "best", config.head, read_target_config(target_dir), dtype, ranks.device)
+    found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
     prompts = read_prompts(config, target_dir)
     target = load_target(target_dir, dtype, ranks.device)
 
-    drafter = HeadDrafter(head, target.parts, settings.num_speculative_tokens)
+    drafter = HeadDrafter(found.head, target.parts, settings.num_speculative_tokens, settings.sample_drafts)
     measured = measure(config, target, drafter, prompts, ranks, "head")
     look_up = measure(config, target, PromptLookupDrafter(settings.num_speculative_tokens), prompts, ranks, "prompt lookup")
     if ranks.is_first:
         output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
         write_provenance(output_dir, config)
         write_generations(output_dir / "generations.jsonl", measured)
-        write_json(output_dir / "report.json", report(config, measured, look_up))
+        write_json(output_dir / "report.json", report(config, found, measured, look_up))
         print_table(config, measured, look_up)
-
-
-def read_prompts(config: PipelineConfig, target_dir: Path) -> dict[str, list[int]]:
-    """Prompts by id, every one checked against the target before it is loaded."""
-    settings, target_config = config.acceptance, read_target_config(target_dir)
-    context_tokens = target_config.max_position_embeddings
-    if settings.prompts_file is not None:
-        prompts = read_prompts_file(Path(settings.prompts_file), load_tokenizer(target_dir), target_config.vocab_size)
-        check_prompts(list(prompts.values()), settings.max_new_tokens, context_tokens)
-        return prompts
-    path = require(config.stage_dir("prompts") / f"{Split.validation}.safetensors", "data_prep.prompts")
-    return held_out_prompts(
-        Documents.load(path), settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens
-    )
+        if not found.is_trained:
+            print(f"head: {found.directory}, as it was published (head.init_from); this run has not trained one")
 
 
 @dataclass(frozen=True)
@@ -111,18 +96,19 @@ def measure(
     return Measured({prompt_id: merged[prompt_id] for prompt_id in prompts})
 
 
-def report(config: PipelineConfig, measured: Measured, look_up: Measured) -> dict[str, object]:
+def report(config: PipelineConfig, found: RunHead, measured: Measured, look_up: Measured) -> dict[str, object]:
     settings = config.acceptance
     return {
         **asdict(measured.pooled),
         "num_speculative_tokens": settings.num_speculative_tokens,
         "temperature": settings.temperature,
+        "sample_drafts": settings.sample_drafts,
         "max_new_tokens": settings.max_new_tokens,
         "dtype": str(settings.dtype),
         "seed": settings.seed,
         "target": config.target.path,
-        "head": str(config.stage_dir("train") / "best"),
-        "head_sha256": file_sha256(config.stage_dir("train") / "best" / "head.safetensors"),
+        "head": str(found.directory),
+        "head_sha256": found.sha256,
         "prompts_file": settings.prompts_file,
         "without_loops": asdict(measured.without_loops),
         "prompt_lookup": {**asdict(look_up.pooled), "without_loops": asdict(look_up.without_loops)},

@@ -9,9 +9,11 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.prompt_files import Documents, name_hash, render_prompt
-from mtptrain.speculate import Drafter, Generation, Sampler, speculate
-from mtptrain.target import Target
+from mtptrain.config import PipelineConfig
+from mtptrain.prompt_files import Documents, Split, name_hash, render_prompt
+from mtptrain.run_dir import require
+from mtptrain.speculate import Drafter, Generation, Sampler, check_prompts, speculate
+from mtptrain.target import Target, load_tokenizer, read_target_config
 
 MAX_LOOP_PERIOD, MIN_LOOP_TOKENS = 64, 32
 
@@ -111,6 +113,24 @@ def generate_in_batches(
             bar.update(len(indices))
             bar.set_postfix(acceptance_length=f"{summarise(list(generations.values())).acceptance_length:.2f}")
     return [generations[index] for index in range(len(prompts))]
+
+
+def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0) -> dict[str, list[int]]:
+    """The prompts of `acceptance` by id, every one checked against the target before it is loaded.
+
+    Args:
+        spare_tokens: of the target's context that must be left behind prompt and answer.
+    """
+    settings, target_config = config.acceptance, read_target_config(target_dir)
+    context_tokens = target_config.max_position_embeddings - spare_tokens
+    if settings.prompts_file is not None:
+        prompts = read_prompts_file(Path(settings.prompts_file), load_tokenizer(target_dir), target_config.vocab_size)
+        check_prompts(list(prompts.values()), settings.max_new_tokens, context_tokens)
+        return prompts
+    path = require(config.stage_dir("prompts") / f"{Split.validation}.safetensors", "data_prep.prompts")
+    return held_out_prompts(
+        Documents.load(path), settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens
+    )
 
 
 def held_out_prompts(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mtptrain.heads.base import Packing
+from mtptrain.heads.attention import Packing
 from mtptrain.hidden_store import HiddenStore, StoredDocument
 
 
@@ -21,6 +21,8 @@ class Batch:
 
     hidden_states: torch.Tensor
     """Last layer before the final norm [N, H]."""
+    aux_hidden_states: torch.Tensor | None
+    """Captured residual streams [N, L, H], for heads that read them."""
     next_ids: torch.Tensor
     """i64[T, N]: depth k of row t reads token t + 1 + k; 0 behind the end of a document, where nothing counts."""
     is_draft: torch.Tensor
@@ -42,6 +44,7 @@ class Batch:
 
         return Batch(
             hidden_states=move(self.hidden_states).to(dtype),
+            aux_hidden_states=None if self.aux_hidden_states is None else move(self.aux_hidden_states).to(dtype),
             next_ids=move(self.next_ids),
             is_draft=move(self.is_draft),
             supervised_positions=move(self.supervised_positions),
@@ -59,6 +62,7 @@ def make_batch(documents: Sequence[StoredDocument], ttt_steps: int) -> Batch:
     lengths = [len(document.input_ids) for document in documents]
     input_ids = torch.cat([document.input_ids for document in documents]).long()  # [N]
     generated = torch.cat([document.loss_mask for document in documents]).bool()
+    captured = [document.aux_hidden_states for document in documents if document.aux_hidden_states is not None]
     packing = Packing.of(lengths)
     tokens_left = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths)) - packing.positions  # own one included
 
@@ -74,6 +78,7 @@ def make_batch(documents: Sequence[StoredDocument], ttt_steps: int) -> Batch:
         is_teacher |= torch.roll(is_draft[depth], 1 + depth)
     return Batch(
         hidden_states=torch.cat([document.hidden_states for document in documents]),
+        aux_hidden_states=torch.cat(captured) if captured else None,
         next_ids=next_ids,
         is_draft=is_draft,
         supervised_positions=is_teacher.nonzero()[:, 0],

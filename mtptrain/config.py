@@ -57,6 +57,13 @@ class Tracker(StrEnum):
 
 class ExportEngine(StrEnum):
     vllm = "vllm"
+    sglang = "sglang"
+    transformers = "transformers"
+    """`generate(use_mtp=True)`: the directory holds the target too."""
+
+
+class ServingEngine(StrEnum):
+    vllm = "vllm"
 
 
 @dataclass
@@ -148,6 +155,9 @@ class AcceptanceConfig:
 
     num_speculative_tokens: int = 3
     temperature: float = 0.0
+    sample_drafts: bool = False
+    """At a temperature, sample the drafts too (vLLM's `draft_sample_method: probabilistic`); engines draft the most likely tokens
+    unless told so."""
     max_new_tokens: int = 128
     dtype: Dtype = Dtype.float32
     num_prompts: int = 100
@@ -174,6 +184,21 @@ class ExportConfig:
 
 
 @dataclass
+class ServingConfig:
+    """The check of an export: the prompts of `acceptance`, drafted here and served by a real engine."""
+
+    engine: ServingEngine = ServingEngine.vllm
+    python: str | None = None
+    """The Python that the engine is installed for; that of `.venv-vllm` in the checkout unless given."""
+    url: str | None = None
+    """Of a running server, asked in place of an engine of its own: `http://localhost:8000`."""
+    head_dir: str | None = None
+    """The exported head; `run_dir/export/<engine>` unless given."""
+    output_dir: str | None = None
+    """Where report.json goes; `run_dir/serving_check` unless given."""
+
+
+@dataclass
 class PipelineConfig:
     """One config for all programs, so that stages cannot disagree."""
 
@@ -188,6 +213,7 @@ class PipelineConfig:
     """DeepSpeed's own config file: `bf16`, `zero_optimization`, ...; what `train` sets is filled in by the trainer."""
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    serving: ServingConfig = field(default_factory=ServingConfig)
 
     def stage_dir(self, stage: str) -> Path:
         return Path(self.run_dir) / stage

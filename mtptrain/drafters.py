@@ -10,34 +10,49 @@ from mtptrain.target import FrozenParts, PositionCache
 class HeadDrafter:
     """Drafts a chain of K tokens with a head."""
 
-    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int) -> None:
+    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, sample_drafts: bool = False) -> None:
         self.head = head
         self.parts = parts
         self.num_speculative_tokens = num_speculative_tokens
+        self.sample_drafts = sample_drafts
+        """Where the sampler is not greedy: sample drafts too, in place of the most likely tokens."""
         self.cache = PositionCache(0)
 
     def start(self, batch_size: int, num_slots: int) -> None:
         self.cache = PositionCache(num_slots)
 
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        return self.head.capture_layers
+
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         next_tokens = verified.tokens.gather(1, verified.positions + 1)  # [B, S]
-        states = self._step(verified.hidden_states, next_tokens, verified.positions)  # [B, S, H]
-        state = states[torch.arange(len(states), device=states.device), verified.last_row]  # [B, H]
+        aux_hidden_states = verified.states.aux_hidden_states
+        fused = self.head.fuse(verified.states.hidden_states if aux_hidden_states is None else aux_hidden_states)  # [B, S, H]
+        states, recycled = self._step(fused, next_tokens, verified.positions)  # [B, S, H]
+        rows = torch.arange(len(states), device=states.device)
+        state, recycled = states[rows, verified.last_row], recycled[rows, verified.last_row]  # [B, H]
         position = verified.num_tokens - 2  # [B]
+        is_sampled = self.sample_drafts and not sampler.is_greedy
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         for depth in range(self.num_speculative_tokens):
             if depth > 0:
                 position = position + 1
-                state = self._step(state[:, None], tokens[-1][:, None], position[:, None])[:, 0]
-            logits = self.parts.logits(state)  # [B, V]
-            if not sampler.is_greedy:
-                probs.append(sampler.probs(logits))
-            tokens.append(logits.argmax(-1) if sampler.is_greedy else sampler.sample(probs[-1]))
+                states, fed_back = self._step(recycled[:, None], tokens[-1][:, None], position[:, None])
+                state, recycled = states[:, 0], fed_back[:, 0]
+            logits = self.head.logits(state, self.parts)  # [B, D]
+            if is_sampled:
+                draft_probs = sampler.probs(logits)
+                probs.append(self.head.target_probs(draft_probs, len(self.parts.embed_tokens)))  # [B, V]
+            draft_tokens = sampler.sample(draft_probs) if is_sampled else logits.argmax(-1)
+            tokens.append(self.head.target_tokens(draft_tokens))
         drafted = torch.stack(tokens, 1)  # [B, K]
         return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
 
-    def _step(self, hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _step(
+        self, hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.head.decode(hidden_states, self.parts.embed(tokens), positions, self.cache)
 
 
@@ -46,6 +61,8 @@ class PromptLookupDrafter:
 
     The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs before wins, and its latest occurrence.
     """
+
+    capture_layers: tuple[int, ...] = ()
 
     def __init__(self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2) -> None:
         self.num_speculative_tokens = num_speculative_tokens

@@ -59,12 +59,13 @@ def load_head(
         FileNotFoundError: there is none.
         ValueError: it is of another config or for another target.
     """
-    stored = _read_facts(directory)["head"]
-    if stored != asdict(config):
-        different = sorted(key for key in stored.keys() | asdict(config).keys() if stored.get(key) != asdict(config).get(key))
+    stored, wanted = _read_facts(directory)["head"], asdict(config)
+    different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
+    different = [key for key in different if key != "init_from"]  # where it started from is no part of what it is
+    if different:
         raise ValueError(
             f"{directory / 'head.json'}: the head's settings must be those of the config, but differ in "
-            + ", ".join(f"head.{key} ({stored.get(key)} there, {asdict(config).get(key)} here)" for key in different)
+            + ", ".join(f"head.{key} ({stored.get(key)} there, {wanted.get(key)} here)" for key in different)
             + "; set them alike or train again"
         )
     head = build_head(config, target_config)
@@ -77,7 +78,13 @@ def load_head(
             f"{directory / 'head.safetensors'}: {name} must be of shape {expected.get(name)} for this target, but is "
             f"{found.get(name)}; the head belongs to another target, train again"
         )
-    head.to(next(iter(state.values())).dtype).load_state_dict(state)
+    return fill_head(head, state, dtype, device)
+
+
+def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device) -> Head:
+    """The head with these weights, ready to draft; in the dtype that they have where `dtype` is None."""
+    stored_dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    head.to(stored_dtype).load_state_dict(state)
     return head.to(device, dtype).eval().requires_grad_(False)
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from mtptrain.target import PositionCache, Target
+from mtptrain.target import PositionCache, Target, TargetStates
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Verified:
     """Tokens of each sequence, the last one not yet read by the target [B]."""
     positions: torch.Tensor
     """Positions of the rows read [B, S]; those from `num_tokens` - 1 on were rejected, or pad the batch."""
-    hidden_states: torch.Tensor
-    """Post-norm states of the rows [B, S, H]."""
+    states: TargetStates
+    """Of the rows [B, S, H], and what the drafter captures [B, S, L, H]."""
 
     @property
     def last_row(self) -> torch.Tensor:
@@ -49,6 +49,10 @@ class Draft:
 
 class Drafter(Protocol):
     """Proposes tokens for a batch of sequences; keeps what it needs between rounds."""
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """Residual streams of the target that it reads."""
 
     def start(self, batch_size: int, num_slots: int) -> None:
         """Forget the sequences before."""
@@ -198,18 +202,18 @@ def speculate(
     cache = PositionCache(num_slots)
     drafter.start(len(prompts), num_slots)
     positions = torch.arange(width, device=device).expand(len(prompts), -1)  # [B, S]
-    hidden_states = target.forward(tokens[:, :width], positions, cache)
-    first = sampler.choose(target.parts.logits(hidden_states[rows, num_tokens - 1]))
+    states = target.forward(tokens[:, :width], positions, cache, drafter.capture_layers)
+    first = sampler.choose(target.parts.logits(states.hidden_states[rows, num_tokens - 1]))
     tokens[rows, num_tokens] = first
     num_tokens = num_tokens + 1
     is_active = (num_tokens < limit) & ~torch.isin(first, eos)
 
     while bool(is_active.any()):
-        draft = drafter.draft(Verified(tokens, num_tokens, positions, hidden_states), sampler)
+        draft = drafter.draft(Verified(tokens, num_tokens, positions, states), sampler)
         positions = (num_tokens - 1)[:, None] + depths  # the newest token and the drafts [B, K+1]
         tokens.scatter_(1, positions[:, 1:], draft.tokens)
-        hidden_states = target.forward(tokens.gather(1, positions), positions, cache)  # [B, K+1, H]
-        target_logits = target.parts.logits(hidden_states)  # [B, K+1, V]
+        states = target.forward(tokens.gather(1, positions), positions, cache, drafter.capture_layers)  # of [B, K+1] rows
+        target_logits = target.parts.logits(states.hidden_states)  # [B, K+1, V]
         if sampler.is_greedy:
             num_accepted, bonus = accept_greedy(draft, target_logits)
         else:

@@ -6,8 +6,11 @@ acceptance run the whole model (`load_target`).
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +30,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parent / "demo_target"
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families with plain RMSNorm (weight, not 1 + weight), unscaled embeddings and uncapped logits."""
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2")
+OFFSET_NORM_MODEL_TYPES = ("gemma3_text",)
+"""Their RMSNorm multiplies by 1 + weight, in fp32."""
+WINDOW_IN_ALL_LAYERS = ("mistral", "qwen3_moe")
+"""Their sliding window is that of every layer."""
+WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma3_text")
+"""Their `layer_types` say which layers have the sliding window."""
 
 EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -58,21 +66,50 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     """The target's config.
 
     Raises:
-        ValueError: the model's family is not supported.
+        ValueError: the model's family is not supported, or not with these settings.
     """
     config = AutoConfig.from_pretrained(target_dir)
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
+    path, family = target_dir / "config.json", config.model_type
+    if family not in SUPPORTED_MODEL_TYPES:
+        text_family = getattr(getattr(config, "text_config", None), "model_type", None)
+        is_usable = text_family in SUPPORTED_MODEL_TYPES
         raise ValueError(
-            f"target.path: the target's family must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {config.model_type!r} in "
-            f"{target_dir / 'config.json'}; choose another target"
+            f"target.path: the target's family must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {family!r} in {path}; choose "
+            + (f"its text model alone, a checkpoint with model_type {text_family!r}" if is_usable else "another target")
         )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < config.max_position_embeddings:
+    if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(
-            f"target.path: the target's attention must reach over its whole context of {config.max_position_embeddings} tokens, but has "
-            f"sliding_window {window} in {target_dir / 'config.json'}; choose another target, or cap max_position_embeddings there"
+            f"target.path: a token must not see those behind it, but use_bidirectional_attention is set in {path}; choose another target"
+        )
+    if _ignores_windows(config):
+        raise ValueError(
+            f"target.path: sliding windows must be those of family {family!r} in transformers, but the ones in {path} are ignored "
+            "there, and engines do not ignore them; remove sliding_window and layer_types from it, or choose another target"
         )
     return config
+
+
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """Tokens that the layers with a sliding window see, the reading one included; None where no layer has one."""
+    is_used = config.model_type in WINDOW_IN_ALL_LAYERS or (
+        config.model_type in WINDOW_BY_LAYER_TYPE and "sliding_attention" in config.layer_types
+    )
+    return config.sliding_window if is_used else None
+
+
+def _ignores_windows(config: PreTrainedConfig) -> bool:
+    """Whether the config asks for windows that are not in the family's code."""
+    if config.model_type in WINDOW_BY_LAYER_TYPE:
+        return False
+    window = None if config.model_type in WINDOW_IN_ALL_LAYERS else getattr(config, "sliding_window", None)
+    is_short = window is not None and window < config.max_position_embeddings
+    return is_short or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
+    """The target's RoPE as a head takes it: flat, with `rope_type` and `rope_theta`; of the layers with full attention."""
+    rope_parameters = target_config.rope_parameters
+    return dict(rope_parameters.get("full_attention", rope_parameters))
 
 
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
@@ -109,21 +146,48 @@ class FrozenParts:
     norm_weight: torch.Tensor  # [H]
     norm_eps: float
     lm_head: torch.Tensor  # [V, H]
+    has_offset_norm: bool = False
+    """The norm multiplies by 1 + weight."""
+    logit_softcap: float | None = None
+    """The target's own logits are kept within +- this."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, weights: Mapping[str, torch.Tensor]) -> "FrozenParts":
+        """From the target's tensors by name; tied ones need the embeddings alone."""
+        embed_tokens = weights[EMBED_TOKENS]
+        return cls(
+            embed_tokens,
+            weights[FINAL_NORM],
+            config.rms_norm_eps,
+            embed_tokens if config.tie_word_embeddings else weights[LM_HEAD],
+            config.model_type in OFFSET_NORM_MODEL_TYPES,
+            getattr(config, "final_logit_softcapping", None),
+        )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the table as they are: what engines share with a head.
+
+        Gemma multiplies by sqrt(H) behind its table, in its own forward only (vLLM's Gemma3Model.embed_input_ids).
+        """
         return F.embedding(input_ids, self.embed_tokens)  # [..., H]
 
     def final_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Post-norm states from those after the last layer, the mean square in fp32 as in every family supported."""
-        normed = F.rms_norm(hidden_states.float(), (hidden_states.shape[-1],), eps=self.norm_eps)  # [..., H]
-        return self.norm_weight * normed.to(self.norm_weight.dtype)
+        """Post-norm states from those after the last layer, rounded where the family's own norm rounds."""
+        states, dtype = hidden_states.float(), self.norm_weight.dtype
+        normed = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)  # [..., H]
+        if self.has_offset_norm:
+            return (normed * (1.0 + self.norm_weight.float())).to(dtype)
+        return self.norm_weight * normed.to(dtype)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return F.linear(states, self.lm_head)  # [..., V]
+        """The target's own, soft-capped where it does so."""
+        logits = F.linear(states, self.lm_head)  # [..., V]
+        return logits if self.logit_softcap is None else torch.tanh(logits / self.logit_softcap) * self.logit_softcap
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "FrozenParts":
-        moved = [tensor.to(device, dtype) for tensor in (self.embed_tokens, self.norm_weight, self.lm_head)]
-        return FrozenParts(moved[0], moved[1], self.norm_eps, moved[0] if self.lm_head is self.embed_tokens else moved[2])
+        embed_tokens, norm_weight = self.embed_tokens.to(device, dtype), self.norm_weight.to(device, dtype)
+        lm_head = embed_tokens if self.lm_head is self.embed_tokens else self.lm_head.to(device, dtype)
+        return replace(self, embed_tokens=embed_tokens, norm_weight=norm_weight, lm_head=lm_head)
 
 
 def load_frozen_parts(target_dir: Path) -> FrozenParts:
@@ -138,13 +202,17 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     for path in weight_files(target_dir):
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in wanted.intersection(file.keys())}
-    missing = sorted(wanted - tensors.keys())
-    if missing:
+    _refuse_missing(target_dir, wanted - tensors.keys())
+    return FrozenParts.of(config, tensors)
+
+
+def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
+    if tensor_names:
+        named = sorted(tensor_names)[:3]
+        rest = f" and {len(tensor_names) - 3} more" if len(tensor_names) > 3 else ""
         raise ValueError(
-            f"{target_dir}: the checkpoint must hold {', '.join(missing)}, but does not; it is incomplete, fetch it again"
+            f"{target_dir}: the checkpoint must hold {', '.join(named)}{rest}, but does not; it is incomplete, fetch it again"
         )
-    embed_tokens = tensors[EMBED_TOKENS]
-    return FrozenParts(embed_tokens, tensors[FINAL_NORM], config.rms_norm_eps, tensors.get(LM_HEAD, embed_tokens))
 
 
 class PositionCache(Cache):
@@ -194,25 +262,72 @@ class Target:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
-        weights = dict(model.named_parameters(remove_duplicate=False))  # tied ones under both names
-        self.parts = FrozenParts(weights[EMBED_TOKENS], weights[FINAL_NORM], model.config.rms_norm_eps, weights[LM_HEAD])
+        self.window = sliding_window(model.config)
+        self.parts = FrozenParts.of(model.config, dict(model.named_parameters(remove_duplicate=False)))  # tied: under both names
 
     @property
     def device(self) -> torch.device:
         return self.parts.embed_tokens.device
 
     @torch.no_grad()
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, cache: PositionCache) -> torch.Tensor:
-        """Post-norm hidden states [B, S, H] of tokens [B, S] at positions [B, S], reading and writing the cache."""
-        mask = cache.begin(positions)
-        output = self.model.model(
-            input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-        )
-        return output.last_hidden_state
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, cache: PositionCache, capture_layers: tuple[int, ...] = ()
+    ) -> "TargetStates":
+        """States of tokens [B, S] at positions [B, S], reading and writing the cache."""
+        mask = self._family_mask(cache.begin(positions), positions)
+        with self.capturing(capture_layers) as streams:
+            output = self.model.model(
+                input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+            )
+        captured = torch.stack([streams[k].to(self.device) for k in capture_layers], dim=-2) if capture_layers else None
+        return TargetStates(output.last_hidden_state, captured)
+
+    def _family_mask(self, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """What the family's forward takes for the mask of `PositionCache.begin`: with the sliding window where layers have one."""
+        if self.window is None:
+            return mask
+        slots = torch.arange(mask.shape[-1], device=mask.device)
+        in_window = mask & (slots > positions[:, None, :, None] - self.window)  # [B, 1, S, slots]
+        if self.config.model_type in WINDOW_IN_ALL_LAYERS:
+            return in_window
+        return {"full_attention": mask, "sliding_attention": in_window}
+
+    @contextmanager
+    def capturing(self, after_layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
+        """Keep residual streams of a forward of the model, by the number of decoder layers that they are behind.
+
+        0 is what the first layer reads, the number of layers the state before the final norm.
+        """
+        readers = [*self.model.model.layers, self.model.model.norm]  # the stream after k layers is what module k reads
+        streams: dict[int, torch.Tensor] = {}
+
+        def keep(layer: int, args: tuple[torch.Tensor, ...]) -> None:
+            streams[layer] = args[0]
+
+        handles = [readers[k].register_forward_pre_hook(lambda _, args, k=k: keep(k, args)) for k in sorted(set(after_layers))]
+        try:
+            yield streams
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What a forward of the target gives to a drafter."""
+
+    hidden_states: torch.Tensor
+    """Post-norm states [B, S, H]."""
+    aux_hidden_states: torch.Tensor | None
+    """Captured residual streams [B, S, L, H]; None where none were asked for."""
 
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
-    """The whole target on one device; on several, where it does not fit, by accelerate's placement."""
+    """The whole target on one device; on several, where it does not fit, by accelerate's placement.
+
+    Raises:
+        ValueError: the family is not supported, a tensor is missing, or several ranks would share several devices.
+    """
     read_target_config(target_dir)
     weight_files(target_dir)
     if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
@@ -221,7 +336,16 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
             "over which accelerate spreads it"
         )
     placement = "auto" if _needs_several_devices(target_dir, dtype, device) else device
-    return Target(AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, device_map=placement))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        target_dir,
+        dtype=dtype,
+        device_map=placement,
+        attn_implementation="sdpa",  # takes boolean masks; eager attention would add them to its scores
+        output_loading_info=True,
+    )
+    model, loading = loaded
+    _refuse_missing(target_dir, loading["missing_keys"])  # transformers only logs that it drew them at random
+    return Target(model)
 
 
 def _needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """Stage 3: fit a head to the stored hidden states.
 
-Reads `run_dir/hidden_states/` and, for validation, `run_dir/prompts/`; writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`,
-`best/` (the head with the longest measured acceptance) and `last/`.
+Reads `run_dir/hidden_states/`, for validation `run_dir/prompts/`, and for a head with a vocabulary of its own `run_dir/draft_vocab/`;
+writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the longest measured acceptance) and `last/`.
 
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
@@ -21,15 +21,18 @@ from mtptrain.batches import BatchSchedule
 from mtptrain.checkpoint import Progress, check_checkpoint, complete_checkpoints, load_checkpoint, save_checkpoint
 from mtptrain.config import RECIPES, PipelineConfig, Resume, load_config
 from mtptrain.distributed import Ranks, init_ranks
+from mtptrain.draft_vocab import d2t_sha256, read_draft_vocab
 from mtptrain.head_files import TARGET_WEIGHTS, build_head, save_head
+from mtptrain.heads.base import Head
 from mtptrain.hidden_store import MANIFEST, HiddenStore, expected_identity, open_store, verify
 from mtptrain.identity import file_sha256
 from mtptrain.prompt_files import Split
 from mtptrain.run_dir import require, write_provenance
-from mtptrain.target import load_frozen_parts, read_target_config, resolve_target
+from mtptrain.target import FrozenParts, load_frozen_parts, read_target_config, resolve_target
 from mtptrain.tracking import Meter, Tracking
 from mtptrain.trainer import Trainer, check_batch_ranks, check_deepspeed
 from mtptrain.validation import Validation
+from mtptrain.warm_start import load_init
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
@@ -66,6 +69,11 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts")
     prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
     identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)
+    parts = load_frozen_parts(target_dir)
+    if config.head.init_from is None:
+        initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), identity.prompts_sha256)
+    else:
+        head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
     store = open_store(config.stage_dir("hidden_states"), identity)
     verify(store, range(ranks.rank, len(store.manifest.shards), ranks.world_size), show_progress=ranks.is_first)
     ranks.barrier()
@@ -73,24 +81,41 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         store, config.head.ttt_steps, config.train.batch_tokens, config.train.micro_batches_per_step, config.seed
     )
     validation = Validation(config, target_dir, ranks)
-    facts = resume_facts(config, store, ranks)
+    facts = resume_facts(config, store, head, ranks)
     check_resume(config)
     check_checkpoint(config.stage_dir("train") / "checkpoints", facts)
     if ranks.is_first:
         write_provenance(config.stage_dir("train"), config)
     ranks.barrier()
     num_steps = config.train.max_steps or config.train.epochs * schedule.steps_per_epoch
-    trainer = Trainer(head, load_frozen_parts(target_dir), config.train, config.deepspeed, num_steps, ranks)
+    trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
     progress = load_checkpoint(trainer.engine, config.stage_dir("train") / "checkpoints")
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}
     return Run(schedule, num_steps, trainer, validation, progress, facts, head_facts)
 
 
-def resume_facts(config: PipelineConfig, store: HiddenStore, ranks: Ranks) -> dict[str, object]:
+def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: Path, prompts_sha256: str) -> None:
+    """Give a head with an lm_head of its own the target's rows, those of its draft vocabulary where it has one.
+
+    Raises:
+        FileNotFoundError: the draft vocabulary has not been chosen.
+        ValueError: it was chosen for something else.
+    """
+    if head.d2t is not None:
+        vocab_size = len(parts.lm_head)
+        head.d2t.copy_(read_draft_vocab(draft_vocab_dir, len(head.d2t), vocab_size, prompts_sha256))
+    if head.lm_head is not None:
+        ids = head.draft_token_ids
+        with torch.no_grad():
+            head.lm_head.weight.copy_(parts.lm_head if ids is None else parts.lm_head[ids])
+
+
+def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head, ranks: Ranks) -> dict[str, object]:
     """What gives a checkpoint its meaning: the head, and which documents a step takes."""
     return {
         "the number of ranks": ranks.world_size,
         "head": asdict(config.head),
+        "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),
         "deepspeed": config.deepspeed,
         "seed": config.seed,
         **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},

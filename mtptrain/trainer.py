@@ -8,11 +8,11 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.ops import __compatible_ops__
-from torch import nn
 
 from mtptrain.batches import Batch
 from mtptrain.config import TrainConfig
 from mtptrain.distributed import Ranks, prepare_single_process
+from mtptrain.heads.base import Head
 from mtptrain.losses import kl_to_target
 from mtptrain.target import FrozenParts
 
@@ -35,7 +35,7 @@ class Trainer:
 
     def __init__(
         self,
-        head: nn.Module,
+        head: Head,
         parts: FrozenParts,
         config: TrainConfig,
         deepspeed_config: dict[str, Any],
@@ -87,16 +87,26 @@ class Trainer:
         weights = self.config.depth_decay ** torch.arange(len(num_drafts), dtype=torch.float32, device=num_drafts.device)
         scale = weights / weights.sum() / num_drafts.clamp(min=1)
         kl, agreement = torch.zeros_like(num_drafts), torch.zeros_like(num_drafts)
+        head: Head = self.engine.module
         for batch in batches:
             target_states = self.parts.final_norm(batch.hidden_states)  # [N, H]
-            states = self.engine(target_states, self.parts.embed(batch.next_ids), batch.packing)  # [T, N, H]
+            read_states = target_states if batch.aux_hidden_states is None else batch.aux_hidden_states  # [N, H] or [N, L, H]
+            states = self.engine(read_states, self.parts.embed(batch.next_ids), batch.packing)  # [T, N, H]
             sums = kl_to_target(
-                states, target_states, self.parts.lm_head, batch.supervised_positions, batch.is_draft, self.config.loss_chunk_rows
+                states,
+                self.parts.lm_head if head.lm_head is None else head.lm_head.weight,
+                target_states,
+                self.parts.logits,
+                batch.supervised_positions,
+                batch.is_draft,
+                scale,
+                self.config.loss_chunk_rows,
+                head.draft_token_ids,
             )
             # DeepSpeed averages gradients over ranks; ours are parts of one sum.
-            self.engine.backward((sums.kl * scale).sum() * self.ranks.world_size, scale_wrt_gas=False)
+            self.engine.backward(sums.loss * self.ranks.world_size, scale_wrt_gas=False)
             self.engine.step()
-            kl += sums.kl.detach()
+            kl += sums.kl
             agreement += sums.agreement
         return StepMetrics(self.ranks.sum(kl), self.ranks.sum(agreement), num_drafts)
 

@@ -5,8 +5,10 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -39,15 +41,77 @@ def make_tokenizer(chat_template: str | None = GENERATION_TEMPLATE) -> PreTraine
     )
 
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+WINDOW = 16
+"""Tokens that the layers with a sliding window see, in the families below that have one."""
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral with window": ("mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {"num_attention_heads": 2, "rope_parameters": YARN_ROPE}),
+    "qwen2 with window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 128}),
+    "qwen3 with window": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 128, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "final_logit_softcapping": 30.0,
+            "initializer_range": 0.05,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 24,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "tie_word_embeddings": False,
+            "rope_parameters": {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.5},
+        },
+    ),
+}
+"""Every family of targets that is supported, as arguments of `make_target`."""
+
+
 def make_target(
     directory: Path,
     model_type: str = "llama",
+    family_settings: Mapping[str, object] = MappingProxyType({}),
     *,
     seed: int = 0,
     chat_template: str | None = GENERATION_TEMPLATE,
     **config: object,
 ) -> Path:
-    """Write a tiny random target: H=64, 2 layers, 1 query head of 64, context of 512, vocabulary of 260."""
+    """Write a tiny random target: H=64, 2 layers, 1 query head of 64, context of 512, vocabulary of 260, unless settings differ."""
     torch.manual_seed(seed)
     settings: dict[str, object] = {
         "vocab_size": 260,
@@ -63,7 +127,7 @@ def make_target(
         "bos_token_id": None,
         "initializer_range": 0.2,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**settings, **config}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**settings, **family_settings, **config}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # a norm that is left out must show

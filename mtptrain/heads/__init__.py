@@ -1,6 +1,8 @@
 """Every head by its name: one head is one file and one line."""
 
 from mtptrain.heads.base import Head
+from mtptrain.heads.eagle import EagleHead
+from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.mtp import MtpHead
 
-HEADS: dict[str, type[Head]] = {"mtp": MtpHead}
+HEADS: dict[str, type[Head]] = {"mtp": MtpHead, "eagle": EagleHead, "eagle3": Eagle3Head}

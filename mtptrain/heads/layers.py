@@ -1,4 +1,6 @@
-"""Layers that heads are made of: RMSNorm, RoPE, SwiGLU, and attention over depths."""
+"""Layers that heads are made of: RMSNorm, RoPE, attention with its projections, SwiGLU."""
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -6,13 +8,14 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mtptrain.heads.base import Packing
-from mtptrain.target import PositionCache
+from mtptrain.heads.attention import Attend, rotate
+from mtptrain.heads.base import HeadConfig
+from mtptrain.target import head_rope_parameters
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+SERVED_HEAD_DIMS = (64, 128)
+"""Head dims that attention backends of the engines have kernels for."""
 
 
 class RmsNorm(nn.Module):
@@ -48,10 +51,11 @@ class Rope:
     """
 
     def __init__(self, head_dim: int, target_config: PreTrainedConfig) -> None:
-        if target_config.rope_parameters["rope_type"] not in STATIC_ROPE_TYPES:
+        rope_parameters = head_rope_parameters(target_config)
+        if rope_parameters["rope_type"] not in STATIC_ROPE_TYPES:
             raise ValueError(
                 f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is "
-                f"{target_config.rope_parameters['rope_type']!r}, which changes with the length of the text; choose another target"
+                f"{rope_parameters['rope_type']!r}, which changes with the length of the text; choose another target"
             )
         rotary = LlamaRotaryEmbedding(
             LlamaConfig(
@@ -59,7 +63,7 @@ class Rope:
                 num_attention_heads=1,
                 head_dim=head_dim,
                 max_position_embeddings=target_config.max_position_embeddings,
-                rope_parameters=target_config.rope_parameters,
+                rope_parameters=rope_parameters,
             )
         )
         self.inv_freq, self.scaling = rotary.inv_freq.float(), float(rotary.attention_scaling)  # f32[head_dim / 2]
@@ -72,131 +76,81 @@ class Rope:
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of [..., heads, head_dim] by cos and sin [..., 1, head_dim], halves convention."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+@dataclass(frozen=True)
+class HeadDims:
+    """Sizes of a head's layer."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
 
 
-def cached_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, cache: PositionCache
-) -> torch.Tensor:
-    """Attention of rows [B, S, heads, head_dim] over every cached position up to their own; writes their keys first."""
-    mask = cache.begin(positions)
-    keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), layer_idx=0)
-    out = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True)
-    return out.transpose(1, 2)  # [B, S, heads, head_dim]
-
-
-def depth_attention(query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], packing: Packing) -> torch.Tensor:
-    """Attention of one depth's rows over what an engine has cached when it drafts at that depth.
-
-    Row t sees the depth-0 keys of its document at positions up to its own, which are built from the target's states, and the
-    keys that the row itself made at the depths since.
+def head_dims(config: HeadConfig, target_config: PreTrainedConfig, head_dim: int | None = None) -> HeadDims:
+    """Sizes of a head for a target.
 
     Args:
-        query: rotated queries of depth k [N, heads, head_dim].
-        keys: rotated keys of depths 0 .. k, each [N, kv heads, head_dim].
-        values: likewise.
-        packing: where the documents lie; they do not see each other.
+        head_dim: where the head's file format names it; else hidden size / heads, as engines derive it.
 
-    Returns:
-        [N, heads, head_dim].
+    Raises:
+        ValueError: no engine serves a head of these sizes.
     """
-    groups = query.shape[1] // keys[0].shape[1]
-    if query.device.type != "cpu":
-        return dense_depth_attention(query, keys, values, packing)
-    own_keys = torch.stack(keys[1:]) if len(keys) > 1 else query.new_empty(0, *keys[0].shape)  # [k, N, kv heads, head_dim]
-    own_values = torch.stack(values[1:]) if len(values) > 1 else own_keys
-    out: torch.Tensor = _MergedAttention.apply(  # type: ignore[no-untyped-call]
-        query, _repeat(keys[0], groups), _repeat(values[0], groups), _repeat(own_keys, groups), _repeat(own_values, groups), packing
-    )
-    return out
+    hidden_size = target_config.hidden_size
+    heads = config.num_attention_heads or _default_heads(hidden_size, target_config.num_attention_heads)
+    default_kv_heads = target_config.num_key_value_heads if heads % target_config.num_key_value_heads == 0 else heads
+    kv_heads = config.num_key_value_heads or default_kv_heads
+    if head_dim is None and (hidden_size % heads or hidden_size // heads not in SERVED_HEAD_DIMS):
+        raise ValueError(
+            f"head.num_attention_heads: the head dim (hidden size {hidden_size} / heads) must be one of {SERVED_HEAD_DIMS}, which "
+            f"engines have kernels for, but is {hidden_size / heads:g} with {heads} heads; set head.num_attention_heads to "
+            f"{hidden_size // 128 or 1} or {hidden_size // 64 or 1}"
+        )
+    if head_dim not in (None, *SERVED_HEAD_DIMS):
+        raise ValueError(
+            f"head.head_dim: must be one of {SERVED_HEAD_DIMS}, which engines have kernels for, but is {head_dim}; set one of them"
+        )
+    if heads % kv_heads:
+        raise ValueError(
+            f"head.num_key_value_heads: must divide the {heads} attention heads, but is {kv_heads}; set head.num_key_value_heads"
+        )
+    intermediate_size = config.intermediate_size or target_config.intermediate_size
+    return HeadDims(hidden_size, heads, kv_heads, head_dim or hidden_size // heads, intermediate_size)
 
 
-def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Each of the kv heads once per query head that reads it."""
-    return x.repeat_interleave(groups, dim=-2) if groups > 1 else x
+def _default_heads(hidden_size: int, target_heads: int) -> int:
+    if hidden_size % target_heads == 0 and hidden_size // target_heads in SERVED_HEAD_DIMS:
+        return target_heads
+    return hidden_size // 128 if hidden_size % 128 == 0 else max(1, hidden_size // 64)
 
 
-class _MergedAttention(torch.autograd.Function):
-    """Flash attention over the depth-0 keys, merged with the few own keys by their log-sum-exp; memory is linear in N.
+class Attention(nn.Module):
+    """Grouped-query attention without biases: projections and RoPE; where keys come from is the caller's."""
 
-    The backward is exact: flash's own backward computes P = exp(QK - lse) and dS = P * (dO V - rowsum(dO * O)), so calling it with
-    the *merged* output and lse gives the depth-0 part of the merged softmax; the own part is the same formula by hand.
-    """
+    def __init__(self, input_size: int, dims: HeadDims, target_config: PreTrainedConfig) -> None:
+        super().__init__()
+        query_size, kv_size = dims.num_attention_heads * dims.head_dim, dims.num_key_value_heads * dims.head_dim
+        self.head_dim = dims.head_dim
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(query_size, dims.hidden_size, bias=False)
+        self.rope = Rope(dims.head_dim, target_config)
 
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        query: torch.Tensor,  # [N, heads, head_dim]
-        key: torch.Tensor,  # [N, heads, head_dim]
-        value: torch.Tensor,
-        own_keys: torch.Tensor,  # [k, N, heads, head_dim]
-        own_values: torch.Tensor,
-        packing: Packing,
-    ) -> torch.Tensor:
-        out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, heads]
-        for run in packing.runs:
-            run_out, run_lse = _flash(_documents(query, run), _documents(key, run), _documents(value, run), 0.0, True)
-            _documents(out, run).copy_(run_out)
-            _documents(lse[..., None], run).copy_(run_lse[..., None])
-        if len(own_keys):
-            scores = _own_scores(query, own_keys)  # [k, N, heads]
-            merged_lse = torch.logaddexp(lse, scores.logsumexp(0))
-            own = ((scores - merged_lse).exp()[..., None] * own_values).sum(0)
-            out = (out * (lse - merged_lse).exp()[..., None] + own).to(query.dtype)
-            lse = merged_lse
-        ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse)
-        ctx.packing = packing  # type: ignore[attr-defined]
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Rows [..., input size] at positions [...] -> [..., H]."""
+        query, key, value = (
+            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [..., heads, head_dim]
+        cos, sin = self.rope.tables(positions, x.dtype)
+        out: torch.Tensor = self.o_proj(attend(rotate(query, cos, sin), rotate(key, cos, sin), value).flatten(-2))
         return out
 
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, own_keys, own_values, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        grads = [torch.empty_like(query) for _ in range(3)]  # of query, key, value
-        for run in ctx.packing.runs:  # type: ignore[attr-defined]
-            inputs = [_documents(x, run) for x in (grad_out, query, key, value, out)]
-            run_lse = _documents(lse[..., None], run)[..., 0].contiguous()
-            for grad, run_grad in zip(grads, _flash_backward(*inputs, run_lse, 0.0, True), strict=True):
-                _documents(grad, run).copy_(run_grad)
-        if not len(own_keys):
-            return *grads, torch.zeros_like(own_keys), torch.zeros_like(own_values), None
-        probs = (_own_scores(query, own_keys) - lse).exp()  # [k, N, heads]
-        delta = (grad_out.float() * out.float()).sum(-1)  # [N, heads]
-        grad_scores = probs * ((grad_out * own_values).float().sum(-1) - delta) * query.shape[-1] ** -0.5
-        grads[0] = (grads[0] + (grad_scores[..., None] * own_keys).sum(0)).to(query.dtype)
-        grad_own_keys = (grad_scores[..., None] * query).to(query.dtype)
-        grad_own_values = (probs[..., None] * grad_out).to(query.dtype)
-        return *grads, grad_own_keys, grad_own_values, None
 
-
-def _documents(x: torch.Tensor, run: tuple[int, int, int]) -> torch.Tensor:
-    """A run of equally long documents in packed [N, heads, head_dim], as a view [documents, heads, tokens, head_dim]."""
-    start, count, length = run
-    return x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
-
-
-def _own_scores(query: torch.Tensor, own_keys: torch.Tensor) -> torch.Tensor:
-    return (query * own_keys).float().sum(-1) * query.shape[-1] ** -0.5  # [k, N, heads]
-
-
-def dense_depth_attention(
-    query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], packing: Packing
-) -> torch.Tensor:
-    """`depth_attention` by its definition, one document at a time: the reference, and the path of devices without the CPU kernel."""
-    groups = query.shape[1] // keys[0].shape[1]
-    keys, values = [_repeat(key, groups) for key in keys], [_repeat(value, groups) for value in values]
-    outs = []
-    for first, count, length in packing.runs:
-        for start in range(first, first + count * length, length):
-            rows = slice(start, start + length)
-            scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys[0][rows].float())
-            future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-            own = [(query[rows].float() * key[rows].float()).sum(-1).T[..., None] for key in keys[1:]]  # [heads, length, 1]
-            weights = (torch.cat([scores.masked_fill(future, float("-inf")), *own], -1) * query.shape[-1] ** -0.5).softmax(-1)
-            out = torch.einsum("hqk,khd->qhd", weights[..., :length], values[0][rows].float())
-            for depth, value in enumerate(values[1:]):
-                out = out + weights[..., length + depth].T[..., None] * value[rows].float()
-            outs.append(out.to(query.dtype))
-    return torch.cat(outs)
+def initialise(head: nn.Module, hidden_size: int, target_layers: int) -> None:
+    """Normal of H ** -0.5, and residual writes smaller by the depth of the whole stack, as GPT-2's."""
+    for name, module in head.named_modules():
+        if isinstance(module, nn.Linear):
+            is_residual_write = name.endswith(("o_proj", "down_proj"))
+            std = 0.02 / (2 * (target_layers + 1)) ** 0.5 if is_residual_write else hidden_size**-0.5
+            nn.init.normal_(module.weight, std=std)

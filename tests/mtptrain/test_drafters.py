@@ -8,8 +8,9 @@ import torch
 from mtptrain.drafters import HeadDrafter
 from mtptrain.export import RecordingDrafter
 from mtptrain.head_files import build_head
-from mtptrain.heads.base import Head, Packing
-from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads import HEADS
+from mtptrain.heads.attention import Packing
+from mtptrain.heads.base import Head
 from mtptrain.speculate import Sampler, speculate
 from mtptrain.target import Target, load_target
 from tests.conftest import make_target
@@ -25,13 +26,16 @@ def plain_speculation(target: Target, head: Head, prompt: list[int], depths: int
     rounds, accepted_at, proposals = 0, [0] * depths, []
     while len(tokens) < len(prompt) + max_new_tokens and not eos & set(tokens[len(prompt) :]):
         count = len(tokens)
-        states = target.model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        states = output.last_hidden_state[0]
+        if head.capture_layers:
+            states = torch.stack([output.hidden_states[layer][0] for layer in head.capture_layers], -2)
         draft: list[int] = []
         for depth in range(depths):
             text = tokens + draft
             read = [[text[row + 1 + k] if row + 1 + k < len(text) else 0 for row in range(count - 1)] for k in range(depth + 1)]
             drafted = head(states, target.parts.embed(torch.tensor(read)), Packing.of([count - 1]))
-            draft.append(int(target.parts.logits(drafted[depth, count - 2]).argmax()))
+            draft.append(int(head.target_tokens(head.logits(drafted[depth, count - 2], target.parts).argmax())))
         wanted = target.model(torch.tensor([tokens + draft])).logits[0, count - 1 :].argmax(-1).tolist()
         accepted = next((i for i, token in enumerate(draft) if token != wanted[i]), depths)
         rounds += 1
@@ -43,9 +47,21 @@ def plain_speculation(target: Target, head: Head, prompt: list[int], depths: int
     return (new[: ends[0] + 1] if ends else new), rounds, accepted_at, proposals
 
 
+HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "mtp": ("mtp", {}),
+    "eagle": ("eagle", {}),
+    "eagle3": ("eagle3", {}),
+    "eagle3 own lm_head": ("eagle3", {"draft_vocab_size": 5}),
+    "eagle3 draft vocabulary": ("eagle3", {"draft_vocab_size": 4}),
+    "eagle3 norms before": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
+}
+
+
 @pytest.mark.parametrize("depths", [1, 3, 5])
+@pytest.mark.parametrize("case", HEAD_CASES)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, model_type: str, depths: int) -> None:
+def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, model_type: str, case: str, depths: int) -> None:
     """A vocabulary of 5, so that even a random head is accepted now and then, and sequences end inside accepted drafts."""
     directory = make_target(
         tmp_path,
@@ -56,10 +72,19 @@ def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, 
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
+        num_hidden_layers=4,
     )
     target = load_target(directory, torch.float32, torch.device("cpu"))
-    torch.manual_seed(0)
-    head = build_head(MtpHead.Config(num_attention_heads=2, num_key_value_heads=1), target.config).eval()
+    torch.manual_seed(1)
+    name, settings = HEAD_CASES[case]
+    if name == "eagle3":
+        settings = {"capture_layers": [1, 2, 3], **settings}
+    head = build_head(HEADS[name].Config(num_attention_heads=2, num_key_value_heads=1, **settings), target.config).eval()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5))
+    if head.d2t is not None:
+        head.d2t.copy_(torch.tensor([0, 0, 1, 1]))  # drafts tokens 0, 1, 3, 4
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 5, (length,), generator=generator).tolist() for length in (1, 2, 5, 9, 14, 20, 25, 30)]
     drafter = RecordingDrafter(HeadDrafter(head, target.parts, depths))

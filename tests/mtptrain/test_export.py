@@ -7,11 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.export import check_directory_name, check_not_quantised, check_vllm, propose, reload_vllm, write_vllm
-from mtptrain.head_files import build_head, load_head, save_head
-from mtptrain.heads.mtp import MtpHead, mtp_dims
+from mtptrain.config import PipelineConfig
+from mtptrain.export import check_directory_name, check_tensors, export, propose, reload_head, write_head
+from mtptrain.formats import format_for, sglang
+from mtptrain.head_files import TARGET_WEIGHTS, build_head, load_head, save_head
+from mtptrain.heads.layers import head_dims
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.identity import file_sha256, weights_fingerprint
+from mtptrain.prompt_files import Documents
+from mtptrain.run_dir import write_json
 from mtptrain.target import load_target, read_target_config
-from tests.conftest import make_target, run_program
+from tests.conftest import make_config, make_target, run_program
+from tests.mtptrain.formats.conftest import random_head
 
 CONFIG = MtpHead.Config()
 
@@ -20,7 +27,7 @@ CONFIG = MtpHead.Config()
 def exported(tmp_path: Path, tiny_target: Path) -> Path:
     torch.manual_seed(0)
     target_config = read_target_config(tiny_target)
-    write_vllm(tmp_path / "vllm", build_head(CONFIG, target_config), CONFIG, target_config)
+    write_head(tmp_path / "vllm", format_for("vllm", CONFIG, target_config), build_head(CONFIG, target_config).state_dict())
     return tmp_path / "vllm"
 
 
@@ -57,7 +64,7 @@ def test_query_key_and_value_are_fused_in_this_order_and_embedding_columns_come_
     tensors = load_file(exported / "model.safetensors")
     fused = tensors["layers.0.self_attn.qkv_proj.weight"]
     for part, tensor in zip("qkv", fused.split(64), strict=True):
-        assert torch.equal(tensor, head.state_dict()[f"{part}_proj.weight"])
+        assert torch.equal(tensor, head.state_dict()[f"self_attn.{part}_proj.weight"])
     embeddings, hidden = torch.randn(2, 64), torch.zeros(2, 64)
     assert torch.allclose(head.eh_proj(torch.cat([embeddings, hidden], -1)), embeddings @ tensors["fc.weight"][:, :64].T, atol=1e-5)
 
@@ -67,19 +74,19 @@ def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported
     target, prompts = load_target(tiny_target, torch.float32, torch.device("cpu")), [[1, 2, 3], [50, 60, 70, 80, 90]]
     head = build_head(CONFIG, target.config).eval()
     ours = propose(target, head, prompts)
-    theirs = propose(target, reload_vllm(exported, CONFIG, target.config), prompts)
+    theirs = propose(target, reload_head(exported, format_for("vllm", CONFIG, target.config)), prompts)
     assert len(ours) > 5 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     tensors = load_file(exported / "model.safetensors")
     tensors["fc.weight"] = tensors["fc.weight"].roll(64, 1)  # hidden columns first
     save_file(tensors, exported / "model.safetensors")
-    broken = propose(target, reload_vllm(exported, CONFIG, target.config), prompts)
+    broken = propose(target, reload_head(exported, format_for("vllm", CONFIG, target.config)), prompts)
     assert not all(torch.equal(a, b) for a, b in zip(ours, broken, strict=False))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("missing", r"hnorm\.weight must be of shape \(64,\), but is absent; vLLM would serve random weights: export again"),
+        ("missing", r"hnorm\.weight must be of shape \(64,\), but is absent; the engine would serve random weights: export again"),
         ("unknown", r"extra\.weight must be absent, but is of shape \(3,\)"),
         ("shape", r"fc\.weight must be of shape \(64, 128\), but is of shape \(64, 64\)"),
     ],
@@ -94,20 +101,30 @@ def test_a_missing_unknown_or_misshapen_tensor_is_an_error(exported: Path, tiny_
         tensors["fc.weight"] = tensors["fc.weight"][:, :64].contiguous()
     save_file(tensors, exported / "model.safetensors")
     with pytest.raises(ValueError, match=message):
-        check_vllm(exported, CONFIG, read_target_config(tiny_target))
+        check_tensors(exported, format_for("vllm", CONFIG, read_target_config(tiny_target)))
 
 
-@pytest.mark.parametrize("name", ["eagle-head", "my_eagle3", "DFlash", "dspark"])
-def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"export\.output_dir: the path must not contain eagle- or .* by which vLLM chooses"):
-        check_directory_name(tmp_path / name / "vllm")
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("eagle-head", "eagle3"), ("my_eagle3", "eagle"), ("DFlash", "eagle"), ("dspark", "eagle3"), ("eagle3-by-eagle-4", "eagle3")],
+)
+def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path, name: str, method: str) -> None:
+    message = rf"export\.output_dir: the path must not contain eagle- or .* by which vLLM chooses .* unless it is {method}, but"
+    with pytest.raises(ValueError, match=message):
+        check_directory_name(tmp_path / name / "vllm", method)
+
+
+@pytest.mark.parametrize(("name", "method"), [("eagle-head", "eagle"), ("llama_eagle3", "eagle3"), ("quickstart", "eagle")])
+def test_a_directory_whose_name_stands_for_the_right_method_is_taken(tmp_path: Path, name: str, method: str) -> None:
+    """A run of recipe `..._eagle3` goes to a folder of that name."""
+    check_directory_name(tmp_path / name / "vllm", method)
 
 
 def test_a_quantised_target_is_refused(tiny_target: Path) -> None:
     config = read_target_config(tiny_target)
     config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ValueError, match=r"target\.path: the target of a vLLM export must not be quantised, but .* 'fp8'"):
-        check_not_quantised(config)
+    with pytest.raises(ValueError, match=r"target\.path: must be a target that is not quantised .* for vllm, but is .* 'fp8'"):
+        format_for("vllm", CONFIG, config)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +138,7 @@ def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(
     make_target(tmp_path, num_attention_heads=1)
     target_config = read_target_config(tmp_path)
     target_config.hidden_size, target_config.num_attention_heads = hidden_size, heads
-    assert mtp_dims(CONFIG, target_config).num_attention_heads == expected
+    assert head_dims(CONFIG, target_config).num_attention_heads == expected
 
 
 @pytest.mark.parametrize(
@@ -151,6 +168,93 @@ def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path
         load_head(tmp_path / "head", CONFIG, other, None, torch.device("cpu"))
     with pytest.raises(FileNotFoundError, match=r"must hold a trained head, but has no head\.json; run mtptrain\.train first"):
         load_head(tmp_path / "none", CONFIG, target_config, None, torch.device("cpu"))
+
+
+EAGLE3 = ("head=eagle3", "head.capture_layers=[1,3]", "head.draft_vocab_size=96")
+EXPORTS = {
+    "vllm, eagle3": ("vllm", EAGLE3, "LlamaForCausalLMEagle3", "eagle3"),
+    "sglang, eagle3": ("sglang", EAGLE3, "LlamaForCausalLMEagle3", "EAGLE3"),
+    "sglang, mtp": ("sglang", (), "MiMoForCausalLM", "EAGLE"),
+    "transformers, mtp": ("transformers", (), "LlamaForCausalLM", "use_mtp"),
+}
+
+
+@pytest.fixture(scope="module")
+def target_of_four_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), num_hidden_layers=4)
+
+
+def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
+    """The config of a run that has held-out prompts, a head of random weights, and its measured acceptance."""
+    config = make_config(f"run_dir={run_dir}", f"target.path={target_dir}", "acceptance.prompt_tokens=8", *overrides)
+    tokens = torch.randint(0, 250, (4, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    for stage in ("prompts", "acceptance"):
+        (run_dir / stage).mkdir(parents=True)
+    Documents.from_list([(i, row, [1] * 16) for i, row in enumerate(tokens)]).save(run_dir / "prompts/validation.safetensors")
+    head = random_head(config.head, read_target_config(target_dir))
+    facts = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
+    save_head(run_dir / "train/best", head.to(torch.bfloat16).state_dict(), config.head, facts)
+    report = {
+        "head_sha256": file_sha256(run_dir / "train/best/head.safetensors"),
+        "acceptance_length": 2.5,
+        "acceptance_rate_at": [0.75, 0.5, 0.25],
+        "num_speculative_tokens": 3,
+        "temperature": 0.0,
+        "prompts": 4,
+        "dtype": "float32",
+    }
+    write_json(run_dir / "acceptance/report.json", report)
+    return config
+
+
+@pytest.mark.parametrize("case", EXPORTS)
+def test_an_export_holds_all_that_serving_needs(tmp_path: Path, target_of_four_layers: Path, case: str) -> None:
+    engine, overrides, architecture, method = EXPORTS[case]
+    config = trained(tmp_path / "run", target_of_four_layers, f"export.engine={engine}", *overrides)
+    export(config)
+    directory = tmp_path / "run/export" / engine
+    form = format_for(engine, config.head, read_target_config(target_of_four_layers))
+    assert {"config.json", "README.md", "serving.json", "provenance.json", "config.yaml", form.weights_name} <= {
+        path.name for path in directory.iterdir()
+    }
+    assert json.loads((directory / "serving.json").read_text()) == {
+        "engine": engine,
+        "architecture": architecture,
+        "method": method,
+        "hf_overrides": None,
+        "head_sha256": file_sha256(tmp_path / "run/train/best/head.safetensors"),
+    }
+    readme = (directory / "README.md").read_text()
+    assert form.launch(str(target_of_four_layers), directory.resolve(), 3) in readme
+    assert "Acceptance length 2.500 (bonus token included), rate by position 0.750, 0.500, 0.250" in readme
+    assert all(note in readme for note in form.notes())
+    assert {path.name for path in directory.parent.iterdir()} == {engine}, "nothing temporary is left"
+    tensors = load_file(directory / form.weights_name)
+    trained_head = load_file(tmp_path / "run/train/best/head.safetensors")
+    assert all(torch.equal(tensor, trained_head[name]) for name, tensor in form.state(tensors).items())
+    if "d2t" in tensors:
+        assert tensors["d2t"].dtype is torch.int64 and int(tensors["t2d"].sum()) == 96
+
+
+def test_what_is_refused_is_refused_before_anything_is_read_or_written(tmp_path: Path, target_of_four_layers: Path) -> None:
+    overrides = ("export.engine=sglang", "head=eagle3", "head.capture_layers=[1,4]")
+    config = make_config(f"run_dir={tmp_path}/run", f"target.path={target_of_four_layers}", *overrides)
+    with pytest.raises(ValueError, match=r"head\.capture_layers: must be below the target's last layer"):
+        export(config)
+    config = make_config(f"run_dir={tmp_path}/dflash", f"target.path={target_of_four_layers}", "export.engine=vllm")
+    with pytest.raises(ValueError, match="by which vLLM chooses a method"):
+        export(config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_head_that_comes_back_different_is_not_exported(
+    tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = trained(tmp_path / "run", target_of_four_layers, "export.engine=sglang")
+    monkeypatch.setattr(sglang, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
+    with pytest.raises(RuntimeError, match="the exported head must propose what the trained one does, but differs"):
+        export(config)
+    assert not (tmp_path / "run/export/sglang").exists()
 
 
 def test_export_before_training_says_what_to_run(tmp_path: Path, tiny_target: Path) -> None:

@@ -50,6 +50,8 @@ def plain_greedy(target: Target, prompt: list[int], max_new_tokens: int, eos_tok
 class TargetCopy:
     """A draft model that is the target itself, with a cache of its own."""
 
+    capture_layers = ()
+
     def __init__(self, target: Target, num_speculative_tokens: int) -> None:
         self.target, self.num_speculative_tokens = target, num_speculative_tokens
 
@@ -62,7 +64,7 @@ class TargetCopy:
             width = int(verified.num_tokens.max()) + depth
             positions = torch.arange(width).expand(len(tokens), -1)
             states = self.target.forward(tokens[:, :width], positions, PositionCache(tokens.shape[1]))
-            logits = self.target.parts.logits(states[rows, verified.num_tokens - 1 + depth])
+            logits = self.target.parts.logits(states.hidden_states[rows, verified.num_tokens - 1 + depth])
             if not sampler.is_greedy:
                 probs.append(sampler.probs(logits))
             tokens[rows, verified.num_tokens + depth] = sampler.choose(logits)
@@ -175,7 +177,7 @@ class CertainDrafts:
     """Drafts chosen greedily, where the target samples."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.start = drafter, drafter.start
+        self.drafter, self.start, self.capture_layers = drafter, drafter.start, drafter.capture_layers
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         return self.drafter.draft(verified, Sampler())
@@ -192,7 +194,7 @@ def joint_law(target: Target, temperature: float) -> torch.Tensor:
 def chi_square_p_value(target: Target, temperature: float, num_speculative_tokens: int = 2, certain: bool = False) -> float:
     """Of sampled speculation against the law, by Wilson and Hilferty's normal approximation; rare cells are pooled."""
     sampler = Sampler(temperature, seed=1)
-    drafter: Drafter = HeadDrafter(random_head(target, seed=5), target.parts, num_speculative_tokens)
+    drafter: Drafter = HeadDrafter(random_head(target, seed=5), target.parts, num_speculative_tokens, sample_drafts=True)
     drafter = CertainDrafts(drafter) if certain else drafter
     counts = torch.zeros(VOCAB, VOCAB, VOCAB)
     for _ in range(SAMPLES // 4000):

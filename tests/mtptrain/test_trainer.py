@@ -31,14 +31,14 @@ def served_kl(run: Run, documents: list[StoredDocument]) -> list[float]:
         teacher = target.model.lm_head(states).log_softmax(-1)
         for row in range(len(ids) - 2):
             cache = PositionCache(256)
-            state = head.decode(
+            drafted, recycled = head.decode(
                 states[None, : row + 1], target.parts.embed(ids[None, 1 : row + 2]), torch.arange(row + 1)[None], cache
             )
             for depth in range(min(DEPTHS, len(ids) - 2 - row)):
                 if depth:
                     next_embedding = target.parts.embed(ids[None, None, row + 1 + depth])
-                    state = head.decode(state[:, -1:], next_embedding, torch.tensor([[row + depth]]), cache)
-                logprobs = target.parts.logits(state[0, -1]).log_softmax(-1)
+                    drafted, recycled = head.decode(recycled[:, -1:], next_embedding, torch.tensor([[row + depth]]), cache)
+                logprobs = head.logits(drafted[0, -1], target.parts).log_softmax(-1)
                 wanted = teacher[row + 1 + depth]
                 sums[depth] += float((wanted.exp() * (wanted - logprobs)).sum())
                 counts[depth] += 1

@@ -8,7 +8,8 @@ from transformers import LlamaConfig
 
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import Head, Packing
+from mtptrain.heads.attention import Packing
+from mtptrain.heads.base import Head
 from mtptrain.target import PositionCache
 
 DEPTHS = 5
@@ -26,9 +27,24 @@ def tiny_config(**settings: object) -> LlamaConfig:
     return LlamaConfig(vocab_size=50, max_position_embeddings=64, **{**defaults, **settings})
 
 
-def random_head(name: str) -> Head:
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "mtp": ("mtp", {}),
+    "eagle": ("eagle", {}),
+    "eagle3": ("eagle3", {"capture_layers": [0, 1, 2]}),
+    "eagle3, draft vocabulary": ("eagle3", {"capture_layers": [1, 2], "draft_vocab_size": 20}),
+    "eagle3, norms before": ("eagle3", {"capture_layers": [0, 2], "norm_before_fc": True, "norm_before_residual": True}),
+    "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
+}
+
+
+def test_every_head_is_among_the_cases() -> None:
+    assert {name for name, _ in CASES.values()} == set(HEADS)
+
+
+def random_head(case: str) -> Head:
     torch.manual_seed(0)
-    head = build_head(HEADS[name].Config(ttt_steps=DEPTHS), tiny_config())
+    name, settings = CASES[case]
+    head = build_head(HEADS[name].Config(ttt_steps=DEPTHS, **settings), tiny_config())
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 1:  # a norm in the wrong place must show
@@ -36,11 +52,13 @@ def random_head(name: str) -> Head:
     return head
 
 
-def packed_inputs() -> tuple[torch.Tensor, torch.Tensor, Packing]:
-    """Hidden states [N, H], the embedding of every token [N, H], and the packing."""
+def packed_inputs(head: Head) -> tuple[torch.Tensor, torch.Tensor, Packing]:
+    """What the head reads of the target [N, H] or [N, L, H], the embedding of every token [N, H], and the packing."""
     generator = torch.Generator().manual_seed(1)
     num_tokens = sum(LENGTHS)
     hidden_states, embeddings = torch.randn(2, num_tokens, 128, generator=generator)
+    if head.capture_layers:
+        hidden_states = torch.randn(num_tokens, len(head.capture_layers), 128, generator=generator)
     return hidden_states, embeddings, Packing.of(LENGTHS)
 
 
@@ -56,16 +74,18 @@ def serve(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, row
     """
     cache = PositionCache(64)
     positions = torch.arange(row + 1)[None]
-    states = [head.decode(hidden_states[None, : row + 1], embeddings[None, 1 : row + 2], positions, cache)[0, -1]]
+    out, recycled = head.decode(head.fuse(hidden_states[None, : row + 1]), embeddings[None, 1 : row + 2], positions, cache)
+    states = [out[0, -1]]
     for depth in range(1, min(DEPTHS, len(embeddings) - 1 - row)):
         position = torch.tensor([[row + depth]])
-        states.append(head.decode(states[-1][None, None], embeddings[None, None, row + 1 + depth], position, cache)[0, 0])
+        out, recycled = head.decode(recycled[:, -1:], embeddings[None, None, row + 1 + depth], position, cache)
+        states.append(out[0, 0])
     return states
 
 
 def largest_difference(head: Head, states: torch.Tensor) -> float:
     """Between training states [T, N, H] and serving, over every draft of every document."""
-    hidden_states, embeddings, _ = packed_inputs()
+    hidden_states, embeddings, _ = packed_inputs(head)
     differences = []
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
     for start, length in zip(starts.tolist(), LENGTHS, strict=False):
@@ -77,50 +97,50 @@ def largest_difference(head: Head, states: torch.Tensor) -> float:
     return max(differences)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_the_decode_step_at_depth_k_equals_the_training_forward_at_depth_k(name: str) -> None:
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs()
+    hidden_states, embeddings, packing = packed_inputs(head)
     assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), packing)) < 1e-5
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_an_alignment_shifted_by_one_token_is_caught(name: str) -> None:
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs()
+    hidden_states, embeddings, packing = packed_inputs(head)
     assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings, shift=2), packing)) > 1e-2
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_an_alignment_shifted_by_one_position_is_caught(name: str) -> None:
     """RoPE is relative, so shifting all positions changes nothing; shifting those of the later depths does."""
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs()
-    real_tables = head.rope.tables
+    hidden_states, embeddings, packing = packed_inputs(head)
+    real_tables = head.self_attn.rope.tables
     calls = iter(range(100))
-    head.rope.tables = lambda positions, dtype: real_tables(positions + min(1, next(calls)), dtype)
+    head.self_attn.rope.tables = lambda positions, dtype: real_tables(positions + min(1, next(calls)), dtype)
     states = head(hidden_states, depth_embeddings(embeddings), packing)
-    head.rope.tables = real_tables
+    head.self_attn.rope.tables = real_tables
     assert largest_difference(head, states) > 1e-3
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_a_document_that_sees_its_neighbour_is_caught(name: str) -> None:
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs()
+    hidden_states, embeddings, packing = packed_inputs(head)
     one_document = replace(packing, runs=((0, 1, sum(LENGTHS)),))
     assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), one_document)) > 1e-2
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_a_document_is_not_touched_by_what_its_neighbours_hold(name: str) -> None:
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs()
+    hidden_states, embeddings, packing = packed_inputs(head)
     before = head(hidden_states, depth_embeddings(embeddings), packing)
     changed = hidden_states.clone()
     changed[:9] = 7.0
@@ -129,30 +149,35 @@ def test_a_document_is_not_touched_by_what_its_neighbours_hold(name: str) -> Non
     assert torch.equal(before[:, 9:], after[:, 9:])
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_training_with_each_depths_own_full_attention_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap 3: depth k attending over depth k's states of all rows is not what an engine's cache holds."""
-    import mtptrain.heads.mtp as module
+    import mtptrain.heads.base as module
 
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs()
+    hidden_states, embeddings, packing = packed_inputs(head)
     real = module.depth_attention
     monkeypatch.setattr(module, "depth_attention", lambda q, keys, values, packing: real(q, keys[-1:], values[-1:], packing))
     assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), packing)) > 1e-2
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", CASES)
 def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str) -> None:
     head = random_head(name)
     positions = torch.arange(40)
-    before = head.rope.tables(positions, torch.float32)[0]
-    assert torch.equal(head.bfloat16().rope.tables(positions, torch.float32)[0], before)
+    before = head.self_attn.rope.tables(positions, torch.float32)[0]
+    assert torch.equal(head.bfloat16().self_attn.rope.tables(positions, torch.float32)[0], before)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", CASES)
 def test_the_target_gets_no_gradient(name: str) -> None:
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs()
-    head(hidden_states, depth_embeddings(embeddings), packing).square().sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
+    hidden_states, embeddings, packing = packed_inputs(head)
+    states = head(hidden_states, depth_embeddings(embeddings), packing)
+    states.square().sum().backward()
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() > 0
+        for name, parameter in head.named_parameters()
+        if name != "lm_head.weight"  # the loss reads it
+    )

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from mtptrain.heads.base import Packing
-from mtptrain.heads.layers import RmsNorm, Rope, dense_depth_attention, depth_attention, rotate
+from mtptrain.heads.attention import Packing, dense_depth_attention, depth_attention, rotate
+from mtptrain.heads.layers import RmsNorm, Rope
 
 ROPES: dict[str, dict[str, object]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},

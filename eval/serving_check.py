@@ -1,0 +1,278 @@
+"""After stage 5: a real engine serves the exported head, and what it counts is compared with what we count.
+
+Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `eval.acceptance`; writes `report.json`
+into `run_dir/serving_check/` and prints a table. In float32 every counter and every answer must be equal, or the program ends with
+status 1; with `acceptance.dtype=bfloat16` both sides round, each in its way, and the acceptance lengths must agree within 2 %.
+
+    python -m eval.serving_check recipe=quickstart serving.engine=vllm
+    python -m eval.serving_check recipe=quickstart serving.url=http://localhost:8000
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from operator import eq
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedConfig
+
+from mtptrain.acceptance import Acceptance, eos_token_ids, generate_in_batches, read_prompts, summarise
+from mtptrain.config import RECIPES, Dtype, PipelineConfig, load_config
+from mtptrain.distributed import init_ranks
+from mtptrain.drafters import HeadDrafter, PromptLookupDrafter
+from mtptrain.engines.divergence import Divergence, first_answer_divergence, first_draft_divergence
+from mtptrain.engines.vllm import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
+from mtptrain.heads.base import Head
+from mtptrain.run_dir import require, write_json, write_provenance
+from mtptrain.speculate import Generation, Sampler
+from mtptrain.target import Target, load_target, read_target_config, resolve_target
+from mtptrain.warm_start import RunHead, trained_or_initial_head
+
+Prompts = dict[str, list[int]]
+BFLOAT16_TOLERANCE = 0.02
+"""Of the acceptance length."""
+CACHED_SEQUENCES = 64
+"""Room for so many sequences in the cache of an engine without a GPU, which would else take nearly all memory."""
+
+
+@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    settings = config.acceptance
+    if settings.temperature > 0:
+        raise ValueError(
+            f"acceptance.temperature: must be 0 for this check, but is {settings.temperature:g}, where drafts are accepted at random; "
+            "leave it out"
+        )
+    target_dir = resolve_target(config.target.path, config.target.revision)
+    prompts = read_prompts(config, target_dir, spare_tokens(config))
+    engine = find_engine(config, target_dir, prompts)
+    ours = decode_here(config, target_dir, prompts)
+    theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
+    comparison = Comparison(ours, theirs, check_counts(theirs.counts, config))
+    divergence = None if comparison.is_equal else explain(config, target_dir, list(prompts.values()), comparison)
+
+    output_dir = Path(config.serving.output_dir or config.stage_dir("serving_check"))
+    write_provenance(output_dir, config)
+    write_json(output_dir / "report.json", report(config, comparison, divergence))
+    print_table(config, comparison)
+    if not comparison.is_equal:
+        print(what_differs(list(prompts), comparison, divergence), file=sys.stderr)
+        is_near = abs(comparison.counts.acceptance_length / comparison.acceptance.acceptance_length - 1) <= BFLOAT16_TOLERANCE
+        sys.exit(0 if settings.dtype == Dtype.bfloat16 and is_near else 1)
+
+
+def spare_tokens(config: PipelineConfig) -> int:
+    """vLLM drafts nothing of use, for any of its requests, where one comes within 2 K tokens of the end of the context."""
+    return 2 * config.acceptance.num_speculative_tokens
+
+
+def find_engine(config: PipelineConfig, target_dir: Path, prompts: Prompts) -> StartedVllm | VllmServer:
+    """The engine that will answer, before anything that takes time.
+
+    Raises:
+        FileNotFoundError: there is no such Python or no such head.
+        ConnectionError: no server answers.
+        ValueError: the Python has no vLLM, the head was exported for another engine, or the server's context is too short.
+    """
+    serving, settings = config.serving, config.acceptance
+    needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
+    if serving.url is not None:
+        server = VllmServer(serving.url)
+        if server.max_model_len < needed_tokens:
+            raise ValueError(
+                f"serving.url: the server's context must hold {needed_tokens} tokens, the longest prompt, its answer and some to spare, "
+                f"but holds {server.max_model_len}; start it with --max-model-len {needed_tokens}"
+            )
+        return server
+    head_dir = Path(serving.head_dir or config.stage_dir("export") / serving.engine)
+    found = run_head(config, target_dir, torch.device("cpu"))
+    facts = read_serving_facts(head_dir, serving.engine, found.sha256)
+    python = find_python(serving.python)
+    draft = {"method": facts["method"], "model": str(head_dir.resolve()), "num_speculative_tokens": settings.num_speculative_tokens}
+    cache = None if torch.cuda.is_available() else cache_bytes(read_target_config(target_dir), needed_tokens)
+    return StartedVllm(str(python), target_dir, draft, facts["hf_overrides"], str(settings.dtype), needed_tokens, cache)
+
+
+def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:
+    """How the exported head is to be served, from `serving.json`; it must be the head of this run."""
+    facts: dict[str, Any] = json.loads(require(head_dir / "serving.json", "mtptrain.export").read_text())
+    if facts["engine"] != engine:
+        raise ValueError(
+            f"{head_dir / 'serving.json'}: engine must be {engine}, but is {facts['engine']}; run mtptrain.export with "
+            f"export.engine={engine}, or set serving.head_dir"
+        )
+    if facts["head_sha256"] != head_sha256:
+        raise ValueError(
+            f"{head_dir / 'serving.json'}: head_sha256 must be {head_sha256}, that of this run's head, but is {facts['head_sha256']}: "
+            "another head was exported; run mtptrain.export again"
+        )
+    return facts
+
+
+def cache_bytes(target: PreTrainedConfig, max_model_len: int) -> int:
+    """Keys and values in float32 of the target's layers and two more, for sequences in blocks of up to 128 tokens."""
+    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    token_bytes = 2 * 4 * (target.num_hidden_layers + 2) * target.num_key_value_heads * head_dim
+    return CACHED_SEQUENCES * (max_model_len + 128) * token_bytes + (64 << 20)
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What our own path made of the prompts."""
+
+    drafted: list[Generation]
+    plain: list[list[int]]
+    """Plain greedy decoding's answers."""
+    stop_token_ids: tuple[int, ...]
+
+
+def decode_here(config: PipelineConfig, target_dir: Path, prompts: Prompts) -> Ours:
+    target, head = load_pair(config, target_dir)
+    head_drafter = HeadDrafter(head, target.parts, config.acceptance.num_speculative_tokens)
+    drafted = decode(config, target, head_drafter, prompts, "head")
+    plain = decode(config, target, PromptLookupDrafter(1, max_ngram=0), prompts, "no drafts")  # finds no n-gram, proposes nothing
+    return Ours(drafted, [generation.tokens for generation in plain], eos_token_ids(target))
+
+
+def load_pair(config: PipelineConfig, target_dir: Path) -> tuple[Target, Head]:
+    """The target and the run's head, in the dtype that acceptance is measured in."""
+    device, dtype = init_ranks().device, getattr(torch, config.acceptance.dtype)
+    return load_target(target_dir, dtype, device), run_head(config, target_dir, device).head
+
+
+def run_head(config: PipelineConfig, target_dir: Path, device: torch.device) -> RunHead:
+    dtype = getattr(torch, config.acceptance.dtype)
+    return trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, device)
+
+
+def decode(
+    config: PipelineConfig, target: Target, drafter: HeadDrafter | PromptLookupDrafter, prompts: Prompts, name: str
+) -> list[Generation]:
+    settings = config.acceptance
+    return generate_in_batches(
+        target,
+        drafter,
+        list(prompts.values()),
+        num_speculative_tokens=drafter.num_speculative_tokens,
+        max_new_tokens=settings.max_new_tokens,
+        sampler=Sampler(),
+        eos_token_ids=eos_token_ids(target),
+        batch_size=settings.batch_size,
+        description=name,
+    )
+
+
+def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineCounts:
+    """A server may have been started with other drafts, or none."""
+    num_drafts = 0 if counts is None else len(counts.accepted_at)
+    if counts is None or num_drafts != config.acceptance.num_speculative_tokens:
+        raise ValueError(
+            f"serving.url: the server must draft {config.acceptance.num_speculative_tokens} tokens a round, but drafts {num_drafts}; start "
+            "it with the command of the export's README, or set acceptance.num_speculative_tokens"
+        )
+    return counts
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both sides."""
+
+    ours: Ours
+    theirs: EngineRun
+    counts: EngineCounts
+    """Theirs."""
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return summarise(self.ours.drafted)
+
+    @property
+    def num_plain(self) -> tuple[int, int]:
+        """Answers, ours and theirs with drafts, that are plain greedy decoding's."""
+        ours = [generation.tokens for generation in self.ours.drafted]
+        plain = self.ours.plain
+        return sum(map(eq, ours, plain)), sum(map(eq, self.theirs.tokens, plain))
+
+    @property
+    def rows(self) -> list[tuple[str, float, float]]:
+        """Everything that is compared: its name, ours and theirs."""
+        ours, theirs = self.acceptance, self.counts
+        accepted = enumerate(zip(ours.accepted_at, theirs.accepted_at, strict=True))
+        return [
+            ("drafts", ours.rounds, theirs.rounds),
+            ("drafted tokens", ours.drafted, theirs.drafted),
+            *((f"accepted at {depth}", our_count, their_count) for depth, (our_count, their_count) in accepted),
+            ("acceptance length", ours.acceptance_length, theirs.acceptance_length),
+            (f"answers of plain greedy, of {len(self.ours.plain)}", *self.num_plain),
+        ]
+
+    @property
+    def is_equal(self) -> bool:
+        is_plain = all(number == len(self.ours.plain) for number in self.num_plain)
+        return is_plain and all(ours == theirs for _, ours, theirs in self.rows)
+
+
+def explain(config: PipelineConfig, target_dir: Path, prompts: list[list[int]], comparison: Comparison) -> Divergence | None:
+    """The first token on which both sides differ, where the engine tells enough."""
+    target, head = load_pair(config, target_dir)
+    found = first_answer_divergence(target, prompts, comparison.ours.plain, comparison.theirs.tokens)
+    if found is not None or comparison.theirs.accepted_by_round is None:
+        return found
+    depths = config.acceptance.num_speculative_tokens
+    return first_draft_divergence(target, head, depths, prompts, comparison.ours.drafted, comparison.theirs.accepted_by_round)
+
+
+def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None) -> str:
+    unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
+    first = "the engine does not tell where; start the server with --per-request-spec-decode-metrics detailed"
+    if divergence is not None:
+        first = f"first in prompt {prompt_ids[divergence.prompt]}, {divergence}"
+    return (
+        f"serving check: vLLM {comparison.theirs.version} must count what we count and answer as plain greedy decoding does, but differs "
+        f"in {', '.join(unequal) or 'its answers'}: {first}. A gap below 1e-3 is rounding. Else export the head again; a server must be "
+        "idle, run in float32 and be started with --no-enable-chunked-prefill"
+    )
+
+
+def report(config: PipelineConfig, comparison: Comparison, divergence: Divergence | None) -> dict[str, object]:
+    settings, acceptance, counts = config.acceptance, comparison.acceptance, comparison.counts
+    our_plain, their_plain = comparison.num_plain
+    names = ("rounds", "drafted", "accepted_at", "acceptance_length")
+    return {
+        "is_equal": comparison.is_equal,
+        "ours": {name: getattr(acceptance, name) for name in names} | {"plain_greedy_answers": our_plain},
+        "theirs": {name: getattr(counts, name) for name in names} | {"plain_greedy_answers": their_plain},
+        "first_divergence": None if divergence is None else asdict(divergence),
+        "engine": str(config.serving.engine),
+        "version": comparison.theirs.version,
+        "prompts": len(comparison.ours.plain),
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "max_new_tokens": settings.max_new_tokens,
+        "dtype": str(settings.dtype),
+    }
+
+
+def print_table(config: PipelineConfig, comparison: Comparison) -> None:
+    settings = config.acceptance
+    title = f"Serving check: vLLM {comparison.theirs.version}, K={settings.num_speculative_tokens}, greedy, {settings.dtype}"
+    table = Table(title=f"{title}, {len(comparison.ours.plain)} prompts")
+    table.add_column("", no_wrap=True)
+    for column in ("ours", "vLLM", "difference"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, ours, theirs in comparison.rows:
+        figures = [f"{figure:,}" if isinstance(figure, int) else f"{figure:.3f}" for figure in (ours, theirs)]
+        table.add_row(name, *figures, "equal" if ours == theirs else f"{100 * (theirs - ours) / max(ours, 1):+.2f} %")
+    console = Console()
+    console.width = max(console.width, 80)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

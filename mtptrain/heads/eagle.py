@@ -1,0 +1,43 @@
+"""Head `eagle`: EAGLE-1 as published, for ablation and old deployments.
+
+x = fc[e; h], a Llama layer without its input norm, the target's frozen lm_head on the bare residual stream, which is also fed
+back. EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv 2401.15077).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from mtptrain.heads.attention import Attend
+from mtptrain.heads.base import Head, HeadConfig
+from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+
+
+class EagleHead(Head):
+    """EAGLE-1 head: one norm only, before the MLP."""
+
+    @dataclass
+    class Config(HeadConfig):
+        name: str = "eagle"
+        head_dim: int | None = None
+        """Hidden size / heads unless set."""
+
+    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+        super().__init__(config, target_config)
+        dims = head_dims(config, target_config, config.head_dim)
+        self.fc = nn.Linear(2 * dims.hidden_size, dims.hidden_size, bias=False)  # columns of the embedding first
+        self.self_attn = Attention(dims.hidden_size, dims, target_config)
+        self.post_attention_layernorm = RmsNorm(dims.hidden_size, target_config.rms_norm_eps)
+        self.mlp = SwiGlu(dims.hidden_size, dims.intermediate_size)
+        initialise(self, dims.hidden_size, target_config.num_hidden_layers)
+
+    def layer(
+        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One depth; see `Head.layer`."""
+        x = self.fc(torch.cat([embeddings, hidden_states], dim=-1))  # [..., H]
+        x = x + self.self_attn(x, positions, attend)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x, x

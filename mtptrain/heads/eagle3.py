@@ -1,0 +1,99 @@
+"""Head `eagle3`: three captured layers of the target, fused; a vocabulary of its own where asked for.
+
+g = fc[streams], then one layer whose attention reads [input_layernorm(e); hidden_norm(g)], a final norm before lm_head; the bare
+residual stream is fed back. EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test
+(arXiv 2503.01840). With `fc_norm` and `norm_output` it is EAGLE-3.1 (arXiv 2605.09992).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from mtptrain.heads.attention import Attend
+from mtptrain.heads.base import Head, HeadConfig
+from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+
+
+class Eagle3Head(Head):
+    """EAGLE-3 head; the defaults are what every engine serves."""
+
+    @dataclass
+    class Config(HeadConfig):
+        name: str = "eagle3"
+        head_dim: int | None = None
+        """Hidden size / heads unless set."""
+        capture_layers: list[int] | None = None
+        """Residual streams after so many decoder layers; 2, half and all but 3 of the target's unless set, the engines' default."""
+        draft_vocab_size: int | None = None
+        """Tokens that the head can draft, chosen by `data_prep.draft_vocab`, with an lm_head of its own; the target's whole
+        vocabulary and its frozen lm_head unless set."""
+        norm_before_fc: bool = False
+        """One norm over all captured streams together before fc."""
+        fc_norm: bool = False
+        """A norm for each captured stream before fc."""
+        norm_output: bool = False
+        """Feed back the state behind the final norm."""
+        norm_before_residual: bool = False
+        """The residual goes on from the normed state; vLLM only."""
+
+    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+        super().__init__(config, target_config)
+        dims = head_dims(config, target_config, config.head_dim)
+        hidden_size, eps, num_captured = dims.hidden_size, target_config.rms_norm_eps, len(self.capture_layers)
+        self.norm_output, self.norm_before_residual = config.norm_output, config.norm_before_residual
+        self.input_norm = RmsNorm(num_captured * hidden_size, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList([RmsNorm(hidden_size, eps) for _ in range(num_captured)]) if config.fc_norm else None
+        self.fc = nn.Linear(num_captured * hidden_size, hidden_size, bias=False)
+        self.input_layernorm = RmsNorm(hidden_size, eps)
+        self.hidden_norm = RmsNorm(hidden_size, eps)
+        self.self_attn = Attention(2 * hidden_size, dims, target_config)  # columns of the embedding first
+        self.post_attention_layernorm = RmsNorm(hidden_size, eps)
+        self.mlp = SwiGlu(hidden_size, dims.intermediate_size)
+        self.norm = RmsNorm(hidden_size, eps)
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
+            if config.draft_vocab_size != target_config.vocab_size:
+                self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        initialise(self, hidden_size, target_config.num_hidden_layers)
+
+    @classmethod
+    def layers_to_capture(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
+        """See `Head.layers_to_capture`.
+
+        Raises:
+            ValueError: the layers are not distinct layers of the target.
+        """
+        num_layers = target_config.num_hidden_layers
+        layers = (2, num_layers // 2, num_layers - 3) if config.capture_layers is None else tuple(config.capture_layers)
+        if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] > num_layers:
+            default = ", the engines' default" if config.capture_layers is None else ""
+            raise ValueError(
+                f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, the target's decoder layers, "
+                f"but are {list(layers)}{default}; set them, for example head.capture_layers="
+                f"[{num_layers // 4 or 1},{num_layers // 2},{num_layers - 1}]"
+            )
+        return layers
+
+    def fuse(self, target_states: torch.Tensor) -> torch.Tensor:
+        """Captured streams [..., L, H] -> [..., H]."""
+        streams = target_states.flatten(-2)  # [..., L * H]
+        if self.input_norm is not None:
+            streams = self.input_norm(streams)
+        if self.fc_norm is not None:
+            parts = streams.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
+            streams = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        fused: torch.Tensor = self.fc(streams)
+        return fused
+
+    def layer(
+        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One depth; see `Head.layer`."""
+        normed = self.hidden_norm(hidden_states)
+        residual = normed if self.norm_before_residual else hidden_states
+        x = residual + self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], dim=-1), positions, attend)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        states = self.norm(x)
+        return states, states if self.norm_output else x

@@ -1,0 +1,166 @@
+"""Choosing a draft vocabulary: which tokens count, which are kept, what is refused."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_prep.draft_vocab import choose_tokens, count_drafted, coverage, prepare_draft_vocab, special_token_ids
+from data_prep.prompts import prepare_prompts
+from mtptrain.batches import make_batch
+from mtptrain.config import PipelineConfig
+from mtptrain.draft_vocab import read_draft_vocab
+from mtptrain.hidden_store import StoredDocument
+from mtptrain.identity import file_sha256
+from mtptrain.prompt_files import Documents
+from mtptrain.target import read_target_config
+from tests.conftest import make_target, run_program, write_text_files
+
+EAGLE3 = ("head=eagle3", "head.capture_layers=[1,2]")
+SETTINGS = (*EAGLE3, "prompts.max_document_tokens=128", "prompts.validation_fraction=0.2", "head.draft_vocab_size=40")
+
+
+@pytest.fixture
+def config(tmp_path: Path, config_for: Callable[..., PipelineConfig]) -> PipelineConfig:
+    """A run with stage 1 done, for a head with 40 of the target's 260 tokens."""
+    config = config_for(f"prompts.paths=[{write_text_files(tmp_path / 'files')}]", *SETTINGS)
+    prepare_prompts(config)
+    return config
+
+
+def drafts_of_training(documents: Documents) -> Counter[int]:
+    """Tokens by how often the depth-0 drafts of training predict them, from the batches that training makes."""
+    counts: Counter[int] = Counter()
+    for index in range(len(documents)):
+        ids = torch.from_numpy(documents.tokens(index).copy())
+        mask = torch.from_numpy(documents.mask(index).copy())
+        batch = make_batch([StoredDocument(index, ids, mask, torch.zeros(len(ids), 4), None)], ttt_steps=1)
+        counts.update(ids[batch.is_draft[0].nonzero()[:, 0] + 2].tolist())
+    return counts
+
+
+masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=5)
+
+
+@given(masks)
+def test_the_tokens_counted_are_those_that_training_drafts(found: list[list[bool]]) -> None:
+    generator = np.random.default_rng(0)
+    documents = Documents.from_list([(i, generator.integers(0, 20, len(mask)), mask) for i, mask in enumerate(found)])
+    counts = count_drafted(documents, 20)
+    assert dict(drafts_of_training(documents)) == {token: count for token, count in enumerate(counts.tolist()) if count}
+
+
+def test_the_most_frequent_tokens_are_chosen_with_ties_by_id_and_special_ones_always() -> None:
+    counts = np.array([0, 5, 3, 3, 9, 0, 1, 3])
+    assert choose_tokens(counts, 4, set()).tolist() == [1, 2, 3, 4]
+    assert choose_tokens(counts, 4, {5}).tolist() == [1, 2, 4, 5]
+    assert counts.tolist() == [0, 5, 3, 3, 9, 0, 1, 3]
+    assert coverage(counts, np.array([1, 2, 4, 5])) == pytest.approx(17 / 24)
+
+
+def test_too_few_different_tokens_are_filled_up_with_the_lowest_ids() -> None:
+    assert choose_tokens(np.array([0, 0, 0, 7, 0, 2]), 4, {4}).tolist() == [0, 3, 4, 5]
+
+
+def test_more_special_tokens_than_asked_for_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"head\.draft_vocab_size: must hold the 3 special tokens of the target, but is 2; set it"):
+        choose_tokens(np.ones(9, np.int64), 2, {1, 2, 3})
+
+
+def test_special_tokens_are_the_tokenizers_and_those_that_stop_the_target(tmp_path: Path) -> None:
+    make_target(tmp_path, eos_token_id=[256, 257])
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [256, 258]}))
+    assert special_token_ids(tmp_path, read_target_config(tmp_path)) == {256, 257, 258}
+    small = read_target_config(tmp_path)
+    small.vocab_size = 258
+    assert special_token_ids(tmp_path, small) == {256, 257}
+
+
+def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_plain_count(config: PipelineConfig) -> None:
+    manifest = prepare_draft_vocab(config)
+    prompts_dir = config.stage_dir("prompts")
+    d2t = read_draft_vocab(config.stage_dir("draft_vocab"), 40, 260, file_sha256(prompts_dir / "train.safetensors"))
+    chosen = set((d2t + torch.arange(40)).tolist())
+    counts = {split: drafts_of_training(Documents.load(prompts_dir / f"{split}.safetensors")) for split in ("train", "validation")}
+    frequent = sorted(counts["train"], key=lambda token: (-counts["train"][token], token))
+    assert chosen >= set(frequent[:39]) and 256 in chosen, "the special token may take the place of the last one"
+    for split, found in counts.items():
+        share = sum(count for token, count in found.items() if token in chosen) / found.total()
+        assert manifest.coverage[split] == pytest.approx(share)
+    assert manifest.distinct_tokens == len(counts["train"])
+    assert manifest.filled_up_tokens == sum(token not in counts["train"] for token in chosen)
+    assert sorted(path.name for path in config.stage_dir("draft_vocab").iterdir()) == [
+        "config.yaml",
+        "draft_vocab.safetensors",
+        "manifest.json",
+        "provenance.json",
+    ]
+
+
+def test_a_run_killed_while_it_writes_leaves_no_manifest(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_draft_vocab(config)
+
+    def killed(*args: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("data_prep.draft_vocab.write_draft_vocab", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_draft_vocab(config)
+    assert not (config.stage_dir("draft_vocab") / "manifest.json").exists()
+
+
+def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(config: PipelineConfig, tmp_path: Path) -> None:
+    overrides = (f"run_dir={config.run_dir}", f"target.path={config.target.path}", *SETTINGS, "head.draft_vocab_size=200")
+    result = run_program("data_prep.draft_vocab", *overrides)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "200 of 260 tokens" in result.stdout and result.stdout.count("100.00%") == 2
+    assert "of its tokens are never drafted in the training split" in result.stdout
+    assert f"written to {config.stage_dir('draft_vocab')}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("head=mtp",),
+            r"head\.draft_vocab_size: must be set, below the target's 260 tokens, .* is None: head mtp drafts the target's",
+        ),
+        (EAGLE3, r"but is None: head eagle3 drafts the target's whole vocabulary and needs none; go on without this program"),
+        ((*EAGLE3, "head.draft_vocab_size=260"), r"but is 260: head eagle3 drafts the target's whole vocabulary"),
+        (
+            (*EAGLE3, "head.draft_vocab_size=261"),
+            r"head\.draft_vocab_size: must be within 1\.\.260, the tokens of the target, but is 261",
+        ),
+        ((*EAGLE3, "head.draft_vocab_size=0"), r"must be within 1\.\.260, the tokens of the target, but is 0; correct it"),
+        (
+            (*EAGLE3, "head.draft_vocab_size=40", "head.init_from=/some/head"),
+            r"head\.init_from: must be unset where a draft vocabulary is to be chosen, but is /some/head, whose lm_head keeps",
+        ),
+    ],
+    ids=["mtp", "unset", "whole", "larger", "none", "init_from"],
+)
+def test_a_head_without_a_draft_vocabulary_to_choose_is_refused(
+    config_for: Callable[..., PipelineConfig], overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare_draft_vocab(config_for(*overrides))
+
+
+def test_choosing_before_the_prompts_are_there_says_what_to_run(config_for: Callable[..., PipelineConfig]) -> None:
+    with pytest.raises(FileNotFoundError, match=r"prompts/manifest\.json: must exist, but does not; run data_prep\.prompts"):
+        prepare_draft_vocab(config_for(*SETTINGS))
+
+
+def test_prompts_of_another_tokenizer_are_refused(config: PipelineConfig, tmp_path: Path) -> None:
+    config.target.path = str(make_target(tmp_path / "other", chat_template=None))
+    with pytest.raises(
+        ValueError, match=r"manifest\.json: chat_template_sha256 must be \w+, that of target .*; run data_prep\.prompts"
+    ):
+        prepare_draft_vocab(config)

@@ -1,0 +1,222 @@
+"""What is served: heads x targets x K, one line each.
+
+Counters tell heads apart only where a fair share of drafts is accepted, at every depth. So the tiny targets walk through their
+vocabulary in a circle that their random layers disturb about every third time, and heads learn the circle in a few steps.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mtptrain.export import write_head
+from mtptrain.formats import format_for
+from mtptrain.head_files import build_head
+from mtptrain.heads.attention import Packing
+from mtptrain.heads.base import Head, HeadConfig
+from mtptrain.heads.eagle import EagleHead
+from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.target import PositionCache, Target
+from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE, make_target
+
+CONTEXT_TOKENS, MAX_NEW_TOKENS, EOS = 1024, 24, 256
+_RANDOM = random.Random(0)
+PROMPTS = [[_RANDOM.randrange(256) for _ in range(_RANDOM.randint(5, 700))] for _ in range(40)]
+Break = Callable[[Path], None]
+"""Changes an exported directory."""
+
+
+@dataclass(frozen=True)
+class TargetKind:
+    """A family and its settings."""
+
+    model_type: str
+    disturbance: float
+    """How much attention takes part in the answer: about every third token should leave the circle."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+TARGETS = {
+    "llama": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}),
+    "llama_8_layers": TargetKind("llama", 0.8, {"num_hidden_layers": 8}),
+    "mistral": TargetKind("mistral", 1.5, {"sliding_window": None}),
+    "qwen2": TargetKind("qwen2", 1.5, {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 256}}),
+    "qwen3": TargetKind("qwen3", 1.2, {"head_dim": 128}),
+    "qwen3_moe": TargetKind("qwen3_moe", 1.0, FAMILIES["qwen3_moe"][1]),
+    "gemma3_text": TargetKind("gemma3_text", 2.0, FAMILIES["gemma3_text"][1] | {"num_hidden_layers": 3}),
+    "deepseek_v2": TargetKind(
+        "deepseek_v2",
+        0.5,
+        FAMILIES["deepseek_v2"][1]
+        # What vLLM's kernels for CPUs have: a latent of 512 + 64 and widths in steps of 32, for bf16 weights.
+        | {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+        | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
+        | {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 256, "mscale": 0.707, "mscale_all_dim": 0.5}},
+    ),
+}
+HEAD_CONFIGS: dict[str, HeadConfig] = {
+    "mtp": MtpHead.Config(),
+    "eagle": EagleHead.Config(),
+    "eagle3": Eagle3Head.Config(capture_layers=[1, 2, 3]),
+    "eagle3_small_vocabulary": Eagle3Head.Config(capture_layers=[1, 2, 3], draft_vocab_size=200),
+    "eagle3_own_lm_head": Eagle3Head.Config(capture_layers=[1, 2, 3], draft_vocab_size=260),
+    "eagle3_norms_before": Eagle3Head.Config(capture_layers=[1, 2, 4], norm_before_fc=True, norm_before_residual=True),
+    "eagle3_1": Eagle3Head.Config(capture_layers=[1, 2, 3], fc_norm=True, norm_output=True),
+    "eagle3_default_layers": Eagle3Head.Config(),
+}
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
+    """Changes a tensor of the served file, under the engine's name."""
+
+    def apply(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        tensors[name] = change(tensors[name]).contiguous()
+        save_file(tensors, directory / "model.safetensors")
+
+    return apply
+
+
+def swapped(*names: str) -> Break:
+    """Concatenates the halves of the input the other way round."""
+
+    def apply(directory: Path) -> None:
+        for name in names:
+            changed(name, lambda weight: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))(directory)
+
+    return apply
+
+
+def one_layer_later(directory: Path) -> None:
+    """Captures the streams one layer behind those that the head was trained with."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    path.write_text(json.dumps(config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in ids]}}))
+
+
+def without_norms(*names: str) -> dict[str, Break]:
+    """Leaves each norm out: its weight becomes one."""
+    return {name: changed(name + ".weight", torch.ones_like) for name in names}
+
+
+EAGLE3_NORMS = without_norms("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+BREAKS: dict[str, dict[str, Break]] = {
+    "mtp": without_norms("enorm", "hnorm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
+    | {"columns": swapped("fc.weight")},
+    "eagle": without_norms("layers.0.post_attention_layernorm") | {"columns": swapped("fc.weight")},
+    "eagle3": EAGLE3_NORMS
+    | {"columns": swapped(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")), "layer_ids": one_layer_later},
+    "eagle3_norms_before": without_norms("input_norm"),
+    "eagle3_1": without_norms("fc_norm.0", "fc_norm.1", "fc_norm.2"),
+}
+"""Of each kind of head, what is wrong in the served directory."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A head served for a target."""
+
+    head: str
+    target: str
+    num_speculative_tokens: int = 3
+    dtype: str = "float32"
+    broken: str = ""
+    """One of the head's `BREAKS`; ours stays whole."""
+
+    def __str__(self) -> str:
+        parts = [self.head, self.target, f"K{self.num_speculative_tokens}"]
+        return "-".join(parts + [self.dtype] * (self.dtype != "float32") + [f"without_{self.broken}"] * bool(self.broken))
+
+
+EVERYWHERE = ("mtp", "eagle", "eagle3")
+"""Heads that are tried with every family."""
+CASES = [
+    *(
+        Case(head, target, num_speculative_tokens)
+        for head in (*EVERYWHERE, "eagle3_small_vocabulary", "eagle3_1")
+        for target in ("llama", "qwen3")
+        for num_speculative_tokens in (1, 3, 5)
+    ),
+    *(Case(head, target) for head in ("eagle3_own_lm_head", "eagle3_norms_before") for target in ("llama", "qwen3")),
+    *(Case(head, target) for head in EVERYWHERE for target in ("mistral", "qwen2", "qwen3_moe")),
+    Case("mtp", "gemma3_text"),
+    Case("eagle", "gemma3_text"),
+    Case("eagle3_default_layers", "llama_8_layers"),
+]
+BF16_CASES = [
+    *(Case(head, "deepseek_v2", dtype="bfloat16") for head in EVERYWHERE),
+    Case("mtp", "llama", dtype="bfloat16"),
+    Case("eagle3", "qwen3", dtype="bfloat16"),
+    Case("mtp", "gemma3_text", dtype="bfloat16"),
+]
+BROKEN_CASES = [Case(head, "llama", broken=broken) for head, breaks in BREAKS.items() for broken in breaks]
+
+
+def make_served_target(directory: Path, kind: str) -> Path:
+    """A tiny target; its newest token alone says the next one, its layers say otherwise."""
+    settings: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "tie_word_embeddings": False}
+    settings |= {"max_position_embeddings": CONTEXT_TOKENS, "initializer_range": 0.1}
+    make_target(directory, TARGETS[kind].model_type, **(settings | TARGETS[kind].settings))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).requires_grad_(False)
+    embeddings, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embeddings.div_(embeddings.std())
+    circle = torch.randperm(len(embeddings), generator=torch.Generator().manual_seed(0))
+    lm_head[circle.roll(-1)] = embeddings[circle]
+    for name, parameter in model.named_parameters():
+        if name.endswith("o_proj.weight"):
+            parameter.mul_(TARGETS[kind].disturbance)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
+    """A head with random norms, trained for some steps on what the target answers to random prompts."""
+    torch.manual_seed(1)
+    head = build_head(HEAD_CONFIGS[kind], target.config)
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    tokens, depths = answers(target), 3
+    num_rows = tokens.shape[1] - depths - 1
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
+    target_states = (states.hidden_states if states.aux_hidden_states is None else states.aux_hidden_states)[:, :num_rows]
+    embeddings = torch.stack([target.parts.embed(tokens[:, 1 + depth :][:, :num_rows]).flatten(0, 1) for depth in range(depths)])
+    labels = torch.stack([tokens[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)])  # [T, N]
+    if head.d2t is not None:
+        frequent = torch.bincount(labels.flatten(), minlength=target.config.vocab_size).argsort(descending=True, stable=True)
+        ids = frequent[: len(head.d2t)].sort().values
+        head.d2t.copy_(ids - torch.arange(len(ids)))
+        labels = torch.full((target.config.vocab_size,), -100).index_copy_(0, ids, torch.arange(len(ids)))[labels]
+    optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
+    for _ in range(num_steps):
+        logits = head.logits(head(target_states.flatten(0, 1), embeddings, Packing.of([num_rows] * len(tokens))), target.parts)
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return head.eval().requires_grad_(False)
+
+
+def answers(target: Target) -> torch.Tensor:
+    """Random prompts of 16 tokens and 48 greedy ones behind them [16, 64]."""
+    prompts = torch.randint(0, 256, (16, 16), generator=torch.Generator().manual_seed(2))
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=48, **settings)
+
+
+def write_served_head(directory: Path, target: Target, case: Case, head: Head) -> dict[str, Any]:
+    """Export a head's weights, wrong where the case says so; returns what `serving.json` holds."""
+    form = format_for("vllm", HEAD_CONFIGS[case.head], target.config)
+    write_head(directory, form, head.state_dict())
+    if case.broken:
+        BREAKS[case.head][case.broken](directory)
+    return {"method": form.method, "hf_overrides": form.hf_overrides}

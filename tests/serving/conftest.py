@@ -1,0 +1,168 @@
+"""vLLM itself: every case of the session is served by one process, started once."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtptrain.acceptance import generate_in_batches
+from mtptrain.drafters import HeadDrafter
+from mtptrain.engines import vllm
+from mtptrain.engines.vllm import EngineRun, GenerateJob
+from mtptrain.heads.base import Head
+from mtptrain.speculate import Generation, Sampler
+from mtptrain.target import Target, load_target
+from tests.serving.cases import (
+    BF16_CASES,
+    BROKEN_CASES,
+    CASES,
+    CONTEXT_TOKENS,
+    EOS,
+    MAX_NEW_TOKENS,
+    PROMPTS,
+    Case,
+    make_head,
+    make_served_target,
+    write_served_head,
+)
+
+KV_CACHE_BYTES = 256 << 20
+NUM_GENERATED = 12
+"""Prompts that transformers answers too, one at a time."""
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """A target and where it lies."""
+
+    directory: Path
+    target: Target
+    """In fp32."""
+
+    def in_dtype(self, dtype: str) -> Target:
+        return self.target if dtype == "float32" else load_target(self.directory, getattr(torch, dtype), torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Served:
+    """What both sides made of a case."""
+
+    ours: list[Generation]
+    """Of the whole head, whatever was served; empty for a target without drafts."""
+    theirs: EngineRun
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """In matrices as small as these a second thread only waits."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The Python that has vLLM; without it, what is served is not tested."""
+    try:
+        return str(vllm.find_python(None))
+    except (FileNotFoundError, ValueError) as error:
+        pytest.skip(f"NOTHING IS SERVED BY AN ENGINE: {error}")
+
+
+@pytest.fixture(scope="session")
+def target_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], OnDisk]:
+    """Makes a target of `TARGETS`, once."""
+
+    @cache
+    def make(name: str) -> OnDisk:
+        directory = make_served_target(tmp_path_factory.mktemp(name), name)
+        return OnDisk(directory, load_target(directory, torch.float32, torch.device("cpu")))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def head_of(target_of: Callable[[str], OnDisk]) -> Callable[[str, str], Head]:
+    """Trains a head of `HEAD_CONFIGS` for a target, once."""
+    return cache(lambda head, target: make_head(target_of(target).target, head))
+
+
+@pytest.fixture(scope="session")
+def plain_greedy(target_of: Callable[[str], OnDisk]) -> Callable[[str], list[list[int]]]:
+    """A target's answers to the first prompts by transformers' own generate, once."""
+    settings = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0}
+
+    def answer(target: Target, prompt: list[int]) -> list[int]:
+        tokens = torch.tensor([prompt])
+        return target.model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)[0, len(prompt) :].tolist()
+
+    return cache(lambda name: [answer(target_of(name).target, prompt) for prompt in PROMPTS[:NUM_GENERATED]])
+
+
+@pytest.fixture(scope="session")
+def served(
+    vllm_python: str,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Served]:
+    """Every case by its name, each of their targets without drafts by its own, and `nothing`, an engine without a target.
+
+    Both sides work at the same time.
+    """
+    cases, exports = CASES + BF16_CASES + BROKEN_CASES, tmp_path_factory.mktemp("exports")
+    plain_cases = {f"{case.target}-{case.dtype}": case for case in CASES + BF16_CASES}
+    jobs = [plain_job(name, target_of(case.target), dtype=case.dtype) for name, case in plain_cases.items()]
+    jobs.append(replace(jobs[0], name="nothing", target_dir=str(exports)))
+    for case in cases:
+        head = deepcopy(head_of(case.head, case.target)).to(getattr(torch, case.dtype))
+        facts = write_served_head(exports / str(case), target_of(case.target).target, case, head)
+        draft = {
+            "method": facts["method"],
+            "model": str(exports / str(case)),
+            "num_speculative_tokens": case.num_speculative_tokens,
+        }
+        plain = plain_job(str(case), target_of(case.target), dtype=case.dtype)
+        jobs.append(replace(plain, speculative_config=draft, hf_overrides=facts["hf_overrides"]))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(vllm.generate, jobs, vllm_python)
+        whole = {case: drafted_here(case, target_of, head_of) for case in CASES + BF16_CASES}
+        runs = running.result()
+    ours = {str(case): whole[replace(case, broken="")] for case in cases}
+    return {job.name: Served(ours.get(job.name, []), run) for job, run in zip(jobs, runs, strict=True)}
+
+
+def plain_job(name: str, target: OnDisk, **settings: Any) -> GenerateJob:
+    """Greedy decoding of all prompts without drafts."""
+    job = GenerateJob(
+        name=name,
+        target_dir=str(target.directory),
+        prompts=PROMPTS,
+        max_new_tokens=MAX_NEW_TOKENS,
+        max_model_len=CONTEXT_TOKENS,
+        stop_token_ids=[EOS],
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+    )
+    return replace(job, **settings)
+
+
+def drafted_here(case: Case, target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head]) -> list[Generation]:
+    """Our own path over the same prompts."""
+    target, head = target_of(case.target).in_dtype(case.dtype), deepcopy(head_of(case.head, case.target))
+    return generate_in_batches(
+        target,
+        HeadDrafter(head.to(getattr(torch, case.dtype)), target.parts, case.num_speculative_tokens),
+        PROMPTS,
+        num_speculative_tokens=case.num_speculative_tokens,
+        max_new_tokens=MAX_NEW_TOKENS,
+        sampler=Sampler(),
+        eos_token_ids=[EOS],
+        batch_size=8,
+    )

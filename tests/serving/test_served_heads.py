@@ -1,0 +1,106 @@
+"""A trained head is served by vLLM as it drafts here: rounds, drafted tokens and accepted drafts are equal, prompt by prompt."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from mtptrain.acceptance import summarise
+from mtptrain.engines.divergence import first_answer_divergence, first_draft_divergence
+from mtptrain.formats import format_for
+from mtptrain.head_files import build_head
+from mtptrain.heads.base import Head
+from tests.serving.cases import BF16_CASES, BREAKS, BROKEN_CASES, CASES, HEAD_CONFIGS, PROMPTS, Case
+from tests.serving.conftest import NUM_GENERATED, OnDisk, Served
+
+PlainGreedy = Callable[[str], list[list[int]]]
+
+
+def accepted_at(rounds: list[int], num_speculative_tokens: int) -> list[int]:
+    return [sum(accepted > depth for accepted in rounds) for depth in range(num_speculative_tokens)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_served_heads_counters_are_ours(served: dict[str, Served], case: Case) -> None:
+    ours, theirs = summarise(served[str(case)].ours), served[str(case)].theirs
+    assert theirs.error == "" and theirs.counts is not None
+    assert (theirs.counts.rounds, theirs.counts.drafted) == (ours.rounds, ours.drafted)
+    assert theirs.counts.accepted_at == ours.accepted_at
+    assert 0.04 * ours.rounds < ours.accepted_at[0] < 0.96 * ours.rounds, "counters of all or nothing would tell little"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_prompt_alone_is_accepted_alike(served: dict[str, Served], case: Case) -> None:
+    theirs = served[str(case)].theirs.accepted_by_round
+    assert theirs is not None
+    for generation, rounds in zip(served[str(case)].ours, theirs, strict=True):
+        assert len(rounds) == generation.rounds
+        assert accepted_at(rounds, case.num_speculative_tokens) == generation.accepted_at
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_served_heads_answers_are_plain_greedy_decodings(served: dict[str, Served], case: Case) -> None:
+    plain = served[f"{case.target}-float32"].theirs.tokens
+    assert served[str(case)].theirs.tokens == plain
+    assert [generation.tokens for generation in served[str(case)].ours] == plain
+
+
+@pytest.mark.parametrize("target", sorted({case.target for case in CASES}))
+def test_vllm_without_drafts_decodes_as_transformers_does(
+    served: dict[str, Served], plain_greedy: PlainGreedy, target: str
+) -> None:
+    assert served[f"{target}-float32"].theirs.tokens[:NUM_GENERATED] == plain_greedy(target)
+    assert served[f"{target}-float32"].theirs.counts is None
+
+
+@pytest.mark.parametrize("case", BF16_CASES, ids=str)
+def test_in_bf16_the_acceptance_lengths_lie_within_2_percent(served: dict[str, Served], case: Case) -> None:
+    ours, theirs = summarise(served[str(case)].ours), served[str(case)].theirs
+    assert theirs.error == "" and theirs.counts is not None
+    assert theirs.counts.acceptance_length == pytest.approx(ours.acceptance_length, rel=0.02)
+    assert 0.04 * ours.rounds < ours.accepted_at[0] < 0.96 * ours.rounds
+
+
+@pytest.mark.parametrize("case", BF16_CASES, ids=str)
+def test_in_bf16_the_first_divergence_is_one_of_near_logits(
+    served: dict[str, Served], target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], case: Case
+) -> None:
+    """The logits of the two tokens at stake lie within 5 % of their size, which rounding to 8 bits decides."""
+    ours, theirs = served[str(case)].ours, served[str(case)].theirs
+    target, head = target_of(case.target).in_dtype(case.dtype), deepcopy(head_of(case.head, case.target)).bfloat16()
+    answers = [generation.tokens for generation in ours]
+    found = [first_answer_divergence(target, PROMPTS, answers, theirs.tokens)]
+    assert theirs.accepted_by_round is not None
+    alike = [i for i, (a, b) in enumerate(zip(answers, theirs.tokens, strict=True)) if a == b]
+    assert len(alike) > 10
+    pick = [[values[i] for i in alike] for values in (PROMPTS, ours, theirs.accepted_by_round)]
+    found.append(first_draft_divergence(target, head, case.num_speculative_tokens, *pick))
+    for divergence in filter(None, found):
+        print(case, divergence)
+        assert abs(divergence.logit_gap) <= 0.05 * abs(divergence.logit), divergence
+
+
+@pytest.mark.parametrize("case", BROKEN_CASES, ids=str)
+def test_a_head_served_with_one_part_wrong_has_other_counters(served: dict[str, Served], case: Case) -> None:
+    ours, theirs = summarise(served[str(case)].ours), served[str(case)].theirs
+    assert theirs.error == "" and theirs.counts is not None
+    assert (theirs.counts.rounds, theirs.counts.accepted_at) != (ours.rounds, ours.accepted_at)
+
+
+@pytest.mark.parametrize("kinds", [("mtp",), ("eagle",), ("eagle3", "eagle3_norms_before", "eagle3_1")], ids=str)
+def test_every_norm_of_every_head_is_left_out_once(target_of: Callable[[str], OnDisk], kinds: tuple[str, ...]) -> None:
+    config = target_of("llama").target.config
+    tensors = {name for kind in kinds for name in format_for("vllm", HEAD_CONFIGS[kind], config).tensors(state_of(kind, config))}
+    norms = {name.removesuffix(".weight") for name in tensors if "norm" in name}
+    assert norms and norms <= {name for kind in kinds for name in BREAKS[kind]}
+
+
+def state_of(kind: str, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    return build_head(HEAD_CONFIGS[kind], config).state_dict()
+
+
+def test_an_engine_that_fails_says_why_and_the_others_go_on(served: dict[str, Served]) -> None:
+    assert "config.json" in served["nothing"].theirs.error and served["nothing"].theirs.tokens == []
+    assert [name for name, both in served.items() if both.theirs.error] == ["nothing"]

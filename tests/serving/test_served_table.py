@@ -1,0 +1,131 @@
+"""The README's table of what is served: made here from what engines did, and compared with what stands there.
+
+`make served-table` writes it.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from mtptrain.acceptance import summarise
+from mtptrain.drafters import HeadDrafter
+from mtptrain.export import check_tensors, write_head
+from mtptrain.formats import FORMATS, format_for
+from mtptrain.heads.base import Head
+from mtptrain.speculate import Sampler, speculate
+from tests.serving.cases import BF16_CASES, CASES, EVERYWHERE, HEAD_CONFIGS, PROMPTS
+from tests.serving.conftest import OnDisk, Served
+
+README = Path(__file__).parents[2] / "README.md"
+BETWEEN = re.compile(r"(?<=<!-- served: written by `make served-table` -->\n).*?(?=<!-- end of served -->)", re.DOTALL)
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "gemma3_text": "Gemma-3",
+    "deepseek_v2": "DeepSeek-V2",
+}
+ENGINES = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23"}
+EQUAL, NEAR, CHECKED, REFUSED = "equal", "within 2 %", "format", "no"
+LEGEND = f"""
+*{EQUAL}*: served in fp32 with equal counters, every one, and the answers of plain greedy decoding; *{NEAR}*: served in bf16, the only
+dtype of vLLM's CPU kernels there, with acceptance lengths within 2 %; *{CHECKED}*: format checked, not served; *{REFUSED}*: refused at
+export, with the reason. On Llama and Qwen3, K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with an lm_head of its own, and
+with the flags of EAGLE-3.1; elsewhere K = 3.
+"""
+
+
+@pytest.fixture(scope="module")
+def cell(
+    served: dict[str, Served],
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str, str], str]:
+    """What became of a head for a family in an engine."""
+
+    def of(engine: str, head: str, family: str) -> str:
+        target = target_of(family)
+        try:
+            form = format_for(engine, HEAD_CONFIGS[head], target.target.config)
+        except ValueError:
+            return REFUSED
+        if engine == "vllm":
+            return served_by_vllm(served, head, family)
+        directory = tmp_path_factory.mktemp("formats") / "head"
+        state = head_of(head, family).state_dict()
+        write_head(directory, form, state)
+        form.add_target(directory, target.directory)
+        check_tensors(directory, form)
+        reloaded = form.state(load_file(directory / form.weights_name))
+        assert reloaded.keys() == state.keys() and all(torch.equal(reloaded[name], state[name]) for name in state)
+        return served_by_transformers(directory, target, head_of(head, family)) if engine == "transformers" else CHECKED
+
+    return of
+
+
+def served_by_vllm(served: dict[str, Served], head: str, family: str) -> str:
+    exact = [case for case in CASES if (case.head, case.target) == (head, family)]
+    for case in exact:
+        ours, theirs = summarise(served[str(case)].ours), served[str(case)].theirs
+        assert theirs.counts is not None, theirs.error
+        assert (theirs.counts.rounds, theirs.counts.drafted, theirs.counts.accepted_at) == (
+            ours.rounds,
+            ours.drafted,
+            ours.accepted_at,
+        )
+        assert theirs.tokens == [generation.tokens for generation in served[str(case)].ours]
+    if exact:
+        return EQUAL
+    (near,) = (case for case in BF16_CASES if (case.head, case.target) == (head, family))
+    ours, theirs = summarise(served[str(near)].ours), served[str(near)].theirs
+    assert theirs.counts is not None, theirs.error
+    assert theirs.counts.acceptance_length == pytest.approx(ours.acceptance_length, rel=0.02)
+    return NEAR
+
+
+def served_by_transformers(directory: Path, target: OnDisk, head: Head) -> str:
+    """`generate(use_mtp=True)` needs one forward of the target a round, and accepts what we accept."""
+    model_class = getattr(transformers, target.target.config.architectures[0])
+    before = model_class._keys_to_ignore_on_load_unexpected
+    model_class._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{target.target.config.num_hidden_layers}\."]
+    try:
+        model = model_class.from_pretrained(directory)
+    finally:
+        model_class._keys_to_ignore_on_load_unexpected = before
+    forwards: list[None] = []
+    model.model.register_forward_hook(lambda *_: forwards.append(None))
+    for prompt in PROMPTS[:8]:
+        forwards.clear()
+        tokens = torch.tensor([prompt])
+        settings = {"do_sample": False, "max_new_tokens": 32, "eos_token_id": None, "pad_token_id": 0}
+        answer = model.generate(tokens, attention_mask=torch.ones_like(tokens), use_mtp=True, **settings)[0, len(prompt) :]
+        drafter = HeadDrafter(head, target.target.parts, 1)
+        (ours,) = speculate(target.target, drafter, [prompt], num_speculative_tokens=1, max_new_tokens=32, sampler=Sampler())
+        assert answer.tolist() == ours.tokens
+        assert len(forwards) == 1 + ours.rounds
+    return EQUAL
+
+
+def test_the_readmes_table_is_what_was_served(cell: Callable[[str, str, str], str]) -> None:
+    lines = ["| engine | head | " + " | ".join(FAMILIES.values()) + " |", "|---|---|" + "---|" * len(FAMILIES)]
+    for engine, engine_name in ENGINES.items():
+        for head in EVERYWHERE:
+            if (engine, HEAD_CONFIGS[head].name) in FORMATS:
+                cells = [cell(engine, head, family) for family in FAMILIES]
+                lines.append(f"| {engine_name} | `{head}` | " + " | ".join(cells) + " |")
+    table = "\n".join(lines) + "\n" + LEGEND
+    found = BETWEEN.search(README.read_text())
+    assert found is not None
+    if os.environ.get("WRITE_SERVED_TABLE"):
+        README.write_text(BETWEEN.sub(lambda _: table, README.read_text()))
+    else:
+        assert found[0] == table, "run `make served-table`"

