@@ -32,9 +32,22 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class StoreDtype(StrEnum):
+    bfloat16 = "bfloat16"
+    fp8 = "fp8"
+    """e4m3, with an fp32 scale per token and layer: half the disk."""
+
+
+class Backend(StrEnum):
+    transformers = "transformers"
+    vllm = "vllm"
+
+
 class PromptSource(StrEnum):
     text_files = "text_files"
     conversations = "conversations"
+    responses = "responses"
+    """The conversations of `prompts.paths` as data_prep.responses has answered them anew in this run_dir."""
 
 
 class ConversationSchema(StrEnum):
@@ -100,15 +113,73 @@ class PromptsConfig:
 
 
 @dataclass
+class ResponsesConfig:
+    """Optional, before stage 1: the assistant's turns of `prompts.paths`, generated anew by the target."""
+
+    url: str | None = None
+    """Base URL of a running OpenAI-compatible server (vLLM, SGLang) that serves the target: `http://localhost:8000/v1`; the target is
+    run here with transformers unless given."""
+    model: str | None = None
+    """Name under which the server serves the target; its only model unless given."""
+    concurrency: int = 64
+    """Conversations in flight at the server at once."""
+    batch_size: int = 8
+    """Conversations generated together, with transformers."""
+    dtype: Dtype = Dtype.bfloat16
+    """Of the target, with transformers."""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    max_new_tokens: int = 2048
+    """Of one answer; one that is cut there ends its conversation."""
+    max_retries: int = 3
+    """Of a request that fails."""
+    timeout_s: float = 600.0
+    """Of a request."""
+    api_key_variable: str = "OPENAI_API_KEY"
+    """The environment variable with the server's key; unset, none is sent."""
+
+
+@dataclass
 class HiddenStatesConfig:
     """Stage 2: hidden states of the frozen target over the training prompts."""
 
+    backend: Backend = Backend.transformers
+    """What runs the target: transformers here, or vLLM in a process of its own with the Python of `serving.python`."""
     dtype: Dtype = Dtype.bfloat16
-    """Of the target's weights and arithmetic; the store holds bf16."""
+    """Of the target's weights and arithmetic."""
+    store_dtype: StoreDtype = StoreDtype.bfloat16
+    """Of the states on disk."""
     batch_tokens: int = 16_384
-    """Tokens of one forward; documents of equal length share it, so that nothing is padded."""
+    """Tokens of one forward, of whole documents packed without padding."""
     shard_tokens: int = 262_144
     """A shard ends with the document that reaches this many tokens."""
+    compile: bool = False
+    """`transformers`: torch.compile the decoder layers."""
+    num_parts: int = 1
+    """Independent groups of processes that share the shards, as tasks of a Slurm array do; the last to end finishes the store."""
+    part: int = 0
+    """Which of them this is."""
+    tensor_parallel_size: int = 1
+    """`vllm`: GPUs of one engine; each rank starts an engine of its own."""
+    kv_cache_memory_bytes: int | None = None
+    """`vllm`: as the engine's own setting; its choice unless given."""
+    scratch_dir: str | None = None
+    """`vllm`: where the engine leaves states until a shard takes them, at most two shards per rank (`/dev/shm` saves disk traffic);
+    inside the store unless given."""
+
+
+@dataclass
+class PlannerConfig:
+    """What `plan=true` counts with."""
+
+    num_gpus: int = 8
+    gpu_memory_gb: float = 80.0
+    hidden_states_tokens_per_s: float = 0.0
+    """Of all GPUs together; 0 estimates it from the target's FLOPs and the device's peak."""
+    train_tokens_per_s: float = 0.0
+    """Likewise, of the head's training."""
 
 
 @dataclass
@@ -189,7 +260,7 @@ class ServingConfig:
 
     engine: ServingEngine = ServingEngine.vllm
     python: str | None = None
-    """The Python that the engine is installed for; that of `.venv-vllm` in the checkout unless given."""
+    """The Python that vLLM is installed for, for `hidden_states.backend=vllm` too; that of `.venv-vllm` in the checkout unless given."""
     url: str | None = None
     """Of a running server, asked in place of an engine of its own: `http://localhost:8000`."""
     head_dir: str | None = None
@@ -204,9 +275,12 @@ class PipelineConfig:
 
     run_dir: str = MISSING
     seed: int = 0
+    plan: bool = False
+    """data_prep.hidden_states prints what the run will need, and does nothing."""
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = MISSING
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    responses: ResponsesConfig = field(default_factory=ResponsesConfig)
     hidden_states: HiddenStatesConfig = field(default_factory=HiddenStatesConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
@@ -214,6 +288,7 @@ class PipelineConfig:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
 
     def stage_dir(self, stage: str) -> Path:
         return Path(self.run_dir) / stage
@@ -245,6 +320,16 @@ def _check(config: PipelineConfig) -> None:
         "prompts.max_train_tokens": (config.prompts.max_train_tokens, 0),
         "hidden_states.batch_tokens": (config.hidden_states.batch_tokens, 1),
         "hidden_states.shard_tokens": (config.hidden_states.shard_tokens, 1),
+        "hidden_states.num_parts": (config.hidden_states.num_parts, 1),
+        "hidden_states.part": (config.hidden_states.part, 0),
+        "hidden_states.tensor_parallel_size": (config.hidden_states.tensor_parallel_size, 1),
+        "responses.concurrency": (config.responses.concurrency, 1),
+        "responses.batch_size": (config.responses.batch_size, 1),
+        "responses.temperature": (config.responses.temperature, 0.0),
+        "responses.top_k": (config.responses.top_k, 0),
+        "responses.max_new_tokens": (config.responses.max_new_tokens, 1),
+        "responses.max_retries": (config.responses.max_retries, 0),
+        "planner.num_gpus": (config.planner.num_gpus, 1),
         "head.ttt_steps": (config.head.ttt_steps, 1),
         "train.epochs": (config.train.epochs, 1),
         "train.max_steps": (config.train.max_steps, 0),
@@ -275,6 +360,13 @@ def _check(config: PipelineConfig) -> None:
             raise ValueError(
                 f"{name}: must be a number of at least {least}, but is {value}; correct it in the recipe or on the command line"
             )
+    if config.hidden_states.part >= config.hidden_states.num_parts:
+        raise ValueError(
+            f"hidden_states.part: must be below hidden_states.num_parts={config.hidden_states.num_parts}, but is "
+            f"{config.hidden_states.part}; parts are counted from 0"
+        )
+    if not 0.0 < config.responses.top_p <= 1.0:
+        raise ValueError(f"responses.top_p: must lie above 0 and at most at 1, but is {config.responses.top_p}; 1 keeps all tokens")
     if not 0.0 < config.prompts.validation_fraction < 1.0:
         raise ValueError(
             f"prompts.validation_fraction: must lie between 0 and 1, but is {config.prompts.validation_fraction}; "
