@@ -1,37 +1,17 @@
-"""Conversations -> token ids and a mask of the tokens that the assistant generates, by the target's own chat template.
+"""Rendered conversations -> token ids and a mask of the tokens that the assistant generates."""
 
-A template with a `{% generation %}` block says itself what the assistant generates. With any other, the text rendered up to an
-answer, with the prompt for it, is compared with the text rendered up to and including it: the difference is the answer.
-"""
-
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from data_prep.conversations import ConversationRefused, Message
+from data_prep.renderings import Rendering, render_conversation
 from mtptrain.prompt_files import require_chat_template
 
-Span = tuple[int, int]
-
 _PROBE: list[Message] = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "Four."}]
-
-
-@dataclass(frozen=True)
-class Rendering:
-    """A conversation as text."""
-
-    text: str
-    spans: list[Span]
-    """Characters [start, end) that the assistant generates, one span per answer."""
-    rewritten_answers: int = 0
-    """Answers that the template shows otherwise once the conversation goes on (reasoning removed, say): outside all spans."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +20,12 @@ class Encoding:
 
     input_ids: NDArray[np.int32]  # [S]
     loss_mask: NDArray[np.uint8]  # [S], 1 where the assistant generates the token
-    rewritten_answers: int = 0
+    turn: int = 0
+    """0 for a whole file and for the first document of a conversation, else as in `Rendering`."""
+    answers: int = 0
+    """Supervised ones, of a conversation."""
+    answers_left_out: int = 0
+    """As in `Rendering`."""
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -56,7 +41,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             "; convert it"
         )
     try:
-        [encoding] = encode_renderings(tokenizer, [render_conversation(tokenizer, _PROBE)])
+        [encoding] = encode_renderings(tokenizer, render_conversation(tokenizer, _PROBE))
     except ConversationRefused as refusal:
         raise empty_mask_error(tokenizer, str(refusal)) from refusal
     if not encoding.loss_mask.any():
@@ -71,60 +56,8 @@ def empty_mask_error(tokenizer: PreTrainedTokenizerBase, reason: str) -> ValueEr
     )
 
 
-def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Rendering:
-    """Render a conversation and find its answers.
-
-    Raises:
-        ConversationRefused: the template does not accept the messages, or no answer can be told from what surrounds it.
-    """
-    if all(message["role"] != "assistant" for message in messages):
-        raise ConversationRefused("no answer of the assistant")
-    try:
-        if _has_generation_block(require_chat_template(tokenizer)):
-            return _rendering_by_blocks(tokenizer, messages)
-        return _rendering_by_prefixes(tokenizer, messages)
-    except TemplateError as error:
-        raise ConversationRefused(f"the chat template answers: {error}") from error
-
-
-def _has_generation_block(template: str) -> bool:
-    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-
-
-def _rendering_by_blocks(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Rendering:
-    text, spans = _render(tokenizer, messages, return_assistant_tokens_mask=True)
-    return Rendering(text, spans)
-
-
-def _rendering_by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Rendering:
-    text, _ = _render(tokenizer, messages)
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    spans = [span for i in answers if (span := _answer_span(tokenizer, text, messages, i)) is not None]
-    if not spans:
-        raise ConversationRefused("the chat template renders no answer as the continuation of its prompt")
-    return Rendering(text, spans, rewritten_answers=len(answers) - len(spans))
-
-
-def _answer_span(tokenizer: PreTrainedTokenizerBase, text: str, messages: Sequence[Message], index: int) -> Span | None:
-    """Where answer `index` stands in `text`, None if the template renders it otherwise there than when it is generated."""
-    prompt, _ = _render(tokenizer, messages[:index], add_generation_prompt=True)
-    with_answer, _ = _render(tokenizer, messages[: index + 1])
-    in_place = text.startswith(prompt) and text.startswith(with_answer) and len(prompt) < len(with_answer)
-    return (len(prompt), len(with_answer)) if in_place else None
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: bool) -> tuple[str, list[Span]]:
-    """Text and, if asked for, the characters of its generation blocks."""
-    # Not apply_chat_template: it refuses the empty list in front of an answer without a question, and its mask loses the last
-    # bytes of a span that ends inside a character of several tokens.
-    variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
-    rendered: Any = render_jinja_template(conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables)
-    texts, spans = rendered
-    return texts[0], spans[0] if spans else []
-
-
 def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[Rendering]) -> list[Encoding]:
-    """Token ids and masks of many conversations; the template has written all special tokens."""
+    """Token ids and masks of many texts; the template has written all special tokens."""
     if not renderings:
         return []
     texts = [rendering.text for rendering in renderings]
@@ -135,7 +68,7 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
         input_ids = np.asarray(token_ids, np.int32)  # [S]
         is_special = np.isin(input_ids, special_ids)  # [S]
         mask = _loss_mask(rendering, np.asarray(offsets, np.int64).reshape(-1, 2), is_special)
-        encodings.append(Encoding(input_ids, mask, rendering.rewritten_answers))
+        encodings.append(Encoding(input_ids, mask, rendering.turn, rendering.answers, rendering.answers_left_out))
     return encodings
 
 

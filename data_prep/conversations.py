@@ -29,6 +29,8 @@ ROLES = {
         "assistant": "assistant",
     },
 }
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Where an assistant's message may hold its reasoning beside its content."""
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
@@ -104,7 +106,7 @@ def conversation_name(row: Row, messages: Sequence[Message]) -> str:
 
 
 def parse_row(row: Row, schema: ConversationSchema = ConversationSchema.auto) -> list[Message]:
-    """The messages of a row, as `role` and `content`.
+    """The messages of a row, as `role`, `content` and, where there is reasoning, `reasoning_content`.
 
     Raises:
         ConversationRefused: the row cannot be rendered faithfully.
@@ -141,7 +143,16 @@ def _parse_message(message: Any, schema: ConversationSchema) -> Message:
         raise ConversationRefused(f"unknown role {role!r}")
     if not isinstance(content, str):
         raise ConversationRefused(f"content is no text but {type(content).__name__}")
-    return {"role": ROLES[schema][role], "content": content}
+    reasoning = _reasoning(message) if ROLES[schema][role] == "assistant" else {}
+    return {"role": ROLES[schema][role], "content": content, **reasoning}
+
+
+def _reasoning(message: Row) -> dict[str, str]:
+    """Under the name that chat templates read."""
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
+    if not isinstance(reasoning, str):
+        raise ConversationRefused(f"reasoning is no text but {type(reasoning).__name__}")
+    return {"reasoning_content": reasoning} if reasoning else {}
 
 
 def _check_schema(row: Row, schema: ConversationSchema, place: str) -> None:

@@ -1,34 +1,47 @@
 """Stage 2: the frozen target over the training prompts -> hidden-state shards.
 
-Reads `run_dir/prompts/` and the target; writes `run_dir/hidden_states/` (see mtptrain/hidden_store.py). Documents share a forward
-only where their lengths are equal, so nothing is padded. An interrupted run continues with any number of ranks, and the finished
-store is byte for byte that of an undisturbed run.
+Reads `run_dir/prompts/` and the target; writes `run_dir/hidden_states/` (see mtptrain/hidden_store.py). The states come from a
+backend, transformers in this process or vLLM in one of its own, and are written while the next ones are computed. An interrupted run
+continues with any number of ranks, and the finished store is byte for byte that of an undisturbed run.
 
     torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart
+    python -m data_prep.hidden_states recipe=quickstart plan=true     # what it will need; nothing is run
 """
 
+import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import hydra
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from omegaconf import DictConfig
-from tqdm import tqdm
+from transformers import PreTrainedConfig
 
-from mtptrain.config import RECIPES, PipelineConfig, load_config
+from data_prep.planning.planner import print_plan
+from mtptrain.config import RECIPES, Backend, PipelineConfig, StoreDtype, load_config
 from mtptrain.distributed import Ranks, init_ranks
+from mtptrain.engines.vllm import find_python
+from mtptrain.extraction.fill import Streams, fill_shards, num_tokens
+from mtptrain.extraction.transformers_streams import TransformersStreams
+from mtptrain.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
 from mtptrain.heads import HEADS
 from mtptrain.hidden_store import Manifest, expected_identity
-from mtptrain.hidden_store_writer import begin_store, finish_store, has_shard, shard_ranges, write_shard
+from mtptrain.hidden_store_writer import (
+    DOCUMENT_BYTES,
+    begin_store,
+    bytes_per_token,
+    finish_store,
+    has_shard,
+    is_recorded,
+    shard_ranges,
+)
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_provenance
-from mtptrain.target import Target, load_target, read_target_config, resolve_target
+from mtptrain.target import load_target, read_target_config, resolve_target
 
 # Matrix products on a CPU give other bits with another number of threads (seen with fp32 at 2 and bf16 at 4), and torchrun sets
 # another number than plain python: one thread, and as many ranks as there are cores.
@@ -38,15 +51,19 @@ CPU_THREADS = 1
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    extract_hidden_states(config, init_ranks())
+    if config.plan:
+        print_plan(config)
+    else:
+        extract_hidden_states(config, init_ranks())
 
 
 def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
-    """Fill `run_dir/hidden_states`, or what is missing of it; every rank calls this.
+    """Fill `run_dir/hidden_states`, or what is missing of this part of it; every rank calls this.
 
     Raises:
-        FileNotFoundError: stage 1 has not been run.
+        FileNotFoundError: stage 1 has not been run, or there is no vLLM where it is asked for.
         ValueError: the prompts do not fit the target, the folder holds other states, or the disk is too small.
+        OSError: the disk became full; what is finished is kept.
     """
     if ranks.device.type == "cpu":
         torch.set_num_threads(CPU_THREADS)
@@ -58,29 +75,84 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     target_config = read_target_config(target_dir)
     capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     check_prompts(documents, prompts_file, target_config.vocab_size, target_config.max_position_embeddings)
+    if settings.backend is Backend.vllm:
+        check_vllm_can_extract(target_config)
+        find_python(config.serving.python)
     identity = expected_identity(config, target_dir, capture_layers, prompts_file)
     shards = shard_ranges(documents.lengths, settings.shard_tokens)
+    own = range(settings.part, len(shards), settings.num_parts)
 
-    finished = begin_store(store_dir, identity, settings.shard_tokens) if ranks.is_first else None
+    if ranks.local_rank == 0:
+        remove_scratch(config)
+    finished = begin_store(store_dir, identity, settings.shard_tokens, own) if ranks.is_first else None
     if any(ranks.gather(finished is not None)):
         if finished:
             print(
                 f"{store_dir} is finished already: {finished.num_documents:,} documents, {finished.num_tokens:,} tokens", flush=True
             )
         return
-    missing = missing_shards(store_dir, len(shards), ranks)
+    missing = missing_shards(store_dir, own, ranks)
     if ranks.is_first:
-        announce(store_dir, documents, [shards[i] for i in missing], target_config.hidden_size, len(capture_layers), ranks)
+        unwritten = [i for i in range(len(shards)) if i in missing or (i not in own and not is_recorded(store_dir, i))]
+        announce(store_dir, documents, [shards[i] for i in unwritten], target_config, len(capture_layers), settings.store_dtype)
+        hint_ranks(ranks)
         write_provenance(store_dir, config)
 
     started = time.monotonic()
-    target = load_target(target_dir, getattr(torch, settings.dtype.value), ranks.device)
     mine = {index: shards[index] for index in missing[ranks.rank :: ranks.world_size]}
-    fill_shards(target, documents, mine, capture_layers, settings.batch_tokens, store_dir, ranks)
+    if mine:
+        with open_backend(config, target_dir, target_config, capture_layers, int(documents.lengths.max()), ranks) as streams:
+            shape = (target_config.hidden_size, len(capture_layers))
+            fill_shards(
+                streams,
+                documents,
+                mine,
+                store_dir,
+                *shape,
+                settings.store_dtype,
+                f"rank {ranks.rank} of {ranks.world_size}",
+                ranks.is_first,
+            )
     ranks.barrier()
     if ranks.is_first:
         manifest = finish_store(store_dir, identity, settings.shard_tokens, target_config.hidden_size, len(shards))
-        report(store_dir, manifest, num_tokens(documents, [shards[i] for i in missing]), time.monotonic() - started)
+        computed_tokens = num_tokens(documents, [shards[i] for i in missing])
+        report(store_dir, manifest, config, len(shards), computed_tokens, time.monotonic() - started)
+
+
+def open_backend(
+    config: PipelineConfig,
+    target_dir: Path,
+    target_config: PreTrainedConfig,
+    capture_layers: tuple[int, ...],
+    longest: int,
+    ranks: Ranks,
+) -> AbstractContextManager[Streams]:
+    """The target as `hidden_states.backend` runs it; gives the captured layers and then the last one before the final norm."""
+    settings, layers = config.hidden_states, (*capture_layers, int(target_config.num_hidden_layers))
+    if settings.backend is Backend.vllm:
+        scratch_dir = scratch_root(config) / f"{scratch_prefix(config)}{ranks.rank}.tmp"
+        return VllmStreams(
+            target_dir, layers, settings, longest, scratch_dir, device_index=ranks.local_rank, python=config.serving.python
+        )
+    target = load_target(target_dir, getattr(torch, settings.dtype.value), ranks.device)
+    return TransformersStreams(target, layers, settings.batch_tokens, settings.compile)
+
+
+def scratch_root(config: PipelineConfig) -> Path:
+    return Path(config.hidden_states.scratch_dir or config.stage_dir("hidden_states"))
+
+
+def scratch_prefix(config: PipelineConfig) -> str:
+    """Of this part's scratch folders, one per rank; other runs may share the place."""
+    store = hashlib.sha256(str(config.stage_dir("hidden_states").resolve()).encode()).hexdigest()[:12]
+    return f"mtptrain_{store}_{config.hidden_states.part}_"
+
+
+def remove_scratch(config: PipelineConfig) -> None:
+    """What a killed run left."""
+    for path in scratch_root(config).glob(f"{scratch_prefix(config)}*.tmp"):
+        shutil.rmtree(path)
 
 
 def check_prompts(documents: Documents, path: Path, vocab_size: int, max_position_embeddings: int) -> None:
@@ -107,141 +179,72 @@ def check_prompts(documents: Documents, path: Path, vocab_size: int, max_positio
         )
 
 
-def missing_shards(store_dir: Path, num_shards: int, ranks: Ranks) -> list[int]:
-    """Shards still to be computed: the ranks share the reading of those that an interrupted run left."""
-    complete = [index for index in range(ranks.rank, num_shards, ranks.world_size) if has_shard(store_dir, index)]
+def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:
+    """This part's shards still to be computed: the ranks share the reading of those that an interrupted run left."""
+    complete = [index for index in list(own)[ranks.rank :: ranks.world_size] if has_shard(store_dir, index)]
     everyone = {index for indices in ranks.gather(complete) for index in indices}
-    return [index for index in range(num_shards) if index not in everyone]
-
-
-def num_tokens(documents: Documents, shards: list[range]) -> int:
-    return sum(int(documents.document_offsets[shard.stop] - documents.document_offsets[shard.start]) for shard in shards)
+    return [index for index in own if index not in everyone]
 
 
 def announce(
-    store_dir: Path, documents: Documents, missing: list[range], hidden_size: int, num_captured: int, ranks: Ranks
+    store_dir: Path,
+    documents: Documents,
+    unwritten: list[range],
+    target_config: PreTrainedConfig,
+    num_captured: int,
+    dtype: StoreDtype,
 ) -> None:
     """Say what will be written, and refuse where the disk cannot hold it.
 
     Raises:
         ValueError: free space is smaller than what is still to be written.
     """
-    bytes_per_token = 2 * hidden_size * (1 + num_captured) + 4 + 1  # bf16 states, i32 token, u8 mask
-    missing_bytes = num_tokens(documents, missing) * bytes_per_token + sum(map(len, missing)) * 16
+    token_bytes = bytes_per_token(target_config.hidden_size, num_captured, dtype)
+    missing_bytes = num_tokens(documents, unwritten) * token_bytes + sum(map(len, unwritten)) * DOCUMENT_BYTES
     free_bytes = shutil.disk_usage(store_dir).free
     total_tokens = int(documents.document_offsets[-1])
     print(
-        f"hidden states of {len(documents):,} documents: {total_tokens:,} tokens x {bytes_per_token:,} bytes = "
-        f"{total_tokens * bytes_per_token / 1e9:.3f} GB; to write: {missing_bytes / 1e9:.3f} GB, free: {free_bytes / 1e9:.3f} GB",
+        f"hidden states of {len(documents):,} documents: {total_tokens:,} tokens x {token_bytes:,} bytes = "
+        f"{total_tokens * token_bytes / 1e9:.3f} GB; to write: {missing_bytes / 1e9:.3f} GB, free: {free_bytes / 1e9:.3f} GB",
         flush=True,
     )
     if missing_bytes > free_bytes:
         raise ValueError(
             f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states, but {free_bytes / 1e9:.3f} GB are; "
-            "free space, set run_dir to a larger disk, or lower prompts.max_train_tokens and run data_prep.prompts again"
+            "free space, set run_dir to a larger disk, set hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run "
+            "data_prep.prompts again"
         )
+
+
+def hint_ranks(ranks: Ranks) -> None:
     num_cores = os.cpu_count() or 1
     if ranks.device.type == "cpu" and ranks.world_size < num_cores:
         print(f"one thread per rank on a CPU: torchrun --nproc-per-node {num_cores} uses all cores", flush=True)
 
 
-def fill_shards(
-    target: Target,
-    documents: Documents,
-    shards: dict[int, range],
-    capture_layers: tuple[int, ...],
-    batch_tokens: int,
-    store_dir: Path,
-    ranks: Ranks,
+def report(
+    store_dir: Path, manifest: Manifest | None, config: PipelineConfig, num_shards: int, computed_tokens: int, seconds: float
 ) -> None:
-    """Compute and write this rank's shards; one is written while the next is computed."""
-    total = num_tokens(documents, list(shards.values()))
-    description = f"hidden states, rank {ranks.rank} of {ranks.world_size}"
-    with (
-        ThreadPoolExecutor(max_workers=1) as writer,
-        tqdm(total=total, unit="tok", unit_scale=True, desc=description, disable=not ranks.is_first) as bar,
-    ):
-        written: Future[None] | None = None
-        for index, shard in shards.items():
-            tensors = compute_shard(target, documents, shard, capture_layers, batch_tokens, bar)
-            if written:
-                written.result()  # no more than two shards in memory
-            written = writer.submit(write_shard, store_dir, index, tensors)
-        if written:
-            written.result()
-
-
-def compute_shard(
-    target: Target, documents: Documents, shard: range, capture_layers: tuple[int, ...], batch_tokens: int, bar: tqdm
-) -> dict[str, torch.Tensor]:
-    """All tensors of a shard, by the names of the format; batches never reach over its edge, so its bits are its own."""
-    tensors = empty_shard(documents, shard, target.config.hidden_size, len(capture_layers))
-    starts = tensors["document_offsets"].tolist()
-    for batch in equal_length_batches(np.diff(starts), batch_tokens):
-        input_ids = torch.from_numpy(np.stack([documents.tokens(shard.start + i) for i in batch])).long()  # [B, S]
-        *aux, last = residual_streams(target, input_ids, (*capture_layers, target.config.num_hidden_layers))
-        for row, i in enumerate(batch):
-            tensors["hidden_states"][starts[i] : starts[i + 1]] = last[row]
-            for layer, stream in enumerate(aux):
-                tensors["aux_hidden_states"][starts[i] : starts[i + 1], layer] = stream[row]
-        bar.update(input_ids.numel())
-    return tensors
-
-
-def empty_shard(documents: Documents, shard: range, hidden_size: int, num_captured: int) -> dict[str, torch.Tensor]:
-    """A shard with its documents in place and room for the states."""
-    offsets = documents.document_offsets[shard.start : shard.stop + 1]
-    tokens = slice(int(offsets[0]), int(offsets[-1]))
-    size = tokens.stop - tokens.start
-    tensors = {
-        "input_ids": torch.tensor(documents.input_ids[tokens]),
-        "loss_mask": torch.tensor(documents.loss_mask[tokens]),
-        "document_offsets": torch.tensor(offsets - offsets[0]),
-        "document_ids": torch.tensor(documents.document_ids[shard.start : shard.stop]),
-        "hidden_states": torch.empty(size, hidden_size, dtype=torch.bfloat16),
-    }
-    if num_captured:
-        tensors["aux_hidden_states"] = torch.empty(size, num_captured, hidden_size, dtype=torch.bfloat16)
-    return tensors
-
-
-def equal_length_batches(lengths: NDArray[np.int64], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of documents of one length, at most `batch_tokens` tokens together, at least one document; the longest first."""
-    order = np.argsort(-lengths, kind="stable")
-    for group in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
-        size = max(1, batch_tokens // int(lengths[group[0]]))
-        for start in range(0, len(group), size):
-            yield group[start : start + size].tolist()
-
-
-@torch.inference_mode()
-def residual_streams(target: Target, input_ids: torch.Tensor, after_layers: tuple[int, ...]) -> list[torch.Tensor]:
-    """Residual streams of the target after the given numbers of decoder layers.
-
-    Args:
-        target: the frozen target.
-        input_ids: [B, S], without padding.
-        after_layers: k for the stream after k layers; 0 gives the embeddings, the number of layers the state before the final norm.
-
-    Returns:
-        For each k, [B, S, H] on the CPU, in the target's dtype.
-    """
-    with target.capturing(after_layers) as streams:
-        target.model.model(input_ids=input_ids.to(target.device), use_cache=False)
-    return [streams[k].cpu() for k in after_layers]
-
-
-def report(store_dir: Path, manifest: Manifest, computed_tokens: int, seconds: float) -> None:
-    """A short table of the finished store."""
-    num_bytes = sum(record.num_bytes for record in manifest.shards)
-    rows = {
-        "documents": f"{manifest.num_documents:,}",
-        "tokens": f"{manifest.num_tokens:,}",
-        "supervised tokens": f"{manifest.num_supervised_tokens:,}",
-        "shards": f"{len(manifest.shards):,}",
-        "size": f"{num_bytes / 1e9:.3f} GB",
-        "computed now": f"{computed_tokens:,} tokens in {seconds:.1f} s, {computed_tokens / seconds:,.0f} tokens/s",
-    }
+    """A short table of the store, finished or not."""
+    settings = config.hidden_states
+    speed = f"{computed_tokens:,} tokens in {seconds:.1f} s, {computed_tokens / seconds:,.0f} tokens/s"
+    if manifest is None:
+        left = sum(not is_recorded(store_dir, index) for index in range(num_shards))
+        rows = {
+            "this part": f"{settings.part} of {settings.num_parts}, finished",
+            "shards": f"{num_shards:,}, of which {left:,} are missing still; the part that ends last finishes the store",
+            "computed now": speed,
+        }
+    else:
+        num_bytes = sum(record.num_bytes for record in manifest.shards)
+        rows = {
+            "documents": f"{manifest.num_documents:,}",
+            "tokens": f"{manifest.num_tokens:,}",
+            "supervised tokens": f"{manifest.num_supervised_tokens:,}",
+            "shards": f"{len(manifest.shards):,}",
+            "size": f"{num_bytes / 1e9:.3f} GB, {manifest.identity.dtype}",
+            "computed now": speed,
+        }
     print(f"{store_dir}", *(f"  {name:<18} {value}" for name, value in rows.items()), sep="\n", flush=True)
 
 

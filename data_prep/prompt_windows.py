@@ -21,6 +21,7 @@ class Window:
     name: str
     split: Split
     number: int
+    turn: int
     encoding: Encoding
 
 
@@ -34,6 +35,7 @@ class Collector:
         self.windows_cut = 0
         self.windows_unsupervised = 0
         self.answers_rewritten = 0
+        self.answers_left_out = 0
         self.beyond_max_train_tokens = 0
         self.tokens_read = 0
         self.is_full = False
@@ -42,27 +44,34 @@ class Collector:
         self._vocab_size = vocab_size
         self._train_tokens = 0
 
-    def add(self, name: str, place: str, encoding: Encoding) -> None:
-        """Take the windows of a document that fit.
+    def add(self, name: str, place: str, encodings: Sequence[Encoding]) -> None:
+        """Take the windows that fit of the documents that a file or conversation becomes.
 
         Raises:
             ValueError: a token id is beyond the model's vocabulary.
         """
-        check_vocabulary(encoding, self._vocab_size, place)
+        for encoding in encodings:
+            check_vocabulary(encoding, self._vocab_size, place)
         split = Split.validation if is_held_out(name, self._prompts.validation_fraction) else Split.train
         if split is Split.train and self.is_full:
             self.beyond_max_train_tokens += 1
             return
-        parts = cut(encoding, self._prompts.max_document_tokens)
-        windows = [Window(name, split, i, part) for i, part in enumerate(parts) if part.loss_mask.any()]
-        self.tokens_read += len(encoding.input_ids)
-        self.documents_cut += len(parts) > 1
-        self.windows_cut += len(parts) if len(parts) > 1 else 0
-        self.windows_unsupervised += len(parts) - len(windows)
-        self.answers_rewritten += encoding.rewritten_answers
+        windows = [window for encoding in encodings for window in self._windows(name, split, encoding)]
+        self.documents_cut += any(len(encoding.input_ids) > self._prompts.max_document_tokens for encoding in encodings)
         kept = [window for window in windows if split is Split.validation or self._fits(window)]
         self.beyond_max_train_tokens += len(kept) < len(windows)
         self.windows += kept
+
+    def _windows(self, name: str, split: Split, encoding: Encoding) -> list[Window]:
+        """Those with a token that counts."""
+        parts = cut(encoding, self._prompts.max_document_tokens)
+        windows = [Window(name, split, i, encoding.turn, part) for i, part in enumerate(parts) if part.loss_mask.any()]
+        self.tokens_read += len(encoding.input_ids)
+        self.windows_cut += len(parts) if len(parts) > 1 else 0
+        self.windows_unsupervised += len(parts) - len(windows)
+        self.answers_rewritten += encoding.answers if encoding.turn else 0
+        self.answers_left_out += encoding.answers_left_out
+        return windows
 
     def _fits(self, window: Window) -> bool:
         tokens, limit = len(window.encoding.input_ids), self._prompts.max_train_tokens
@@ -77,7 +86,13 @@ class Collector:
 
     def entries(self) -> Iterator[DocumentEntry]:
         for i, window in enumerate(self.windows):
-            yield DocumentEntry(i, window.name, window.split, len(window.encoding.input_ids), window.number)
+            yield DocumentEntry(i, window.name, window.split, len(window.encoding.input_ids), window.number, window.turn)
+
+    def rewritten_documents(self) -> Documents:
+        """Those that stand beside the first one of their conversation, for answers that it shows otherwise."""
+        return Documents.from_list(
+            [(i, window.encoding.input_ids, window.encoding.loss_mask) for i, window in enumerate(self.windows) if window.turn]
+        )
 
 
 def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
@@ -101,11 +116,11 @@ def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> 
 
 
 def _add_batch(collector: Collector, source: Source, batch: Sequence[int]) -> None:
-    for index, encoding in zip(batch, source.encode(batch), strict=True):
-        if isinstance(encoding, str):
-            collector.refused[source.place(index)] = encoding
+    for index, encodings in zip(batch, source.encode(batch), strict=True):
+        if isinstance(encodings, str):
+            collector.refused[source.place(index)] = encodings
         else:
-            collector.add(source.names[index], source.place(index), encoding)
+            collector.add(source.names[index], source.place(index), encodings)
 
 
 def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:

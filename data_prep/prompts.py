@@ -11,13 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import hydra
+import numpy as np
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.assistant_masks import empty_mask_error
 from data_prep.prompt_sources import Source, read_source
 from data_prep.prompt_windows import Collector, collect_windows
-from data_prep.prompts_report import PromptsReport, SplitReport, group_refusals, print_report
+from data_prep.prompts_report import PromptsReport, RewrittenReport, SplitReport, group_refusals, print_report
 from mtptrain.config import RECIPES, PipelineConfig, PromptsConfig, PromptSource, load_config
 from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
@@ -44,7 +45,7 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
     target_dir = resolve_target(config.target.path, config.target.revision)
     vocab_size = int(read_target_config(target_dir).vocab_size)
     tokenizer = load_tokenizer(target_dir)
-    source = read_source(config.prompts, tokenizer)
+    source = read_source(config.prompts, tokenizer, config.stage_dir("responses"))
     check_names(source, config.prompts)
 
     collector = collect_windows(source, config.prompts, vocab_size)
@@ -112,13 +113,18 @@ def start_output(stage_dir: Path) -> Path:
 
 
 def make_report(source: PromptSource, splits: Mapping[Split, Documents], collector: Collector) -> PromptsReport:
+    again = collector.rewritten_documents()
+    num_tokens = len(again.input_ids)
     return PromptsReport(
         source=source,
         splits={split: SplitReport.of(documents) for split, documents in splits.items()},
         documents_cut=collector.documents_cut,
         windows_cut=collector.windows_cut,
         windows_unsupervised=collector.windows_unsupervised,
-        answers_rewritten=collector.answers_rewritten,
+        rewritten=RewrittenReport(
+            collector.answers_rewritten, len(again), num_tokens, num_tokens - int(again.loss_mask.sum(dtype=np.int64))
+        ),
+        answers_left_out=collector.answers_left_out,
         beyond_max_train_tokens=collector.beyond_max_train_tokens,
         refused=group_refusals(collector.refused),
     )

@@ -34,6 +34,20 @@ class SplitReport:
 
 
 @dataclass(frozen=True)
+class RewrittenReport:
+    """What it costs that the chat template shows answers otherwise once the conversation goes on, as Qwen3's strips reasoning."""
+
+    answers: int
+    """With their history in documents of their own, beside the first one of their conversation; before prompts.max_train_tokens."""
+    documents: int
+    """Windows written for them."""
+    tokens: int
+    """Of these windows."""
+    history_tokens: int
+    """Of these, those that do not count in the loss: history stored again."""
+
+
+@dataclass(frozen=True)
 class Refusals:
     """Files or rows left out for one reason."""
 
@@ -52,8 +66,9 @@ class PromptsReport:
     """What they became."""
     windows_unsupervised: int
     """Windows left out because no token of them counts in the loss."""
-    answers_rewritten: int
-    """Answers left out of the loss: the chat template shows them otherwise than they were generated."""
+    rewritten: RewrittenReport
+    answers_left_out: int
+    """Answers left out of the loss: the chat template never shows them behind the prompt for them."""
     beyond_max_train_tokens: int
     """Files or conversations left out, wholly or in part, by prompts.max_train_tokens."""
     refused: list[Refusals]
@@ -78,7 +93,7 @@ def print_report(report: PromptsReport) -> None:
     console = Console(markup=False, highlight=False)
     console.print(_split_table(report))
     console.print(_length_table(report))
-    for line in _left_out(report):
+    for line in [*_stored_again(report), *_left_out(report)]:
         console.print(line, soft_wrap=True)
 
 
@@ -105,12 +120,23 @@ def _length_table(report: PromptsReport) -> Table:
     return table
 
 
+def _stored_again(report: PromptsReport) -> list[str]:
+    rewritten, total = report.rewritten, sum(split.tokens for split in report.splits.values())
+    if not rewritten.answers:
+        return []
+    return [
+        f"rewritten in later turns by the chat template: {rewritten.answers:,} answers, in {rewritten.documents:,} documents of their "
+        f"own with {rewritten.tokens:,} tokens ({rewritten.tokens / max(total, 1):.1%} of all); history stored again: "
+        f"{rewritten.history_tokens:,} tokens ({rewritten.history_tokens / max(total, 1):.1%})"
+    ]
+
+
 def _left_out(report: PromptsReport) -> list[str]:
     lines = [f"cut: {report.documents_cut:,} {report.source} into {report.windows_cut:,} windows"]
     if report.windows_unsupervised:
         lines.append(f"left out: {report.windows_unsupervised:,} windows without a token that counts in the loss")
-    if report.answers_rewritten:
-        lines.append(f"left out of the loss: {report.answers_rewritten:,} answers that the chat template rewrites in later turns")
+    if report.answers_left_out:
+        lines.append(f"left out of the loss: {report.answers_left_out:,} answers that the chat template shows behind no prompt")
     if report.beyond_max_train_tokens:
         lines.append(f"left out: {report.beyond_max_train_tokens:,} {report.source} beyond prompts.max_train_tokens")
     for refusals in report.refused:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PipelineConfig
-from mtptrain.prompt_files import Documents, Split, name_hash, render_prompt
+from mtptrain.prompt_files import DocumentEntry, Documents, Split, name_hash, render_prompt
 from mtptrain.run_dir import require
 from mtptrain.speculate import Drafter, Generation, Sampler, check_prompts, speculate
 from mtptrain.target import Target, load_tokenizer, read_target_config
@@ -127,10 +127,28 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
         prompts = read_prompts_file(Path(settings.prompts_file), load_tokenizer(target_dir), target_config.vocab_size)
         check_prompts(list(prompts.values()), settings.max_new_tokens, context_tokens)
         return prompts
-    path = require(config.stage_dir("prompts") / f"{Split.validation}.safetensors", "data_prep.prompts")
-    return held_out_prompts(
-        Documents.load(path), settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens
-    )
+    documents = held_out_documents(config.stage_dir("prompts"))
+    return held_out_prompts(documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens)
+
+
+def held_out_documents(prompts_dir: Path) -> Documents:
+    """The held-out documents to cut prompts from: every window of texts, but of a conversation the one document with its first
+    answer, so that none weighs more than another and none begins in the middle of a turn.
+
+    Raises:
+        FileNotFoundError: stage 1 has not run.
+    """
+    documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
+    if documents.loss_mask.all():
+        return documents
+    entries, first = DocumentEntry.read_all(prompts_dir), dict[str, int]()
+    prompt_tokens = [int(documents.mask(index).argmax()) for index in range(len(documents))]
+    for index, document_id in enumerate(documents.document_ids):
+        entry = entries[document_id]
+        if entry.window == 0 and prompt_tokens[index] <= prompt_tokens[first.setdefault(entry.name, index)]:
+            first[entry.name] = index
+    chosen = sorted(first.values())
+    return Documents.from_list([(int(documents.document_ids[i]), documents.tokens(i), documents.mask(i)) for i in chosen])
 
 
 def held_out_prompts(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mtptrain.fp8 import decode
 from mtptrain.heads.attention import Packing
 from mtptrain.hidden_store import HiddenStore, StoredDocument
 
@@ -20,9 +21,9 @@ class Batch:
     """Whole documents packed without padding, and what each depth of each row reads and predicts."""
 
     hidden_states: torch.Tensor
-    """Last layer before the final norm [N, H]."""
+    """Last layer before the final norm [N, H], as stored until `to` decodes it."""
     aux_hidden_states: torch.Tensor | None
-    """Captured residual streams [N, L, H], for heads that read them."""
+    """Captured residual streams [N, L, H], for heads that read them; likewise."""
     next_ids: torch.Tensor
     """i64[T, N]: depth k of row t reads token t + 1 + k; 0 behind the end of a document, where nothing counts."""
     is_draft: torch.Tensor
@@ -33,18 +34,29 @@ class Batch:
     """f32[T]: drafts that count, by depth."""
     packing: Packing
     document_ids: tuple[int, ...]
+    hidden_states_scales: torch.Tensor | None = None
+    """f32[N], where the states are e4m3."""
+    aux_hidden_states_scales: torch.Tensor | None = None
+    """f32[N, L], likewise."""
 
     @property
     def num_tokens(self) -> int:
         return self.hidden_states.shape[0]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        """On a device, the states in `dtype`: eight bits cross the bus as eight bits."""
+
         def move(x: torch.Tensor) -> torch.Tensor:
             return x.to(device, non_blocking=True)
 
+        def states(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+            return move(x).to(dtype) if scales is None else decode(move(x), move(scales), dtype)
+
         return Batch(
-            hidden_states=move(self.hidden_states).to(dtype),
-            aux_hidden_states=None if self.aux_hidden_states is None else move(self.aux_hidden_states).to(dtype),
+            hidden_states=states(self.hidden_states, self.hidden_states_scales),
+            aux_hidden_states=(
+                None if self.aux_hidden_states is None else states(self.aux_hidden_states, self.aux_hidden_states_scales)
+            ),
             next_ids=move(self.next_ids),
             is_draft=move(self.is_draft),
             supervised_positions=move(self.supervised_positions),
@@ -62,7 +74,11 @@ def make_batch(documents: Sequence[StoredDocument], ttt_steps: int) -> Batch:
     lengths = [len(document.input_ids) for document in documents]
     input_ids = torch.cat([document.input_ids for document in documents]).long()  # [N]
     generated = torch.cat([document.loss_mask for document in documents]).bool()
-    captured = [document.aux_hidden_states for document in documents if document.aux_hidden_states is not None]
+
+    def packed(name: str) -> torch.Tensor | None:
+        parts = [part for document in documents if (part := getattr(document, name)) is not None]
+        return torch.cat(parts) if parts else None
+
     packing = Packing.of(lengths)
     tokens_left = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths)) - packing.positions  # own one included
 
@@ -78,13 +94,15 @@ def make_batch(documents: Sequence[StoredDocument], ttt_steps: int) -> Batch:
         is_teacher |= torch.roll(is_draft[depth], 1 + depth)
     return Batch(
         hidden_states=torch.cat([document.hidden_states for document in documents]),
-        aux_hidden_states=torch.cat(captured) if captured else None,
+        aux_hidden_states=packed("aux_hidden_states"),
         next_ids=next_ids,
         is_draft=is_draft,
         supervised_positions=is_teacher.nonzero()[:, 0],
         num_drafts=is_draft.sum(1, dtype=torch.float32),
         packing=packing,
         document_ids=tuple(document.document_id for document in documents),
+        hidden_states_scales=packed("hidden_states_scales"),
+        aux_hidden_states_scales=packed("aux_hidden_states_scales"),
     )
 
 

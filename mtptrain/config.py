@@ -176,8 +176,16 @@ class PlannerConfig:
 
     num_gpus: int = 8
     gpu_memory_gb: float = 80.0
+    gpu_tflops: float = 0.0
+    """Dense bf16 peak of one GPU; 0 measures that of the device at hand."""
+    hidden_states_peak_share: float = 0.4
+    """Of the peak, assumed of extraction where its tokens/s are not given."""
+    train_peak_share: float = 0.3
+    """Likewise, of the head's training."""
+    disk_gb_per_s: float = 0.0
+    """Of reading or writing the states, bounds both estimates; 0 leaves it out."""
     hidden_states_tokens_per_s: float = 0.0
-    """Of all GPUs together; 0 estimates it from the target's FLOPs and the device's peak."""
+    """Of all GPUs together, as measured; 0 estimates it from the target's FLOPs and the peak."""
     train_tokens_per_s: float = 0.0
     """Likewise, of the head's training."""
 
@@ -270,6 +278,26 @@ class ServingConfig:
 
 
 @dataclass
+class BenchConfig:
+    """What eval/bench_*.py measure, all candidates in turns in one run."""
+
+    target: str | None = None
+    """`8b` for random weights in the dimensions of an 8B Llama; the recipe's target unless given."""
+    documents: int = 64
+    """Of random tokens, lengths log-normal."""
+    median_tokens: int = 250
+    max_tokens: int = 2000
+    repeats: int = 3
+    """Of each candidate; the fastest counts."""
+    read_tokens: int = 32_768
+    """Of the store that is read."""
+    open_tokens: int = 1_000_000
+    """Of the store that is opened."""
+    out: str | None = None
+    """JSON file for the figures."""
+
+
+@dataclass
 class PipelineConfig:
     """One config for all programs, so that stages cannot disagree."""
 
@@ -289,6 +317,7 @@ class PipelineConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
 
     def stage_dir(self, stage: str) -> Path:
         return Path(self.run_dir) / stage
@@ -329,7 +358,19 @@ def _check(config: PipelineConfig) -> None:
         "responses.top_k": (config.responses.top_k, 0),
         "responses.max_new_tokens": (config.responses.max_new_tokens, 1),
         "responses.max_retries": (config.responses.max_retries, 0),
+        "responses.timeout_s": (config.responses.timeout_s, 0.01),
+        "bench.documents": (config.bench.documents, 1),
+        "bench.median_tokens": (config.bench.median_tokens, 1),
+        "bench.max_tokens": (config.bench.max_tokens, 1),
+        "bench.repeats": (config.bench.repeats, 1),
+        "bench.read_tokens": (config.bench.read_tokens, 8192),
+        "bench.open_tokens": (config.bench.open_tokens, 8192),
         "planner.num_gpus": (config.planner.num_gpus, 1),
+        "planner.gpu_memory_gb": (config.planner.gpu_memory_gb, 1),
+        "planner.gpu_tflops": (config.planner.gpu_tflops, 0.0),
+        "planner.disk_gb_per_s": (config.planner.disk_gb_per_s, 0.0),
+        "planner.hidden_states_tokens_per_s": (config.planner.hidden_states_tokens_per_s, 0.0),
+        "planner.train_tokens_per_s": (config.planner.train_tokens_per_s, 0.0),
         "head.ttt_steps": (config.head.ttt_steps, 1),
         "train.epochs": (config.train.epochs, 1),
         "train.max_steps": (config.train.max_steps, 0),
@@ -367,6 +408,12 @@ def _check(config: PipelineConfig) -> None:
         )
     if not 0.0 < config.responses.top_p <= 1.0:
         raise ValueError(f"responses.top_p: must lie above 0 and at most at 1, but is {config.responses.top_p}; 1 keeps all tokens")
+    for name, share in {
+        "planner.hidden_states_peak_share": config.planner.hidden_states_peak_share,
+        "planner.train_peak_share": config.planner.train_peak_share,
+    }.items():
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"{name}: must lie above 0 and at most at 1, but is {share}; 1 is the whole peak")
     if not 0.0 < config.prompts.validation_fraction < 1.0:
         raise ValueError(
             f"prompts.validation_fraction: must lie between 0 and 1, but is {config.prompts.validation_fraction}; "

@@ -18,15 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from mtptrain.acceptance import held_out_prompts
+from mtptrain.acceptance import held_out_documents, held_out_prompts
 from mtptrain.config import RECIPES, ExportEngine, PipelineConfig, load_config
 from mtptrain.drafters import HeadDrafter
 from mtptrain.formats import format_for
 from mtptrain.formats.base import Format, Tensors
 from mtptrain.head_files import build_head
 from mtptrain.heads.base import Head
-from mtptrain.prompt_files import Documents, Split
-from mtptrain.run_dir import require, write_json, write_provenance
+from mtptrain.run_dir import write_json, write_provenance
 from mtptrain.speculate import Draft, Drafter, Sampler, Verified, speculate
 from mtptrain.target import DEMO, Target, load_target, read_target_config, resolve_target
 from mtptrain.tensor_files import save_tensors
@@ -151,7 +150,7 @@ def prove_equal_proposals(config: PipelineConfig, target_dir: Path, head: Head, 
         RuntimeError: the exported head proposes something else.
     """
     target = load_target(target_dir, torch.float32, torch.device("cpu"))
-    documents = Documents.load(require(config.stage_dir("prompts") / f"{Split.validation}.safetensors", "data_prep.prompts"))
+    documents = held_out_documents(config.stage_dir("prompts"))
     context_tokens = target.config.max_position_embeddings
     prompts = held_out_prompts(documents, PROOF_PROMPTS, config.acceptance.prompt_tokens, PROOF_NEW_TOKENS, context_tokens)
     ours, theirs = (propose(target, each, list(prompts.values())) for each in (head, reloaded))

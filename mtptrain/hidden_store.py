@@ -3,8 +3,9 @@
 `run_dir/hidden_states/` holds `shard_00000.safetensors`, ... and `manifest.json`, which is written last and says what the states
 belong to. A shard: `input_ids` i32[N], `loss_mask` u8[N], `document_offsets` i64[D+1], `document_ids` i64[D], `hidden_states`
 bf16[N, H] (after the last decoder layer, before the final norm) and, for heads that capture layers, `aux_hidden_states`
-bf16[N, L, H]. While the store is being filled, `plan.json` stands for the manifest and a `shard_*.json` beside each finished shard
-holds its hash; neither outlives the manifest.
+bf16[N, L, H]. With dtype fp8 these are e4m3, and `hidden_states_scales` f32[N] and `aux_hidden_states_scales` f32[N, L] lie beside
+them (mtptrain/fp8.py). While the store is being filled, `plan.json` stands for the manifest and a `shard_*.json` beside each
+finished shard holds its hash; neither outlives the manifest.
 """
 
 import json
@@ -27,6 +28,14 @@ from mtptrain.target import load_tokenizer
 
 SCHEMA_VERSION = 1
 MANIFEST, PLAN = "manifest.json", "plan.json"
+
+
+def scales_of(name: str) -> str:
+    """The tensor of scales that goes with one of e4m3 values."""
+    return f"{name}_scales"
+
+
+_OPTIONAL = ("aux_hidden_states", scales_of("hidden_states"), scales_of("aux_hidden_states"))
 
 
 @dataclass(frozen=True)
@@ -94,8 +103,10 @@ class StoredDocument:
     """Line in stage 1's documents.jsonl."""
     input_ids: torch.Tensor  # i32[n]
     loss_mask: torch.Tensor  # u8[n]
-    hidden_states: torch.Tensor  # bf16[n, H], before the final norm
-    aux_hidden_states: torch.Tensor | None  # bf16[n, L, H]
+    hidden_states: torch.Tensor  # bf16 or e4m3 [n, H], before the final norm
+    aux_hidden_states: torch.Tensor | None  # bf16 or e4m3 [n, L, H]
+    hidden_states_scales: torch.Tensor | None = None  # f32[n], of e4m3
+    aux_hidden_states_scales: torch.Tensor | None = None  # f32[n, L]
 
 
 class HiddenStore:
@@ -152,7 +163,7 @@ class HiddenStore:
             input_ids=shard["input_ids"][start:end],
             loss_mask=shard["loss_mask"][start:end],
             hidden_states=shard["hidden_states"][start:end],
-            aux_hidden_states=shard["aux_hidden_states"][start:end] if "aux_hidden_states" in shard else None,
+            **{name: shard[name][start:end] if name in shard else None for name in _OPTIONAL},
         )
 
     def _shard(self, index: int) -> dict[str, torch.Tensor]:
@@ -182,7 +193,8 @@ def expected_identity(
                 f"{getattr(found, name)}; run data_prep.prompts again with this target"
             )
     target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
-    return StoreIdentity.of(target, capture_layers, config.hidden_states.dtype.value, prompts_file)
+    settings = config.hidden_states
+    return StoreIdentity.of(target, capture_layers, settings.dtype, prompts_file, settings.store_dtype, settings.backend)
 
 
 def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:

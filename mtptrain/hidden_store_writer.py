@@ -4,7 +4,10 @@ Written by data_prep.hidden_states; mtptrain/hidden_store.py has the format and 
 """
 
 import json
+import math
 import os
+import shutil
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,11 +15,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtptrain.hidden_store import MANIFEST, PLAN, SCHEMA_VERSION, Manifest, ShardRecord, has_length, read_json
+from mtptrain.config import StoreDtype
+from mtptrain.fp8 import encode
+from mtptrain.hidden_store import MANIFEST, PLAN, SCHEMA_VERSION, Manifest, ShardRecord, has_length, read_json, scales_of
 from mtptrain.identity import StoreIdentity, file_sha256, identity_from_json, refuse_other
-from mtptrain.tensor_files import write_tensors
 
-TEMPORARY = ("*.tmp", ".tmp*")  # ours, and what safetensors writes before it renames
+STATE_BYTES = {StoreDtype.bfloat16: 2, StoreDtype.fp8: 1}
+"""Of one value of a state on disk."""
+SCALE_BYTES = {StoreDtype.bfloat16: 0, StoreDtype.fp8: 4}
+"""Of one token's scale, per layer."""
+DOCUMENT_BYTES = 16
+"""Of one document: its id, and where it begins."""
+ITEM_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 
 
 def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
@@ -36,8 +46,21 @@ def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
     return shards
 
 
-def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int) -> Manifest | None:
-    """Make the directory ready for shards, or for the rest of them after an interruption. One process calls it.
+def bytes_per_token(hidden_size: int, num_captured: int, dtype: StoreDtype) -> int:
+    """On disk: token id, mask, and the states of every layer with their scales; documents cost `DOCUMENT_BYTES` each besides."""
+    return (hidden_size * STATE_BYTES[dtype] + SCALE_BYTES[dtype]) * (1 + num_captured) + 4 + 1
+
+
+def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, shards: Collection[int]) -> Manifest | None:
+    """Make the directory ready for shards, or for the rest of them after an interruption.
+
+    One process of a part calls it; other parts may be at work on other shards.
+
+    Args:
+        directory: of the store.
+        identity: what the states belong to.
+        shard_tokens: as in `shard_ranges`.
+        shards: indices of the part's own shards, whose leftovers are removed.
 
     Returns:
         The manifest where the store is finished and every shard lies there in full length: then nothing is left to do.
@@ -50,7 +73,7 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int) -> 
         manifest = Manifest.read(directory)
         refuse_other(directory / MANIFEST, identity, manifest.identity, shard_tokens, manifest.shard_tokens)
         if all(has_length(directory / record.file, record) for record in manifest.shards):
-            _remove(directory, *TEMPORARY, PLAN, "shard_*.json")
+            _remove(directory, "*.tmp", PLAN, "shard_*.json")
             return manifest
         _reopen(directory, manifest)
     elif (directory / PLAN).exists():
@@ -58,9 +81,8 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int) -> 
         refuse_other(directory / PLAN, identity, identity_from_json(plan["identity"]), shard_tokens, plan["shard_tokens"])
     else:
         _write_plan(directory, identity, shard_tokens)
-    _remove(
-        directory, *TEMPORARY, *(path.name for path in directory.glob("shard_*.safetensors") if not _record_path(path).exists())
-    )
+    for path in (_shard_path(directory, index) for index in shards):
+        _remove(directory, f"{path.stem}.*.tmp", *(() if _record_path(path).exists() else (path.name,)))
     return None
 
 
@@ -73,32 +95,137 @@ def has_shard(directory: Path, index: int) -> bool:
     return file_sha256(path) == recorded
 
 
-def write_shard(directory: Path, index: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a shard and then its record, each under a temporary name, synced, renamed: a kill leaves it complete or absent.
+class ShardFile:
+    """A shard that is being filled: a file of full size under a temporary name, whose documents come in any order.
 
-    Args:
-        directory: of a store that `begin_store` made ready.
-        index: of the shard.
-        tensors: as the module's docstring lists them.
+    A kill leaves it complete or absent: it gets its name when every byte is on the disk, and then its record.
     """
-    path = _shard_path(directory, index)
-    temporary = _temporary_path(path)
-    write_tensors(temporary, tensors)
-    record = ShardRecord(
-        file=path.name,
-        num_documents=len(tensors["document_ids"]),
-        num_tokens=len(tensors["input_ids"]),
-        num_supervised_tokens=int(tensors["loss_mask"].sum()),
-        num_bytes=temporary.stat().st_size,
-        sha256=file_sha256(temporary),
-    )
-    _publish(temporary, path)
-    _write_json(_record_path(path), asdict(record))
+
+    def __init__(
+        self, directory: Path, index: int, tokens: dict[str, torch.Tensor], hidden_size: int, num_captured: int, dtype: StoreDtype
+    ) -> None:
+        """Take the space of a shard.
+
+        Args:
+            directory: of a store that `begin_store` made ready.
+            index: of the shard.
+            tokens: `input_ids`, `loss_mask`, `document_offsets` and `document_ids`, as mtptrain/hidden_store.py lists them.
+            hidden_size: H.
+            num_captured: L of `aux_hidden_states`.
+            dtype: of the stored states.
+
+        Raises:
+            OSError: the disk has no room for it.
+        """
+        self._path = directory / f"shard_{index:05d}.safetensors"
+        self._temporary = _temporary_path(self._path)
+        self._tokens, self._num_captured, self._dtype = tokens, num_captured, dtype
+        self._row_bytes = hidden_size * STATE_BYTES[dtype]
+        header, self._begins, self._num_bytes = _layout(tokens, hidden_size, num_captured, dtype)
+        self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._is_open = True
+        try:
+            os.posix_fallocate(self._file, 0, self._num_bytes)
+            _write_at(self._file, 0, header)
+            for name, tensor in tokens.items():
+                _write_at(self._file, self._begins[name], _bytes_of(tensor))
+        except BaseException:
+            self.discard()
+            raise
+
+    def write(self, document: int, streams: torch.Tensor) -> None:
+        """Write the states of document `document` of the shard: [n, L + 1, H], captured layers first, in any float dtype."""
+        first, end = self._tokens["document_offsets"][document : document + 2].tolist()
+        assert streams.shape[:2] == (end - first, self._num_captured + 1), "streams of another document"
+        self._write_rows("aux_hidden_states", first * self._num_captured, streams[:, :-1])
+        self._write_rows("hidden_states", first, streams[:, -1:])
+
+    def _write_rows(self, name: str, first_row: int, states: torch.Tensor) -> None:
+        """Rows of [n, L, H] behind each other, from `first_row` of the tensor."""
+        if self._dtype is StoreDtype.fp8:
+            states, scales = encode(states)
+            if scales.numel():
+                _write_at(self._file, self._begins[scales_of(name)] + first_row * 4, _bytes_of(scales))
+        else:
+            states = states.to(torch.bfloat16)
+        if states.numel():
+            _write_at(self._file, self._begins[name] + first_row * self._row_bytes, _bytes_of(states))
+
+    def finish(self) -> None:
+        """Sync, hash, rename, and record."""
+        os.fsync(self._file)
+        self._close()
+        record = ShardRecord(
+            file=self._path.name,
+            num_documents=len(self._tokens["document_ids"]),
+            num_tokens=len(self._tokens["input_ids"]),
+            num_supervised_tokens=int(self._tokens["loss_mask"].sum()),
+            num_bytes=self._num_bytes,
+            sha256=file_sha256(self._temporary),
+        )
+        self._temporary.replace(self._path)
+        _sync(self._path.parent)
+        _write_json(_record_path(self._path), asdict(record))
+
+    def discard(self) -> None:
+        """Give the space back."""
+        self._close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            os.close(self._file)
 
 
-def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hidden_size: int, num_shards: int) -> Manifest:
-    """Write the manifest over all shards and remove the records. One process calls it, after every shard is written."""
-    records = [ShardRecord(**read_json(_record_path(_shard_path(directory, index)))) for index in range(num_shards)]
+def _layout(
+    tokens: dict[str, torch.Tensor], hidden_size: int, num_captured: int, dtype: StoreDtype
+) -> tuple[bytes, dict[str, int], int]:
+    """Of a shard: its safetensors header, where the bytes of each tensor begin, and the size of the file."""
+    num_tokens, state_type = len(tokens["input_ids"]), {StoreDtype.bfloat16: "BF16", StoreDtype.fp8: "F8_E4M3"}[dtype]
+    states = {"hidden_states": [num_tokens, hidden_size]}
+    if num_captured:
+        states["aux_hidden_states"] = [num_tokens, num_captured, hidden_size]
+    scales = {scales_of(name): ("F32", shape[:-1]) for name, shape in states.items() if dtype is StoreDtype.fp8}
+    tensors = {  # wide ones first, so that all are aligned
+        "document_ids": ("I64", [len(tokens["document_ids"])]),
+        "document_offsets": ("I64", [len(tokens["document_offsets"])]),
+        **scales,
+        "input_ids": ("I32", [num_tokens]),
+        **{name: (state_type, shape) for name, shape in sorted(states.items())},
+        "loss_mask": ("U8", [num_tokens]),
+    }
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    relative: dict[str, int] = {}
+    end = 0
+    for name, (kind, shape) in tensors.items():
+        relative[name], end = end, end + math.prod(shape) * ITEM_BYTES[kind]
+        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [relative[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + begin for name, begin in relative.items()}, len(header) + end
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _write_at(file: int, position: int, content: bytes | memoryview) -> None:
+    view = memoryview(content)
+    while view:  # a call writes 2 GiB at most
+        written = os.pwrite(file, view, position)
+        view, position = view[written:], position + written
+
+
+def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hidden_size: int, num_shards: int) -> Manifest | None:
+    """Write the manifest over all shards and remove the records; None where shards of other parts are missing still.
+
+    One process of a part calls it, after the part's shards are written. Parts that end together write the same bytes.
+    """
+    records = [record for index in range(num_shards) if (record := _read_record(directory, index)) is not None]
+    if len(records) < num_shards:
+        return Manifest.read(directory) if (directory / MANIFEST).exists() else None
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         identity=identity,
@@ -109,9 +236,24 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
         num_supervised_tokens=sum(record.num_supervised_tokens for record in records),
         shards=tuple(records),
     )
-    _write_json(directory / MANIFEST, asdict(manifest))
-    _remove(directory, *TEMPORARY, PLAN, "shard_*.json")
+    try:
+        _write_json(directory / MANIFEST, asdict(manifest))
+    except FileNotFoundError:  # another part has just written it, and removed what lay around
+        return Manifest.read(directory)
+    _remove(directory, "*.tmp", PLAN, "shard_*.json")
     return manifest
+
+
+def is_recorded(directory: Path, index: int) -> bool:
+    """Whether a shard was finished, by this part or by another; its bytes are not looked at."""
+    return _record_path(_shard_path(directory, index)).exists()
+
+
+def _read_record(directory: Path, index: int) -> ShardRecord | None:
+    try:
+        return ShardRecord(**json.loads(_record_path(_shard_path(directory, index)).read_text()))
+    except FileNotFoundError:
+        return None
 
 
 def _reopen(directory: Path, manifest: Manifest) -> None:
@@ -163,4 +305,4 @@ def _sync(path: Path) -> None:
 def _remove(directory: Path, *patterns: str) -> None:
     for pattern in patterns:
         for path in directory.glob(pattern):
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -77,7 +77,7 @@ def weights_fingerprint(target_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """What must be equal for stored hidden states to be usable; independent of how and where they were computed."""
+    """What must be equal for stored hidden states to be usable; independent of when and where they were computed."""
 
     target: TargetIdentity
     capture_layers: tuple[int, ...]
@@ -91,9 +91,19 @@ class StoreIdentity:
     backend: str = "transformers"
 
     @staticmethod
-    def of(target: TargetIdentity, capture_layers: tuple[int, ...], compute_dtype: str, prompts_file: Path) -> "StoreIdentity":
+    def of(
+        target: TargetIdentity,
+        capture_layers: tuple[int, ...],
+        compute_dtype: str,
+        prompts_file: Path,
+        dtype: str = "bfloat16",
+        backend: str = "transformers",
+    ) -> "StoreIdentity":
         """For the documents in `prompts_file`, whose bytes are hashed."""
-        return StoreIdentity(target, tuple(capture_layers), compute_dtype, file_sha256(prompts_file))
+        prompts_sha256 = file_sha256(prompts_file)
+        return StoreIdentity(
+            target, tuple(capture_layers), str(compute_dtype), prompts_sha256, dtype=str(dtype), backend=str(backend)
+        )
 
     def facts(self) -> dict[str, object]:
         """What is compared, by the name that a message gives it; a target may move, so its path and revision are not."""
@@ -106,8 +116,8 @@ class StoreIdentity:
             "the computing dtype (hidden_states.dtype)": self.compute_dtype,
             "the hash of the prompts (train.safetensors)": self.prompts_sha256,
             "the norm state": self.hidden_states,
-            "the stored dtype": self.dtype,
-            "the backend": self.backend,
+            "the stored dtype (hidden_states.store_dtype)": self.dtype,
+            "the backend (hidden_states.backend)": self.backend,
         }
 
 

@@ -90,11 +90,14 @@ class DocumentEntry:
 
     id: int
     name: str
-    """Of the file or conversation; its other windows have the same."""
+    """Of the file or conversation; its other windows and turns have the same."""
     split: Split
     tokens: int
     window: int
-    """0 for the first part of the file or conversation."""
+    """0 for the first part of the document."""
+    turn: int = 0
+    """0 for the file or conversation; else the document ends with the conversation's message of this number, from 1, an answer that
+    the chat template shows otherwise once the conversation goes on."""
 
     @staticmethod
     def write_all(directory: Path, entries: Iterable["DocumentEntry"]) -> None:

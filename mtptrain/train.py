@@ -5,8 +5,12 @@ writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with
 
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
+
+On SIGTERM or SIGUSR1 it ends the step that it is in, saves a checkpoint and exits with code 75 (torchrun's own is 1); the same command
+goes on from there.
 """
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +24,7 @@ from tqdm import tqdm
 from mtptrain.batches import BatchSchedule
 from mtptrain.checkpoint import Progress, check_checkpoint, complete_checkpoints, load_checkpoint, save_checkpoint
 from mtptrain.config import RECIPES, PipelineConfig, Resume, load_config
-from mtptrain.distributed import Ranks, init_ranks
+from mtptrain.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
 from mtptrain.draft_vocab import d2t_sha256, read_draft_vocab
 from mtptrain.head_files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.base import Head
@@ -39,8 +43,11 @@ from mtptrain.warm_start import load_init
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks()
+    stop = StopSignal(ranks)
     run = prepare(config, ranks)
-    progress = fit(config, ranks, run)
+    progress = fit(config, ranks, run, stop)
+    if progress.step < run.num_steps:
+        sys.exit(EXIT_STOPPED)
     if ranks.is_first:
         print_summary(config.stage_dir("train"), progress)
 
@@ -145,8 +152,8 @@ def check_resume(config: PipelineConfig) -> None:
         )
 
 
-def fit(config: PipelineConfig, ranks: Ranks, run: Run) -> Progress:
-    """Train to the last step, with metrics, validation and checkpoints on the way."""
+def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Progress:
+    """Train to the last step, or to the one in which a signal came, with metrics, validation and checkpoints on the way."""
     stage_dir, settings, progress = config.stage_dir("train"), config.train, run.progress
     tracking = Tracking(stage_dir, config, progress.step) if ranks.is_first else None
     meter = Meter(ranks.device)
@@ -166,10 +173,15 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run) -> Progress:
         if is_last or is_due(progress.step, settings.validate_every):
             progress = validate(config, run, progress, tracking)
             meter.restart()
-        if is_last or is_due(progress.step, settings.save_every):
+        stopped_by = None if is_last else stop.agreed()
+        if is_last or stopped_by or is_due(progress.step, settings.save_every):
             checkpoint_dir = stage_dir / "checkpoints"
             save_checkpoint(run.trainer.engine, checkpoint_dir, progress, run.resume_facts, settings.keep_checkpoints, ranks)
             meter.restart()
+        if stopped_by:
+            if ranks.is_first:
+                tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command goes on from here")
+            break
     bar.close()
     if tracking is not None:
         tracking.close()

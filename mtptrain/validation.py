@@ -4,13 +4,11 @@ from pathlib import Path
 
 import torch
 
-from mtptrain.acceptance import Acceptance, eos_token_ids, generate_in_batches, held_out_prompts, summarise
+from mtptrain.acceptance import Acceptance, eos_token_ids, generate_in_batches, held_out_documents, held_out_prompts, summarise
 from mtptrain.config import PipelineConfig
 from mtptrain.distributed import Ranks
 from mtptrain.drafters import HeadDrafter
 from mtptrain.head_files import build_head
-from mtptrain.prompt_files import Documents, Split
-from mtptrain.run_dir import require
 from mtptrain.speculate import Sampler
 from mtptrain.target import Target, load_target, read_target_config
 
@@ -19,9 +17,8 @@ class Validation:
     """Drafts greedily with the whole target; each rank takes its share of the prompts."""
 
     def __init__(self, config: PipelineConfig, target_dir: Path, ranks: Ranks) -> None:
-        prompts_path = require(config.stage_dir("prompts") / f"{Split.validation}.safetensors", "data_prep.prompts")
         prompts = held_out_prompts(
-            Documents.load(prompts_path),
+            held_out_documents(config.stage_dir("prompts")),
             config.train.validation_prompts,
             config.acceptance.prompt_tokens,
             config.train.validation_new_tokens,

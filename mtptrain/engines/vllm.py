@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -65,7 +65,6 @@ class EngineRun:
 class GenerateJob:
     """Greedy decoding by one engine."""
 
-    kind: ClassVar[str] = "generate"
     name: str
     """In lines of progress."""
     target_dir: str
@@ -83,24 +82,6 @@ class GenerateJob:
     """Requests that are decoded together."""
     kv_cache_memory_bytes: int | None = None
     """The engine's choice unless given: nearly all memory."""
-
-
-@dataclass(frozen=True)
-class HiddenStatesJob:
-    """Residual streams of the target over whole prompts."""
-
-    kind: ClassVar[str] = "hidden_states"
-    name: str
-    target_dir: str
-    prompts: Sequence[Sequence[int]]
-    layer_ids: Sequence[int]
-    """k is the stream after k decoder layers: 0 the embeddings, the number of layers the state before the final norm."""
-    max_model_len: int
-    output_dir: str
-    """An existing folder for one safetensors file per prompt: `hidden_states` [T, L, H] and `token_ids` [T]."""
-    hf_overrides: dict[str, Any] | None = None
-    dtype: str = "float32"
-    kv_cache_memory_bytes: int | None = None
 
 
 def find_python(python: str | None) -> Path:
@@ -142,29 +123,14 @@ def _engine_run(version: str, result: dict[str, Any]) -> EngineRun:
     return EngineRun(version, result["tokens"], counts, result["accepted_by_round"])
 
 
-def hidden_states(jobs: Sequence[HiddenStatesJob], python: str | None = None) -> list[list[Path]]:
-    """Extract hidden states with each job's target; the files of each job in the order of its prompts.
-
-    Raises:
-        FileNotFoundError: there is no such Python.
-        ValueError: it has no vLLM.
-        RuntimeError: an engine failed.
-    """
-    _, results = _run_worker(jobs, find_python(python))
-    for job, result in zip(jobs, results, strict=True):
-        if "error" in result:
-            raise RuntimeError(f"{job.name}: vLLM must extract hidden states of {job.target_dir}, but raised:\n{result['error']}")
-    return [[Path(path) for path in result["paths"]] for result in results]
-
-
-def _run_worker(jobs: Sequence[GenerateJob | HiddenStatesJob], python: Path) -> tuple[str, list[dict[str, Any]]]:
+def _run_worker(jobs: Sequence[GenerateJob], python: Path) -> tuple[str, list[dict[str, Any]]]:
     """vLLM's version, and what its worker gave for each job."""
     with tempfile.TemporaryDirectory(prefix="mtptrain-vllm-") as directory:
         # A script's folder is the first that Python searches, and the worker's own holds a module named vllm.
         worker, job_path, result_path = (Path(directory) / name for name in (WORKER.name, "job.json", "result.json"))
         shutil.copy(WORKER, worker)
-        job_path.write_text(json.dumps([{"kind": job.kind, **asdict(job)} for job in jobs]))
-        command = [python, worker, job_path, result_path]
+        job_path.write_text(json.dumps([asdict(job) for job in jobs]))
+        command = [str(part) for part in (python, worker, "generate", job_path, result_path)]
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         ) as process:

@@ -1,22 +1,29 @@
-"""What runs inside vLLM's own Python: builds the engines of a job one after the other and writes what they answered and counted.
+"""What runs inside vLLM's own Python: builds engines and answers what mtptrain/engines/vllm.py and extraction/vllm_streams.py ask.
 
-    python vllm_worker.py job.json result.json
+    python vllm_worker.py generate job.json result.json
+    python vllm_worker.py extract < windows > answers
 
-It imports nothing of mtptrain, whose dependencies are not installed there. The import of vLLM, by far the slowest part, is paid once
-for all engines. `mtptrain/engines/vllm.py` writes the job and reads the result: a list of engines, of `kind` `generate` or
-`hidden_states`, and the version of vLLM with a list of what each engine gave, `{"error": text}` where it failed.
+It imports nothing of mtptrain, whose dependencies are not installed there. The import of vLLM, by far the slowest part, is paid once.
+
+`generate`: the job is a list of engines, built one after the other; the result holds the version of vLLM and what each engine gave,
+`{"error": text}` where it failed. `extract`: one engine for hidden states. Every line is JSON: the first one says what the engine is,
+each further one is a window of prompts with the files to write, and is answered by a line when its files are there. The engine ends
+when its input is closed, in the midst of a window too: whoever asked is dead then.
 """
 
 import gc
 import json
 import os
+import queue
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -27,28 +34,48 @@ import torch
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams, __version__
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
+from vllm.platforms import current_platform
 
 PROGRESS = "vllm_worker:"
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 MIN_BATCHED_TOKENS = 4096
-LAST_STEPS = 4
 
 Engine = dict[str, Any]
 
 
 class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """vLLM's connector without CUDA streams, so that it works on every device: a file is written whole, then named."""
+    """vLLM's connector, for CPUs too, with blocks that are freed at fixed steps and writes whose failure is told."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._failures: list[BaseException] = []
 
     def _submit_async_write(self, pending: Any) -> None:
-        blocks = torch.tensor(pending.block_ids, dtype=torch.long)  # [blocks]
-        slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[: len(pending.token_ids)]  # [T]
+        if not self._is_tp_rank_zero:
+            return
         assert self._kv_cache is not None
-        states = self._kv_cache.transpose(1, 2).flatten(0, 1)[slots.to(self._kv_cache.device)]  # [T, L, H]
-        temporary = pending.filename + ".tmp"
-        save_file({"hidden_states": states.cpu().contiguous(), "token_ids": pending.token_ids}, temporary)
-        os.replace(temporary, pending.filename)
+        if self._kv_cache.device.type == "cuda":
+            super()._submit_async_write(pending)
+            self._req_copy_events[pending.req_id] = _SecondQuery(self._req_copy_events[pending.req_id])
+            return
+        blocks = torch.tensor(pending.block_ids)
+        states = self._kv_cache.transpose(1, 2).index_select(0, blocks).flatten(0, 1)[: len(pending.token_ids)]  # [T, L, H]
+        save_file({"hidden_states": states, "token_ids": pending.token_ids}, pending.filename)
         self._req_copy_events[pending.req_id] = _Done()
+
+    def _on_write_done(self, req_id: str, future: "Future[None]") -> None:
+        if error := future.exception():
+            self._failures.append(error)
+        self._req_futures.pop(req_id, None)
+
+    def finish_writing(self) -> None:
+        """Return when all files are written; raises what the writing of one raised."""
+        for future in list(self._req_futures.values()):
+            future.result()
+        if self._failures:
+            raise self._failures[0]
 
 
 class _Done:
@@ -58,12 +85,31 @@ class _Done:
         return True
 
 
-def main(job_path: str, result_path: str) -> None:
+class _SecondQuery:
+    """A copy is done one step after it began, no sooner and no later.
+
+    The base class frees a prompt's blocks when it first sees its copy done, so that timing would say how much room the next batch
+    has, and thereby the bits of its states. The copy overlaps with the forward in between.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        self._was_asked = False
+
+    def query(self) -> bool:
+        if self._was_asked:
+            self._event.synchronize()
+            return True
+        self._was_asked = True
+        return False
+
+
+def answer_job(job_path: str, result_path: str) -> None:
     engines = json.loads(Path(job_path).read_text())
     results = []
     for number, engine in enumerate(engines, 1):
         start = time.perf_counter()
-        results.append(run_one({"generate": generate, "hidden_states": extract_hidden_states}[engine["kind"]], engine))
+        results.append(run_one(generate, engine))
         outcome = "failed" if "error" in results[-1] else f"{len(engine['prompts'])} prompts"
         progress(f"{number}/{len(engines)} {engine['name']}: {outcome}, {time.perf_counter() - start:.1f} s")
     Path(result_path).write_text(json.dumps({"version": __version__, "results": results}))
@@ -100,31 +146,33 @@ def few_collections() -> Iterator[None]:
 
 
 def build(engine: Engine, **settings: Any) -> Any:
-    """An engine for token ids, without graphs or compilation.
-
-    Prompts are not cut into chunks: at the end of each chunk vLLM 0.32 gives the head the prompt's last token in place of the next
-    one (`prepare_next_token_ids_padded` of its first runner), and what the head drafts then depends on how requests fell together.
-    """
+    """An engine for token ids, without graphs or compilation."""
     given = {name: engine[name] for name in ("kv_cache_memory_bytes", "hf_overrides", "max_num_seqs") if engine.get(name)}
     return LLM(
         model=engine["target_dir"],
         dtype=engine["dtype"],
         max_model_len=engine["max_model_len"],
-        max_num_batched_tokens=max(engine["max_model_len"], MIN_BATCHED_TOKENS),
-        enable_chunked_prefill=False,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        disable_log_stats=False,
-        **given,
-        **settings,
+        **{**given, **settings},
     )
 
 
 def generate(engine: Engine) -> dict[str, Any]:
-    """Greedy answers to all prompts, handed to the engine at once, and the differences of its counters."""
+    """Greedy answers to all prompts, handed to the engine at once, and the differences of its counters.
+
+    Prompts are not cut into chunks: at the end of each chunk vLLM 0.32 gives the head the prompt's last token in place of the next
+    one (`prepare_next_token_ids_padded` of its first runner), and what the head drafts then depends on how requests fell together.
+    """
     speculative = engine["speculative_config"]
     settings = {} if speculative is None else {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
-    llm = build(engine, **settings)
+    llm = build(
+        engine,
+        max_num_batched_tokens=max(engine["max_model_len"], MIN_BATCHED_TOKENS),
+        enable_chunked_prefill=False,
+        disable_log_stats=False,
+        **settings,
+    )
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=engine["max_new_tokens"],
@@ -158,8 +206,39 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def extract_hidden_states(engine: Engine) -> dict[str, Any]:
-    """Residual streams of prompts, one safetensors file each: `hidden_states` [T, L, H] and `token_ids` [T]."""
+def answer_windows() -> None:
+    """Extract window after window; whatever else vLLM prints goes where errors go."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    messages = read_messages(sys.stdin)
+    with few_collections():
+        llm = build_extractor(next(messages))
+    for window in messages:
+        extract(llm, window["prompts"], window["paths"])
+        print("{}", file=answers, flush=True)
+
+
+def read_messages(lines: TextIO) -> Iterator[Any]:
+    """Lines of JSON as they come, read by a thread: it ends this process where the lines end."""
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in lines:
+            messages.put(json.loads(line))
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield messages.get()
+
+
+def build_extractor(engine: Engine) -> Any:
+    """An engine that leaves a file for every prompt: `hidden_states` [T, L, H] and `token_ids` [T].
+
+    Chunks of a prompt leave their states in its cache one after the other, so long prompts may be cut. Nothing is compiled and nothing
+    is scheduled ahead: kernels chosen by timing, and batches filled by timing, would give other bits in another run. A prefix that is
+    taken from the cache would not be run, and its states would be another prompt's.
+    """
     transfer = {
         "kv_connector": HiddenStatesConnector.__name__,
         "kv_connector_module_path": Path(__file__).stem,
@@ -167,24 +246,46 @@ def extract_hidden_states(engine: Engine) -> dict[str, Any]:
         "kv_connector_extra_config": {"allow_custom_save_path": True, "use_synchronization_lock": False},
     }
     streams = {"hf_config": {"eagle_aux_hidden_state_layer_ids": engine["layer_ids"]}}
-    speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": streams}
-    # A prefix that is taken from the cache is not run, and would have no states.
-    llm = build(engine, speculative_config=speculative, kv_transfer_config=transfer, enable_prefix_caching=False)
-    paths = [str(Path(engine["output_dir"]) / f"prompt_{index:06d}.safetensors") for index in range(len(engine["prompts"]))]
+    limits = {"max_num_batched_tokens": engine["batch_tokens"], "kv_cache_memory_bytes": engine["kv_cache_memory_bytes"]}
+    if current_platform.is_cpu():
+        limits = engine["cpu_limits"]
+    return build(
+        engine,
+        speculative_config={"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": streams},
+        kv_transfer_config=transfer,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=True,
+        async_scheduling=False,
+        tensor_parallel_size=engine["tensor_parallel_size"],
+        **limits,
+    )
+
+
+def extract(llm: Any, prompts: list[list[int]], paths: list[str]) -> None:
+    """Write the file of every prompt, and leave an engine in which nothing is under way."""
     sampling = [
         SamplingParams(
             temperature=0.0, max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": {"hidden_states_path": path}}
         )
         for path in paths
     ]
-    llm.generate([{"prompt_token_ids": prompt} for prompt in engine["prompts"]], sampling, use_tqdm=False)
-    for _ in range(LAST_STEPS):  # the files of the last requests are written in the step after their answer
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    while scheduler.has_requests():  # the files of the last requests are written in the step after their answer
         llm.llm_engine.step()
-    missing = [path for path in paths if not Path(path).is_file()]
-    if missing:
-        raise RuntimeError(f"every prompt must have its file of hidden states, but {missing[0]} was not written")
-    return {"paths": paths}
+    llm.collective_rpc(finish_writing)
+    cached = [index for index, output in enumerate(outputs) if output.num_cached_tokens]
+    if cached:
+        raise RuntimeError(f"prompts must be run from their first token, but prompt {cached[0]} came from the prefix cache in part")
+
+
+def finish_writing(worker: Any) -> None:
+    get_kv_transfer_group().finish_writing()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    kind, *paths = sys.argv[1:]
+    if kind == "generate":
+        answer_job(*paths)
+    else:
+        answer_windows()

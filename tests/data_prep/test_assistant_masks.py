@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from data_prep.assistant_masks import Encoding, check_chat_template, encode_renderings, render_conversation
+from data_prep.assistant_masks import Encoding, check_chat_template, encode_renderings
 from data_prep.conversations import ConversationRefused, Message
+from data_prep.renderings import render_conversation
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 
 PLAIN_TEMPLATE = GENERATION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -29,7 +30,7 @@ CHAT: list[Message] = [
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> Encoding:
-    [encoding] = encode_renderings(tokenizer, [render_conversation(tokenizer, messages)])
+    [encoding] = encode_renderings(tokenizer, render_conversation(tokenizer, messages))
     return encoding
 
 
@@ -85,7 +86,7 @@ def test_comparing_prefixes_finds_what_generation_blocks_mark(turns: list[tuple[
 
 def test_many_conversations_are_encoded_as_each_alone() -> None:
     tokenizer = make_tokenizer()
-    batch = encode_renderings(tokenizer, [render_conversation(tokenizer, CHAT[:n]) for n in (3, 6)])
+    batch = encode_renderings(tokenizer, [rendering for n in (3, 6) for rendering in render_conversation(tokenizer, CHAT[:n])])
     for encoding, n in zip(batch, (3, 6), strict=True):
         assert encoding.input_ids.tolist() == encode(tokenizer, CHAT[:n]).input_ids.tolist()
         assert encoding.loss_mask.tolist() == encode(tokenizer, CHAT[:n]).loss_mask.tolist()
@@ -117,18 +118,12 @@ def test_an_answer_that_the_template_rewrites_later_counts_only_where_it_is_gene
         {"role": "user", "content": "3?"},
         {"role": "assistant", "content": "<think>odd</think>three"},
     ]
-    encoding = encode(tokenizer, messages)
-    assert generated_parts(tokenizer, encoding) == ["<think>odd</think>three<|end|>"]
-    assert encoding.rewritten_answers == 1
+    last, first = encode_renderings(tokenizer, render_conversation(tokenizer, messages))
+    assert generated_parts(tokenizer, last) == ["<think>odd</think>three<|end|>"]
+    assert generated_parts(tokenizer, first) == ["<think>even</think>two<|end|>"]
+    assert (last.turn, last.answers, first.turn, first.answers) == (0, 1, 2, 1)
     messages[1]["content"] = "two"
     assert generated_parts(tokenizer, encode(tokenizer, messages)) == ["two<|end|>", "<think>odd</think>three<|end|>"]
-
-
-def test_a_conversation_whose_every_answer_is_rewritten_is_refused() -> None:
-    tokenizer = make_tokenizer(REASONING_TEMPLATE)
-    messages = [*CHAT[:2], {"role": "assistant", "content": "<think>even</think>4"}, CHAT[1]]
-    with pytest.raises(ConversationRefused, match="renders no answer as the continuation of its prompt"):
-        render_conversation(tokenizer, messages)
 
 
 def test_a_conversation_without_an_answer_is_refused() -> None:

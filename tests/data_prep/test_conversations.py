@@ -23,6 +23,15 @@ def test_auto_reads_both_schemas_alike(row: dict[str, Any]) -> None:
     assert parse_row(row) == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_beside_an_answer_is_kept_under_the_name_that_templates_read(key: str) -> None:
+    question, answer = MESSAGES["messages"]
+    row = {"messages": [{**question, key: None}, {**answer, key: "it is"}, question, {**answer, key: ""}]}
+    assert parse_row(row) == [question, {**answer, "reasoning_content": "it is"}, question, answer]
+    with pytest.raises(ConversationRefused, match="reasoning is no text but list"):
+        parse_row({"messages": [question, {**answer, key: ["it is"]}]})
+
+
 def test_sharegpt_names_become_roles() -> None:
     turns = [{"from": name, "value": name} for name in ("system", "human", "gpt", "user", "chatgpt", "assistant")]
     roles = [message["role"] for message in parse_row({"conversations": turns})]

@@ -1,5 +1,7 @@
 """Stage 2 on a tiny target: the states are transformers' own, and interruptions leave no trace."""
 
+import errno
+import multiprocessing
 import os
 import shutil
 import signal
@@ -8,18 +10,22 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from data_prep import hidden_states
-from data_prep.hidden_states import equal_length_batches, extract_hidden_states, residual_streams
+from data_prep.hidden_states import extract_hidden_states
 from mtptrain.config import PipelineConfig
-from mtptrain.distributed import Ranks
+from mtptrain.distributed import Ranks, init_ranks
+from mtptrain.extraction import fill
+from mtptrain.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.heads import HEADS
 from mtptrain.hidden_store import HiddenStore, verify
 from mtptrain.identity import TokenizerIdentity
@@ -86,22 +92,6 @@ def read_store(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
-def test_residual_streams_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
-    target_dir = make_target(tmp_path, model_type, num_hidden_layers=3)
-    target = load_target(target_dir, torch.float32, CPU)
-    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
-    input_ids = torch.randint(0, 260, (2, 33))
-    with torch.no_grad():
-        expected = model(input_ids=input_ids, output_hidden_states=True).hidden_states
-        *streams, last = residual_streams(target, input_ids, (2, 0, 1, 3))
-        for layer, stream in zip((2, 0, 1), streams, strict=True):
-            torch.testing.assert_close(stream, expected[layer], rtol=0, atol=1e-5)
-        # transformers' last entry is after the final norm, ours before.
-        torch.testing.assert_close(model.model.norm(last), expected[3], rtol=0, atol=1e-5)
-        assert (last - expected[3]).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("capture_layers", [(), (2, 0)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stored_states_of_each_document_are_those_of_its_own_forward(
@@ -116,26 +106,18 @@ def test_stored_states_of_each_document_are_those_of_its_own_forward(
     documents = make_documents(LENGTHS)
     assert store.document_lengths.tolist() == LENGTHS
     assert len(store.manifest.shards) > 2
-    target = load_target(tiny_target, getattr(torch, dtype), CPU)
+    target = TransformersStreams(load_target(tiny_target, getattr(torch, dtype), CPU), (), 1).target
     for index in range(len(documents)):
         stored = store.document(index)
         assert stored.document_id == 100 + index
         assert stored.input_ids.tolist() == documents.tokens(index).tolist()
         assert stored.loss_mask.tolist() == documents.mask(index).tolist()
-        *aux, last = residual_streams(target, stored.input_ids.long()[None], (*capture_layers, 2))
-        # A batch of documents of one length differs from a batch of one by rounding alone, which may be one unit of bf16.
-        torch.testing.assert_close(stored.hidden_states.float(), last[0].float(), rtol=2**-7, atol=2**-7)
+        streams = residual_streams(target, [stored.input_ids], (*capture_layers, 2)).float()
+        # A batch of several documents differs from a batch of one by rounding alone, which may be one unit of bf16.
+        torch.testing.assert_close(stored.hidden_states.float(), streams[:, -1], rtol=2**-7, atol=2**-7)
         if capture_layers:
             assert stored.aux_hidden_states is not None
-            torch.testing.assert_close(stored.aux_hidden_states.float(), torch.stack(aux, 2)[0].float(), rtol=2**-7, atol=2**-7)
-
-
-def test_batches_hold_documents_of_equal_length_only_and_each_document_once() -> None:
-    lengths = np.array(LENGTHS)
-    batches = list(equal_length_batches(lengths, batch_tokens=80))
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    assert batches == [[7], [1, 3], [5, 9], [2, 6], [0], [8], [4]]
-    assert [len(batch) for batch in equal_length_batches(lengths, batch_tokens=1)] == [1] * len(lengths)
+            torch.testing.assert_close(stored.aux_hidden_states.float(), streams[:, :-1], rtol=2**-7, atol=2**-7)
 
 
 def test_the_size_of_a_batch_changes_states_by_rounding_alone(prepared: ConfigFor) -> None:
@@ -216,6 +198,118 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
 
     assert "is finished already: 400 documents" in run_program(config, num_ranks=2)
     assert read_store(store_dir) == undisturbed
+
+
+def start_ranks(config: PipelineConfig, num_ranks: int) -> list[BaseProcess]:
+    """The stage in processes that fork from this one, which has imported everything: a run takes a second, not ten."""
+    port = str(29500 + os.getpid() % 2000)
+
+    def work(rank: int) -> None:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+        extract_hidden_states(config, init_ranks())
+
+    torch.set_num_threads(1)
+    processes = [multiprocessing.get_context("fork").Process(target=work, args=(rank,)) for rank in range(num_ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def end_ranks(processes: list[BaseProcess]) -> list[int | None]:
+    for process in processes:
+        process.join(timeout=120)
+    return [process.exitcode for process in processes]
+
+
+@pytest.mark.parametrize("store_dtype", ["bfloat16", "fp8"])
+def test_runs_killed_at_ten_random_moments_with_changing_ranks_leave_an_undisturbed_store(
+    prepared: ConfigFor, store_dtype: str
+) -> None:
+    rng = np.random.default_rng(7)
+    config = prepared(f"hidden_states.store_dtype={store_dtype}", lengths=rng.integers(1, 200, 300).tolist())
+    store_dir = config.stage_dir("hidden_states")
+    started = time.monotonic()
+    assert end_ranks(start_ranks(config, 1)) == [0]
+    duration = time.monotonic() - started
+    undisturbed = read_store(store_dir)
+    shutil.rmtree(store_dir)
+
+    sizes = []
+    for _ in range(10):
+        processes = start_ranks(config, int(rng.integers(1, 4)))
+        time.sleep(float(rng.uniform(0.2, 0.6)) * duration)
+        for process in processes:
+            process.kill()
+        end_ranks(processes)
+        sizes.append(len(list(store_dir.glob("shard_*.safetensors"))))
+        if (store_dir / "manifest.json").exists():
+            shutil.rmtree(store_dir)
+    assert len(set(sizes)) > 1, "the moments differ"
+    assert end_ranks(start_ranks(config, 2)) == [0, 0]
+    assert read_store(store_dir) == undisturbed
+
+
+def test_parts_run_beside_each_other_and_the_last_one_finishes_the_store(prepared: ConfigFor) -> None:
+    rng = np.random.default_rng(5)
+    config = prepared(lengths=rng.integers(1, 90, 60).tolist())
+    store_dir = config.stage_dir("hidden_states")
+    extract_hidden_states(config, ONE_RANK)
+    undisturbed = read_store(store_dir)
+    shutil.rmtree(store_dir)
+    parts = []
+    for part in range(3):
+        settings = replace(config.hidden_states, part=part, num_parts=3)
+        parts += start_ranks(replace(config, hidden_states=settings), 1)
+    assert end_ranks(parts) == [0, 0, 0]
+    assert read_store(store_dir) == undisturbed
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte of its own."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+    yield directory
+    subprocess.run(["umount", directory], check=True)
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
+    prepared: ConfigFor, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = prepared(lengths=[50] * 60)
+    extract_hidden_states(config, ONE_RANK)
+    undisturbed = read_store(config.stage_dir("hidden_states"))
+    config.stage_dir("hidden_states").rename(Path(config.run_dir) / "undisturbed")
+    (Path(config.run_dir) / "hidden_states").symlink_to(small_disk, target_is_directory=True)
+
+    store_dir, tokens_of_shard = config.stage_dir("hidden_states"), fill.tokens_of_shard
+
+    def fill_the_disk_first(*args: Any) -> Any:
+        """Somebody else takes all space after some shards."""
+        if len(list(store_dir.glob("shard_*.safetensors"))) == 5:
+            with (small_disk / "of_somebody_else").open("wb") as file, suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+        return tokens_of_shard(*args)
+
+    monkeypatch.setattr(fill, "tokens_of_shard", fill_the_disk_first)
+    message = r"must have room for 0\.000 GB of hidden states, but is full; finished shards are kept: make space and run"
+    with pytest.raises(OSError, match=message) as raised:
+        extract_hidden_states(config, ONE_RANK)
+    assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(store_dir)
+    assert not list(store_dir.glob("*.tmp"))
+    kept = {path.name: path.stat().st_mtime_ns for path in store_dir.glob("shard_*.safetensors")}
+    assert len(kept) >= 5
+
+    monkeypatch.undo()
+    (small_disk / "of_somebody_else").unlink()
+    extract_hidden_states(config, ONE_RANK)
+    assert read_store(store_dir) == undisturbed
+    assert {name: (store_dir / name).stat().st_mtime_ns for name in kept} == kept
 
 
 def test_a_finished_store_is_not_computed_again(
@@ -314,7 +408,8 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     needed = 267 * (2 * 64 + 5) + 10 * 16
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed + 1, needed - 1))
     with pytest.raises(
-        ValueError, match=r"hidden_states: 0.000 GB must be free for the hidden states, but 0.000 GB are; free space"
+        ValueError,
+        match=r"hidden_states: 0.000 GB must be free for the hidden states, but 0.000 GB are; free space, .*store_dtype=fp8",
     ):
         extract_hidden_states(config, ONE_RANK)
     assert "267 tokens x 133 bytes" in capsys.readouterr().out

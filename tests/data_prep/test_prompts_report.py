@@ -1,6 +1,14 @@
 import pytest
 
-from data_prep.prompts_report import PromptsReport, Refusals, SplitReport, group_refusals, length_histogram, print_report
+from data_prep.prompts_report import (
+    PromptsReport,
+    Refusals,
+    RewrittenReport,
+    SplitReport,
+    group_refusals,
+    length_histogram,
+    print_report,
+)
 from mtptrain.prompt_files import Documents, Split
 
 
@@ -29,7 +37,8 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
             documents_cut=3,
             windows_cut=7,
             windows_unsupervised=2,
-            answers_rewritten=5,
+            rewritten=RewrittenReport(answers=9, documents=8, tokens=6913, history_tokens=3457),
+            answers_left_out=5,
             beyond_max_train_tokens=11,
             refused=[Refusals("unknown role '[x]'", 4, ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"])],
         )
@@ -40,6 +49,10 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
     assert "cut: 3 conversations into 7 windows" in printed
     assert "left out: 2 windows without a token that counts in the loss" in printed
     assert "left out of the loss: 5 answers" in printed
+    assert (
+        "chat template: 9 answers, in 8 documents of their own with 6,913 tokens (20.0% of all); history stored again: " in printed
+    )
+    assert "3,457 tokens (10.0%)" in printed
     assert "left out: 11 conversations beyond prompts.max_train_tokens" in printed
     assert "refused: 4 (unknown role '[x]'): a.jsonl:1, a.jsonl:2, a.jsonl:3, ..." in printed
     bars = [line.count("█") for line in printed.splitlines() if "█" in line]

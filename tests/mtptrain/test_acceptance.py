@@ -4,10 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mtptrain.acceptance import has_loop, held_out_prompts, read_prompts_file, summarise
-from mtptrain.prompt_files import Documents
+from mtptrain.acceptance import has_loop, held_out_documents, held_out_prompts, read_prompts_file, summarise
+from mtptrain.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.speculate import Generation
 from tests.conftest import make_tokenizer
 
@@ -64,6 +65,44 @@ def test_a_conversation_is_cut_before_its_first_answer_and_a_text_behind_the_pro
     prompts = held_out_prompts(DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
     assert {name: len(prompt) for name, prompt in prompts.items()} == {"0": 64, "2": 12}  # 1 is too short, 3 too long
     assert prompts == held_out_prompts(DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
+
+
+def write_held_out(directory: Path, *documents: tuple[str, int, int, list[int]]) -> Path:
+    """A held-out split of (name, window, turn, loss mask)."""
+    entries = [DocumentEntry(i, name, Split.validation, len(mask), w, t) for i, (name, w, t, mask) in enumerate(documents)]
+    DocumentEntry.write_all(directory, entries)
+    split = [(i, np.arange(len(mask)) + 100 * i, mask) for i, (_, _, _, mask) in enumerate(documents)]
+    Documents.from_list(split).save(directory / "validation.safetensors")
+    return directory
+
+
+def test_a_conversation_gives_the_prompt_of_its_first_answer_alone(tmp_path: Path) -> None:
+    prompts_dir = write_held_out(
+        tmp_path,
+        ("rewritten", 0, 0, [0] * 40 + [1] * 10),
+        ("rewritten", 0, 4, [0] * 25 + [1] * 10),
+        ("rewritten", 0, 2, [0] * 10 + [1] * 10),
+        ("one", 0, 0, [0] * 12 + [1] * 18),
+    )
+    documents = held_out_documents(prompts_dir)
+    prompts = held_out_prompts(documents, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
+    assert {name: (prompt[0], len(prompt)) for name, prompt in prompts.items()} == {"2": (200, 10), "3": (300, 12)}
+
+
+def test_no_prompt_begins_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
+    prompts_dir = write_held_out(
+        tmp_path,
+        ("cut", 0, 0, [0] * 90 + [1] * 10),
+        ("cut", 1, 0, [0] * 20 + [1] * 80),
+        ("cut", 2, 0, [1] * 100),
+        ("long question", 1, 0, [0] * 5 + [1] * 20),
+    )
+    assert held_out_documents(prompts_dir).document_ids.tolist() == [0]
+
+
+def test_every_window_of_a_text_may_give_a_prompt(tmp_path: Path) -> None:
+    prompts_dir = write_held_out(tmp_path, ("a", 0, 0, [1] * 100), ("a", 1, 0, [1] * 100))
+    assert held_out_documents(prompts_dir).document_ids.tolist() == [0, 1]
 
 
 def test_no_prompt_at_all_is_an_error() -> None:

@@ -1,16 +1,29 @@
 """The store's promises, on real files of random states."""
 
 import dataclasses
+import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from mtptrain.config import StoreDtype
+from mtptrain.fp8 import encode
 from mtptrain.hidden_store import HiddenStore, open_store, verify
-from mtptrain.hidden_store_writer import begin_store, finish_store, has_shard, shard_ranges, write_shard
+from mtptrain.hidden_store_writer import (
+    ShardFile,
+    begin_store,
+    bytes_per_token,
+    finish_store,
+    has_shard,
+    is_recorded,
+    shard_ranges,
+)
 from mtptrain.identity import StoreIdentity, TargetIdentity
 
 HIDDEN_SIZE, SHARD_TOKENS = 8, 20
@@ -36,13 +49,28 @@ def make_shard(index: int, documents: range, num_captured: int = 0) -> dict[str,
     return tensors
 
 
+def write_shard(directory: Path, index: int, tensors: dict[str, torch.Tensor], dtype: str = "bfloat16") -> None:
+    """Write a whole shard, the last document first."""
+    states, aux = tensors["hidden_states"][:, None], tensors.get("aux_hidden_states")
+    streams = states if aux is None else torch.cat([aux, states], dim=1)
+    tokens = {name: tensor for name, tensor in tensors.items() if not name.endswith("hidden_states")}
+    file = ShardFile(directory, index, tokens, HIDDEN_SIZE, streams.shape[1] - 1, StoreDtype(dtype))
+    offsets = tensors["document_offsets"].tolist()
+    for document in reversed(range(len(offsets) - 1)):
+        file.write(document, streams[offsets[document] : offsets[document + 1]])
+    file.finish()
+
+
+EVERY_SHARD = range(4)
+
+
 def make_store(directory: Path, identity: StoreIdentity = IDENTITY) -> list[dict[str, torch.Tensor]]:
     """Write a whole store and return what each shard was given."""
-    assert begin_store(directory, identity, SHARD_TOKENS) is None
+    assert begin_store(directory, identity, SHARD_TOKENS, EVERY_SHARD) is None
     ranges = shard_ranges(LENGTHS, SHARD_TOKENS)
     shards = [make_shard(index, documents, len(identity.capture_layers)) for index, documents in enumerate(ranges)]
     for index, tensors in enumerate(shards):
-        write_shard(directory, index, tensors)
+        write_shard(directory, index, tensors, identity.dtype)
     finish_store(directory, identity, SHARD_TOKENS, HIDDEN_SIZE, len(shards))
     return shards
 
@@ -158,8 +186,8 @@ OTHERS = {
     r"the computing dtype \(hidden_states.dtype\)": dataclasses.replace(IDENTITY, compute_dtype="x"),
     r"the hash of the prompts \(train.safetensors\)": dataclasses.replace(IDENTITY, prompts_sha256="x"),
     "the norm state": dataclasses.replace(IDENTITY, hidden_states="x"),
-    "the stored dtype": dataclasses.replace(IDENTITY, dtype="x"),
-    "the backend": dataclasses.replace(IDENTITY, backend="x"),
+    r"the stored dtype \(hidden_states.store_dtype\)": dataclasses.replace(IDENTITY, dtype="x"),
+    r"the backend \(hidden_states.backend\)": dataclasses.replace(IDENTITY, backend="x"),
 }
 
 
@@ -167,12 +195,12 @@ OTHERS = {
 def test_states_of_something_else_are_refused_with_the_reason(tmp_path: Path, what: str) -> None:
     value = "\\(1,\\)" if "layers" in what else "x"
     message = rf"json: {what} must be {value}, but is [^;]+ \(target expected: .*delete .* run data_prep.hidden_states again"
-    begin_store(tmp_path / "unfinished", IDENTITY, SHARD_TOKENS)
+    begin_store(tmp_path / "unfinished", IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     with pytest.raises(ValueError, match="plan." + message):
-        begin_store(tmp_path / "unfinished", OTHERS[what], SHARD_TOKENS)
+        begin_store(tmp_path / "unfinished", OTHERS[what], SHARD_TOKENS, EVERY_SHARD)
     make_store(tmp_path / "finished")
     with pytest.raises(ValueError, match="manifest." + message):
-        begin_store(tmp_path / "finished", OTHERS[what], SHARD_TOKENS)
+        begin_store(tmp_path / "finished", OTHERS[what], SHARD_TOKENS, EVERY_SHARD)
     with pytest.raises(ValueError, match="manifest." + message):
         open_store(tmp_path / "finished", OTHERS[what])
 
@@ -196,15 +224,15 @@ def test_the_same_target_under_another_path_is_accepted(tmp_path: Path) -> None:
 
 
 def test_another_shard_size_is_refused_for_writing(tmp_path: Path) -> None:
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS)
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     with pytest.raises(ValueError, match=r"hidden_states.shard_tokens must be 21, but is 20"):
-        begin_store(tmp_path, IDENTITY, 21)
+        begin_store(tmp_path, IDENTITY, 21, EVERY_SHARD)
 
 
 def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"manifest.json: must exist, but it does not; run data_prep.hidden_states"):
         HiddenStore.open(tmp_path)
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS)
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
     with pytest.raises(FileNotFoundError, match=r"manifest.json: must exist, but the extraction is unfinished; run data_prep"):
         open_store(tmp_path, IDENTITY)
@@ -225,13 +253,13 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: st
 
 
 def test_only_shards_whose_every_byte_agrees_with_their_record_are_trusted(tmp_path: Path) -> None:
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS)
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     for index, documents in enumerate(shard_ranges(LENGTHS, SHARD_TOKENS)[:3]):
         write_shard(tmp_path, index, make_shard(index, documents))
     flip_bit(tmp_path / "shard_00000.safetensors", -1)
     (tmp_path / "shard_00001.json").unlink()  # killed between shard and record
     (tmp_path / "shard_00003.safetensors.77.tmp").write_bytes(b"half")
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS)
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     assert [has_shard(tmp_path, index) for index in range(4)] == [False, False, True, False]
     assert sorted(read_all(tmp_path)) == [
         "plan.json",
@@ -246,7 +274,7 @@ def test_a_kill_before_the_rename_leaves_no_shard(tmp_path: Path, monkeypatch: p
     def killed(descriptor: int) -> None:
         raise KeyboardInterrupt
 
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS)
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
@@ -259,7 +287,7 @@ def test_a_kill_right_after_the_manifest_leaves_a_finished_store(tmp_path: Path)
     expected = read_all(tmp_path)
     (tmp_path / "plan.json").write_text("{}")
     (tmp_path / "shard_00000.json").write_text("{}")
-    assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS) == HiddenStore.open(tmp_path).manifest
+    assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD) == HiddenStore.open(tmp_path).manifest
     assert read_all(tmp_path) == expected
 
 
@@ -267,12 +295,72 @@ def test_a_finished_store_that_lost_a_shard_is_completed_to_the_same_bytes(tmp_p
     shards = make_store(tmp_path)
     expected = read_all(tmp_path)
     (tmp_path / "shard_00001.safetensors").unlink()
-    assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS) is None
+    assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD) is None
     assert not (tmp_path / "manifest.json").exists()
     assert [has_shard(tmp_path, index) for index in range(4)] == [True, False, True, True]
     write_shard(tmp_path, 1, shards[1])
     finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
     assert read_all(tmp_path) == expected
+
+
+@pytest.mark.parametrize("capture_layers", [(), (0, 2)])
+def test_eight_bits_come_back_as_values_and_scales_of_each_token_and_layer(tmp_path: Path, capture_layers: tuple[int, ...]) -> None:
+    shards = make_store(tmp_path, dataclasses.replace(IDENTITY, capture_layers=capture_layers, dtype="fp8"))
+    store = HiddenStore.open(tmp_path)
+    ends = np.cumsum(LENGTHS)
+    for index, (start, end) in enumerate(zip(ends - LENGTHS, ends, strict=True)):
+        document = store.document(index)
+        for name in ("hidden_states", "aux_hidden_states")[: 1 + bool(capture_layers)]:
+            written = torch.cat([shard[name] for shard in shards])[start:end]
+            values, scales = getattr(document, name), getattr(document, f"{name}_scales")
+            assert values.dtype is torch.float8_e4m3fn and scales.shape == written.shape[:-1]
+            assert all(
+                torch.equal(found.float(), expected.float())
+                for found, expected in zip((values, scales), encode(written), strict=True)
+            )
+
+
+@pytest.mark.parametrize(("dtype", "state_bytes", "scale_bytes"), [("bfloat16", 2, 0), ("fp8", 1, 4)])
+def test_a_token_costs_what_bytes_per_token_says_and_little_more(
+    tmp_path: Path, dtype: str, state_bytes: int, scale_bytes: int
+) -> None:
+    expected = 3 * (state_bytes * HIDDEN_SIZE + scale_bytes) + 4 + 1
+    assert bytes_per_token(HIDDEN_SIZE, 2, StoreDtype(dtype)) == expected
+    make_store(tmp_path, dataclasses.replace(IDENTITY, capture_layers=(0, 2), dtype=dtype))
+    for record in HiddenStore.open(tmp_path).manifest.shards:
+        rest = record.num_bytes - record.num_tokens * expected - 8 * (2 * record.num_documents + 1)
+        assert 0 < rest < 800, "the header"
+
+
+def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Path) -> None:
+    shards = make_store(tmp_path / "whole")
+    directory = tmp_path / "parts"
+    for part in range(2):
+        assert begin_store(directory, IDENTITY, SHARD_TOKENS, range(part, 4, 2)) is None
+    write_shard(directory, 1, shards[1])
+    (directory / "shard_00003.safetensors.77.tmp").write_bytes(b"being written")
+    begin_store(directory, IDENTITY, SHARD_TOKENS, range(0, 4, 2))
+    assert (directory / "shard_00003.safetensors.77.tmp").exists(), "another part is at work on it"
+    (directory / "shard_00003.safetensors.77.tmp").unlink()
+    for index in (0, 2):
+        write_shard(directory, index, shards[index])
+    assert finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
+    assert [is_recorded(directory, index) for index in range(4)] == [True, True, True, False]
+    write_shard(directory, 3, shards[3])
+    manifest = finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
+    assert manifest == finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4), "parts may end together"
+    assert read_all(directory) == read_all(tmp_path / "whole")
+
+
+def test_a_shard_without_room_is_discarded_before_it_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
+    assert sorted(read_all(tmp_path)) == ["plan.json"]
 
 
 def test_the_manifest_says_what_the_states_are(tmp_path: Path) -> None:
@@ -296,3 +384,38 @@ def test_the_hash_of_the_prompts_is_of_their_bytes(tmp_path: Path) -> None:
     # sha256 of "abc", FIPS 180-4
     assert identity.prompts_sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert identity.capture_layers == (1, 2)
+
+
+def test_a_million_tokens_cost_little_memory_beside_the_page_cache_and_little_disk_beside_the_states(tmp_path: Path) -> None:
+    """A process of its own opens the store and asks for all that training wants at once."""
+    length, hidden_size, num_shards, num_documents = 500, 64, 4, 2000
+    begin_store(tmp_path, IDENTITY, 1, range(num_shards))
+    for index in range(num_shards):
+        documents = num_documents // num_shards
+        tokens = {
+            "input_ids": torch.zeros(documents * length, dtype=torch.int32),
+            "loss_mask": torch.ones(documents * length, dtype=torch.uint8),
+            "document_offsets": torch.arange(documents + 1) * length,
+            "document_ids": torch.arange(documents),
+        }
+        file = ShardFile(tmp_path, index, tokens, hidden_size, 0, StoreDtype.bfloat16)
+        for document in range(documents):
+            file.write(document, torch.zeros(length, 1, hidden_size))
+        file.finish()
+    finish_store(tmp_path, IDENTITY, 1, hidden_size, num_shards)
+    program = f"""
+from pathlib import Path
+from mtptrain.hidden_store import HiddenStore
+def anonymous():
+    return int(next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon")).split()[1]) / 1000
+before = anonymous()
+store = HiddenStore.open(Path({str(tmp_path)!r}))
+documents = [store.document(i) for i in range(store.num_documents)]
+assert store.document_lengths.sum() == store.loss_mask.sum() == 1_000_000
+assert sum(float(document.hidden_states.sum()) for document in documents) == 0.0
+print(anonymous() - before)
+"""
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert float(output) < 100, "megabytes"
+    on_disk = sum(path.stat().st_size for path in tmp_path.glob("shard_*"))
+    assert on_disk / 1_000_000 < 2 * hidden_size * 1.01 + 8

@@ -60,11 +60,11 @@ def test_a_truncated_split_is_named(tmp_path: Path) -> None:
 
 
 def test_document_entries_come_back_as_they_were_written(tmp_path: Path) -> None:
-    entries = [DocumentEntry(0, "größe.py", Split.validation, 17, 0), DocumentEntry(1, "b\u2028.py", Split.train, 5, 3)]
+    entries = [DocumentEntry(0, "größe.py", Split.validation, 17, 0), DocumentEntry(1, "b\u2028.py", Split.train, 5, 3, 4)]
     DocumentEntry.write_all(tmp_path, entries)
     assert DocumentEntry.read_all(tmp_path) == entries
     first = json.loads((tmp_path / "documents.jsonl").read_text().splitlines()[0])
-    assert first == {"id": 0, "name": "größe.py", "split": "validation", "tokens": 17, "window": 0}
+    assert first == {"id": 0, "name": "größe.py", "split": "validation", "tokens": 17, "window": 0, "turn": 0}
 
 
 def test_the_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:

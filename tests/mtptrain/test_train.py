@@ -1,5 +1,6 @@
 """Training for real: DeepSpeed engines, gloo ranks, processes that are killed."""
 
+import contextlib
 import json
 import os
 import re
@@ -84,6 +85,50 @@ def test_a_killed_run_resumes_with_bit_identical_losses(fresh_run: Run, tmp_path
     resumed = train(fresh_run, *settings, num_ranks=num_ranks)
     assert figures(resumed) == figures(undisturbed)
     assert (run_dir / "train/last/head.safetensors").read_bytes() == (tmp_path / "undisturbed/last/head.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("number", "num_ranks"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 2)], ids=["SIGTERM to one rank", "SIGUSR1 to one of two ranks"]
+)
+def test_a_signal_ends_the_step_saves_it_and_the_next_run_goes_on_with_bit_identical_losses(
+    fresh_run: Run, tmp_path: Path, number: signal.Signals, num_ranks: int
+) -> None:
+    settings = ("deepspeed=zero1", FP32, "train.max_steps=40", "train.validate_every=10")
+    undisturbed = train(fresh_run, *settings, num_ranks=num_ranks)
+    run_dir, overrides = fresh_run
+    (run_dir / "train").rename(tmp_path / "undisturbed")
+
+    command = program_command("mtptrain.train", *overrides, *settings, num_ranks=num_ranks)
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=stderr, text=True)
+    while len(records(run_dir)) < 5:
+        assert process.poll() is None, "it ended before the signal"
+        time.sleep(0.01)
+    os.kill(children(process.pid)[-1] if num_ranks > 1 else process.pid, number)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.terminate()  # one that hangs; torchrun kills its ranks
+
+    errors = (tmp_path / "stderr").read_text()
+    assert process.returncode == 75 if num_ranks == 1 else re.search(r"exitcode *: 75 ", errors), errors[-3000:]
+    saved = len(records(run_dir))
+    assert 5 <= saved < 40
+    assert f"step {saved}: {number.name}, checkpoint saved" in output
+    assert (run_dir / f"train/checkpoints/step_{saved:08d}/complete.json").is_file()
+    resumed = train(fresh_run, *settings, num_ranks=num_ranks)
+    assert figures(resumed) == figures(undisturbed)
+    assert (run_dir / "train/last/head.safetensors").read_bytes() == (tmp_path / "undisturbed/last/head.safetensors").read_bytes()
+
+
+def children(parent: int) -> list[int]:
+    """Processes that `parent` has started, the youngest last."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if path.read_text().rpartition(")")[2].split()[1] == str(parent):
+                found.append(int(path.parent.name))
+    return sorted(found)
 
 
 def test_bf16_with_fp32_masters_trains_like_fp32(one_rank: list[dict[str, object]], fresh_run: Run) -> None:

@@ -1,12 +1,19 @@
-"""vLLM itself: every case of the session is served by one process, started once."""
+"""vLLM itself: every case of the session is served by one process, started once; and servers for single tests."""
 
+import os
+import socket
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -33,6 +40,7 @@ from tests.serving.cases import (
 )
 
 KV_CACHE_BYTES = 256 << 20
+SERVER_START_S = 300
 NUM_GENERATED = 12
 """Prompts that transformers answers too, one at a time."""
 
@@ -166,3 +174,34 @@ def drafted_here(case: Case, target_of: Callable[[str], OnDisk], head_of: Callab
         eos_token_ids=[EOS],
         batch_size=8,
     )
+
+
+@contextmanager
+def vllm_server(python: str, target_dir: Path, log_path: Path, *arguments: str) -> Iterator[str]:
+    """The address of a `vllm serve` of the target in fp32, with a context of 512 tokens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target_dir), "--dtype", "float32"]
+    command += ["--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    with log_path.open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + SERVER_START_S
+    try:
+        while not answers(url):
+            assert process.poll() is None and time.monotonic() < deadline, log_path.read_text()[-3000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/health"):
+            return True
+    except URLError:
+        return False

@@ -1,77 +1,109 @@
 """Hidden states that stock vLLM extracts are those of transformers: every residual stream, the one before the final norm too."""
 
-from collections.abc import Callable
+import random
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from mtptrain.engines import vllm
-from mtptrain.engines.vllm import HiddenStatesJob
-from mtptrain.target import PositionCache, Target
-from tests.serving.cases import CONTEXT_TOKENS, PROMPTS
-from tests.serving.conftest import KV_CACHE_BYTES, OnDisk
+from mtptrain.config import Dtype, HiddenStatesConfig
+from mtptrain.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
+from mtptrain.target import PositionCache, Target, load_target, read_target_config
+from tests.conftest import FAMILIES, make_target
 
-FAMILIES = ["llama", "qwen3"]
-LAYERS = [0, 1, 3, 4]
-"""Embeddings, two streams in between, and the last layer before the final norm."""
+CONTEXT_TOKENS, BATCH_TOKENS = 512, 200
+LAYERS = (2, 0, 1)
+"""The last layer before the final norm, the embeddings and the one in between."""
+HEAD_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType({"llama": {"head_dim": 32}, "qwen2": {"head_dim": 32}})
+"""What vLLM has: a head of 32 at least on CPUs, and hidden_size / num_attention_heads for Qwen2."""
+REFUSED = {
+    "deepseek_v2": "has multi-head latent attention",
+    "gemma3_text": "has layers that vLLM does not capture",
+    "qwen2 with window": "has a sliding window in some of its layers",
+    "qwen3 with window": "has a sliding window in some of its layers",
+}
+EXTRACTED = [family for family in FAMILIES if family not in REFUSED]
+_RANDOM = random.Random(0)
+PROMPTS = [[_RANDOM.randrange(256) for _ in range(length)] for length in (CONTEXT_TOKENS, 5, 1, 150, 17, 333)]
+"""The first fills the target's context, and takes three forwards."""
+
+
+@pytest.fixture(scope="module")
+def target_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a target of `FAMILIES`, once."""
+
+    def make(family: str) -> Path:
+        model_type, settings = FAMILIES[family]
+        return make_target(tmp_path_factory.mktemp("target"), model_type, settings, **HEAD_SIZES.get(family, {}))
+
+    return cache(make)
 
 
 @pytest.fixture(scope="module")
 def extracted(
-    vllm_python: str, target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Path]]:
-    jobs = [
-        HiddenStatesJob(
-            name=name,
-            target_dir=str(target_of(name).directory),
-            prompts=PROMPTS,
-            layer_ids=LAYERS,
-            max_model_len=CONTEXT_TOKENS,
-            output_dir=str(tmp_path_factory.mktemp(name)),
-            kv_cache_memory_bytes=KV_CACHE_BYTES,
-        )
-        for name in FAMILIES
-    ]
-    return dict(zip(FAMILIES, vllm.hidden_states(jobs, vllm_python), strict=True))
+    vllm_python: str, target_of_family: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[int, torch.Tensor]]:
+    """Extracts the streams [n, L, H] of `LAYERS` of every prompt for a family, once."""
+    settings = HiddenStatesConfig(dtype=Dtype.float32, batch_tokens=BATCH_TOKENS)
+
+    def extract(family: str) -> dict[int, torch.Tensor]:
+        scratch_dir = tmp_path_factory.mktemp("scratch") / "rank"
+        with VllmStreams(target_of_family(family), LAYERS, settings, CONTEXT_TOKENS, scratch_dir, 0, vllm_python) as streams:
+            (found,) = map(dict, streams.extract([[np.array(prompt, dtype=np.int32) for prompt in PROMPTS]]))
+            return found
+
+    return cache(extract)
 
 
-def streams(target: Target, prompt: list[int]) -> torch.Tensor:
+def streams_here(target: Target, prompt: list[int]) -> torch.Tensor:
     """The residual streams of `LAYERS` [T, L, H] by transformers."""
     positions = torch.arange(len(prompt))[None]
-    states = target.forward(torch.tensor([prompt]), positions, PositionCache(len(prompt)), tuple(LAYERS))
+    states = target.forward(torch.tensor([prompt]), positions, PositionCache(len(prompt)), LAYERS)
     assert states.aux_hidden_states is not None
     return states.aux_hidden_states[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXTRACTED)
 def test_extracted_streams_are_those_of_transformers(
-    extracted: dict[str, list[Path]], target_of: Callable[[str], OnDisk], family: str
+    extracted: Callable[[str], dict[int, torch.Tensor]], target_of_family: Callable[[str], Path], family: str
 ) -> None:
-    target = target_of(family).target
-    for prompt, path in zip(PROMPTS, extracted[family], strict=True):
-        found = load_file(path)
-        assert found["token_ids"].tolist() == prompt
-        torch.testing.assert_close(found["hidden_states"], streams(target, prompt), rtol=1e-5, atol=1e-5)
+    target = load_target(target_of_family(family), torch.float32, torch.device("cpu"))
+    assert len(extracted(family)) == len(PROMPTS)
+    for index, states in extracted(family).items():
+        wanted = streams_here(target, PROMPTS[index])
+        largest = wanted.abs().amax((0, 2), keepdim=True)  # [1, L, 1]
+        torch.testing.assert_close(states / largest, wanted / largest, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_layer_0_is_the_embeddings_and_the_last_one_is_before_the_final_norm(
-    extracted: dict[str, list[Path]], target_of: Callable[[str], OnDisk], family: str
+    extracted: Callable[[str], dict[int, torch.Tensor]], target_of_family: Callable[[str], Path], family: str
 ) -> None:
-    target = target_of(family).target
-    tokens = torch.tensor([PROMPTS[0]])
-    found = load_file(extracted[family][0])["hidden_states"]
+    target = load_target(target_of_family(family), torch.float32, torch.device("cpu"))
+    tokens = torch.tensor([PROMPTS[3]])
+    last, embeddings, _ = extracted(family)[3].unbind(1)  # [T, H]
     post_norm = target.model.model(input_ids=tokens).last_hidden_state[0]
-    torch.testing.assert_close(found[:, 0], target.parts.embed(tokens[0]), rtol=0, atol=0)
-    torch.testing.assert_close(target.parts.final_norm(found[:, -1]), post_norm, rtol=1e-5, atol=1e-5)
-    assert (found[:, -1] - post_norm).abs().max() > 0.1
+    torch.testing.assert_close(embeddings, target.parts.embed(tokens[0]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(target.parts.final_norm(last), post_norm, rtol=1e-5, atol=1e-5)
+    assert (last - post_norm).abs().max() > 0.1
 
 
-def test_an_engine_that_fails_is_named_with_what_it_raised(vllm_python: str, tmp_path: Path) -> None:
-    job = HiddenStatesJob(
-        name="nothing", target_dir=str(tmp_path), prompts=[[1]], layer_ids=[0], max_model_len=8, output_dir=str(tmp_path)
-    )
-    with pytest.raises(RuntimeError, match=r"(?s)nothing: vLLM must extract hidden states of .*, but raised:\n.*config\.json"):
-        vllm.hidden_states([job], vllm_python)
+@pytest.mark.parametrize("family", REFUSED)
+def test_targets_that_vllm_cannot_extract_from_are_refused_by_name(target_of_family: Callable[[str], Path], family: str) -> None:
+    name, reason = family.split()[0], re.escape(REFUSED[family])
+    with pytest.raises(ValueError, match=rf"but family '{name}' {reason}.*; set hidden_states\.backend=transformers"):
+        check_vllm_can_extract(read_target_config(target_of_family(family)))
+
+
+def test_qwen2_with_a_size_of_heads_that_vllm_ignores_is_refused(tmp_path: Path) -> None:
+    target_dir = make_target(tmp_path, "qwen2", num_attention_heads=2, head_dim=64)
+    with pytest.raises(
+        ValueError, match=r"family 'qwen2' has head_dim=64, where vLLM takes hidden_size / num_attention_heads=32; set"
+    ):
+        check_vllm_can_extract(read_target_config(target_dir))

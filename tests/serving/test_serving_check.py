@@ -1,15 +1,10 @@
 """`eval.serving_check` as a user runs it: with an engine that it starts, and with a server that runs already."""
 
 import json
-import os
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -18,9 +13,7 @@ from mtptrain.head_files import TARGET_WEIGHTS, save_head
 from mtptrain.heads.base import Head
 from mtptrain.identity import weights_fingerprint
 from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
-from tests.serving.conftest import KV_CACHE_BYTES, OnDisk
-
-SERVER_START_S = 300
+from tests.serving.conftest import OnDisk, vllm_server
 
 
 @pytest.fixture(scope="module")
@@ -62,34 +55,11 @@ def wrong_export(run: tuple[Path, tuple[str, ...]]) -> Path:
 @pytest.fixture(scope="module")
 def server(run: tuple[Path, tuple[str, ...]], vllm_python: str, target_of: Callable[[str], OnDisk]) -> Iterator[str]:
     """The address of a vLLM server with the exported head."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     draft = {"method": "eagle", "model": str(run[0] / "export/vllm"), "num_speculative_tokens": 3}
-    command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", target_of("llama").directory]
-    command += ["--speculative-config", json.dumps(draft), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    command += ["--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--per-request-spec-decode-metrics", "detailed"]
-    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    with (run[0] / "server.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + SERVER_START_S
-    try:
-        while not answers(url):
-            assert process.poll() is None and time.monotonic() < deadline, (run[0] / "server.log").read_text()[-3000:]
-            time.sleep(0.2)
+    arguments = ["--speculative-config", json.dumps(draft), "--no-enable-chunked-prefill"]
+    arguments += ["--per-request-spec-decode-metrics", "detailed"]
+    with vllm_server(vllm_python, target_of("llama").directory, run[0] / "server.log", *arguments) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urlopen(f"{url}/health"):
-            return True
-    except URLError:
-        return False
 
 
 def check(run: tuple[Path, tuple[str, ...]], output_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,1 @@
+"""Assistant turns generated anew by the target: what data_prep.responses is made of."""

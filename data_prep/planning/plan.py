@@ -1,0 +1,270 @@
+"""What a run will need, counted before anything is loaded: disk, memory of the GPUs, time. data_prep/planning/planner.py prints it.
+
+Upper bounds stand where something is not known yet: before data_prep.prompts has been run, every document is as long as
+`prompts.max_document_tokens` and every token is supervised.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import PreTrainedConfig
+
+from data_prep.planning.costs import StepCosts, TargetCosts, head_parameters, step_costs, target_costs
+from data_prep.planning.speed import Speed, estimate
+from mtptrain.config import Backend, PipelineConfig, StoreDtype
+from mtptrain.extraction.vllm_streams import check_vllm_can_extract
+from mtptrain.heads import HEADS
+from mtptrain.hidden_store_writer import DOCUMENT_BYTES, bytes_per_token
+from mtptrain.prompt_files import Documents, Split
+from mtptrain.target import DEMO, read_target_config, resolve_target, weight_files
+
+FITTING_SHARE = 0.8
+"""Of a GPU's memory, what the target's weights may take; beyond, `load_target` spreads them over several GPUs."""
+UNKNOWN_TOKENS = 1_000_000
+"""What is planned where nothing tells how many there will be."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The documents of stage 1, or bounds of them."""
+
+    is_counted: bool
+    """By data_prep.prompts; else bounds from the recipe."""
+    documents: int
+    """0 where it is not known."""
+    tokens: int
+    supervised_tokens: int
+    longest_tokens: int
+    mean_tokens: float
+    """Length of the document that a token stands in, on the average over tokens: what attention costs."""
+
+
+@dataclass(frozen=True)
+class TrainMemory:
+    """Bytes on each GPU in training."""
+
+    zero_stage: int
+    weights: int
+    gradients: int
+    optimizer: int
+    """fp32 master weights and two Adam moments."""
+    frozen_parts: int
+    """The target's embeddings, final norm and lm_head."""
+    activations: int
+    """Peak of forward, loss and backward over one micro-batch, with attention in linear memory."""
+    gpu_activations: int
+    """Likewise, with the attention that GPUs run today."""
+    validation_target: int
+    """The whole target, in `acceptance.dtype`."""
+
+    @property
+    def state(self) -> int:
+        """All but the activations."""
+        return self.weights + self.gradients + self.optimizer + self.frozen_parts + self.validation_target
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need."""
+
+    workload: Workload
+    bytes_per_token: dict[StoreDtype, int]
+    store_bytes: dict[StoreDtype, int]
+    free_bytes: int
+    target: TargetCosts
+    target_bytes: int
+    """Of its weights in extraction."""
+    target_bytes_per_gpu: int
+    is_spread: bool
+    """The target fits no single GPU: accelerate spreads it over all, and one works at a time."""
+    max_position_embeddings: int
+    head_parameters: int
+    memory: TrainMemory
+    num_steps: int
+    hidden_states: Speed
+    train: Speed
+    """Of all epochs."""
+
+
+def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
+    """Count what a run needs.
+
+    Args:
+        config: of the run.
+        free_bytes: on the disk of run_dir; looked up unless given.
+
+    Raises:
+        FileNotFoundError: the target does not exist.
+        ValueError: the target's family is not supported, or not by the backend, or the head does not fit the target.
+    """
+    target_dir = plan_target_dir(config.target.path, config.target.revision)
+    target_config = read_target_config(target_dir)
+    if config.hidden_states.backend is Backend.vllm:
+        check_vllm_can_extract(target_config)
+    num_captured = len(HEADS[config.head.name].layers_to_capture(config.head, target_config))
+    workload, target = read_workload(config), target_costs(target_config)
+    per_token = {dtype: bytes_per_token(target_config.hidden_size, num_captured, dtype) for dtype in StoreDtype}
+    num_parameters = head_parameters(config.head, target_config)
+    weights = target_weights_bytes(config, target_dir, target_config, target)
+    per_gpu, is_spread = extraction_bytes(config, weights)
+    disk_rate = config.planner.disk_gb_per_s * 1e9 / per_token[config.hidden_states.store_dtype]
+    trained_tokens = count_trained_tokens(config, workload.tokens)
+    longest, mean = workload.longest_tokens, round(workload.mean_tokens)
+    worst = micro_batch_costs(config, target_config, longest, workload)
+    typical = worst if mean == longest else micro_batch_costs(config, target_config, mean, workload)
+    return Plan(
+        workload=workload,
+        bytes_per_token=per_token,
+        store_bytes={dtype: size * workload.tokens + DOCUMENT_BYTES * workload.documents for dtype, size in per_token.items()},
+        free_bytes=free_disk(Path(config.run_dir)) if free_bytes is None else free_bytes,
+        target=target,
+        target_bytes=weights,
+        target_bytes_per_gpu=per_gpu,
+        is_spread=is_spread,
+        max_position_embeddings=target_config.max_position_embeddings,
+        head_parameters=num_parameters,
+        memory=train_memory(
+            config,
+            target_config,
+            target,
+            num_parameters,
+            activations=worst.peak_bytes,
+            gpu_activations=micro_batch_costs(config, target_config, longest, workload, on_gpu=True).peak_bytes,
+        ),
+        num_steps=trained_tokens // (config.train.batch_tokens * config.train.micro_batches_per_step),
+        hidden_states=estimate(
+            config.planner,
+            workload.tokens,
+            config.planner.hidden_states_tokens_per_s,
+            target.flops_per_token(workload.mean_tokens),
+            config.planner.hidden_states_peak_share,
+            disk_rate,
+            1 if is_spread else config.planner.num_gpus,
+            getattr(torch, config.hidden_states.dtype.value),
+        ),
+        train=estimate(
+            config.planner,
+            trained_tokens,
+            config.planner.train_tokens_per_s,
+            typical.flops / max(1, config.train.batch_tokens),
+            config.planner.train_peak_share,
+            disk_rate,
+            config.planner.num_gpus,
+            _train_dtype(config),
+        ),
+    )
+
+
+def plan_target_dir(path: str, revision: str | None) -> Path:
+    """A directory with the target's config.json; of a hub name that file alone is fetched.
+
+    Raises:
+        FileNotFoundError: there is no such target.
+    """
+    if path == DEMO or Path(path).is_dir():
+        return resolve_target(path, revision)
+    try:
+        return Path(hf_hub_download(path, "config.json", revision=revision)).parent
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"target.path: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub answered: "
+            f"{str(error).splitlines()[0]}; correct the path or download its config.json first"
+        ) from error
+
+
+def read_workload(config: PipelineConfig) -> Workload:
+    """The documents of stage 1 where it has been run, else bounds from the recipe."""
+    path = config.stage_dir("prompts") / f"{Split.train}.safetensors"
+    if not path.exists():
+        tokens, longest = config.prompts.max_train_tokens or UNKNOWN_TOKENS, config.prompts.max_document_tokens
+        return Workload(False, 0, tokens, tokens, longest, float(longest))
+    documents = Documents.load(path)
+    lengths = documents.lengths.astype(np.float64)
+    return Workload(
+        is_counted=True,
+        documents=len(documents),
+        tokens=len(documents.input_ids),
+        supervised_tokens=int(documents.loss_mask.sum()),
+        longest_tokens=int(lengths.max(initial=1)),
+        mean_tokens=float((lengths**2).sum() / max(1.0, lengths.sum())),
+    )
+
+
+def free_disk(path: Path) -> int:
+    """Free bytes where `path` is, or will be."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
+def target_weights_bytes(config: PipelineConfig, target_dir: Path, target_config: PreTrainedConfig, target: TargetCosts) -> int:
+    """As extraction loads them: those of the files where they are quantised and here, else every parameter in its dtype."""
+    if getattr(target_config, "quantization_config", None) is not None and any(target_dir.glob("*.safetensors")):
+        return sum(path.stat().st_size for path in weight_files(target_dir))
+    return target.num_parameters * _itemsize(config.hidden_states.dtype.value)
+
+
+def extraction_bytes(config: PipelineConfig, weights: int) -> tuple[int, bool]:
+    """Bytes of the target's weights on a GPU, and whether accelerate spreads them over all."""
+    if config.hidden_states.backend is Backend.vllm:
+        return weights // config.hidden_states.tensor_parallel_size, False
+    is_spread = weights > FITTING_SHARE * config.planner.gpu_memory_gb * 1e9 and config.planner.num_gpus > 1
+    return weights // config.planner.num_gpus if is_spread else weights, is_spread
+
+
+def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
+    step_tokens = config.train.batch_tokens * config.train.micro_batches_per_step
+    return config.train.max_steps * step_tokens or config.train.epochs * tokens
+
+
+def micro_batch_costs(
+    config: PipelineConfig, target_config: PreTrainedConfig, document_tokens: int, workload: Workload, on_gpu: bool = False
+) -> StepCosts:
+    """Of one full micro-batch of documents of this length."""
+    size = config.train.batch_tokens
+    length = max(1, min(document_tokens, size))
+    lengths = [length] * (size // length) + [size % length] * (size % length > 0)
+    share = workload.supervised_tokens / max(1, workload.tokens)
+    chunk_rows = config.train.loss_chunk_rows
+    return step_costs(config.head, target_config, _train_dtype(config), lengths, share, chunk_rows, on_gpu=on_gpu)
+
+
+def train_memory(
+    config: PipelineConfig,
+    target_config: PreTrainedConfig,
+    target: TargetCosts,
+    num_parameters: int,
+    activations: int,
+    gpu_activations: int,
+) -> TrainMemory:
+    """Bytes on each GPU, of a head with so many parameters.
+
+    ZeRO 1 shares out the optimizer's state over the GPUs, 2 the gradients too; plain fp32 without ZeRO has no master weights.
+    """
+    stage = int(config.deepspeed.get("zero_optimization", {}).get("stage", 0))
+    width, num_gpus = _train_dtype(config).itemsize, config.planner.num_gpus
+    state = num_parameters * (8 + (4 if width == 2 or stage else 0))
+    tables = 1 if target_config.tie_word_embeddings else 2
+    return TrainMemory(
+        zero_stage=stage,
+        weights=num_parameters * width,
+        gradients=num_parameters * width // (num_gpus if stage >= 2 else 1),
+        optimizer=state // (num_gpus if stage >= 1 else 1),
+        frozen_parts=target_config.hidden_size * (target_config.vocab_size * tables + 1) * width,
+        activations=activations,
+        gpu_activations=gpu_activations,
+        validation_target=target.num_parameters * _itemsize(config.acceptance.dtype.value),
+    )
+
+
+def _train_dtype(config: PipelineConfig) -> torch.dtype:
+    return torch.bfloat16 if config.deepspeed.get("bf16", {}).get("enabled") else torch.float32
+
+
+def _itemsize(dtype: str) -> int:
+    itemsize: int = getattr(torch, dtype).itemsize
+    return itemsize

@@ -1,0 +1,128 @@
+"""A tiny target whose answers are text, and a server that answers in a given way."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import GENERATION_TEMPLATE, make_target
+
+EOS = 256
+NUM_PRINTABLE = 94
+"""Tokens 0..93 are the characters from `!` to `~`."""
+
+
+def make_speaking_target(directory: Path, seed: int = 3, chat_template: str = GENERATION_TEMPLATE, **config: object) -> Path:
+    """A random target that says printable characters and, now and then, that its answer ends."""
+    make_target(directory, seed=seed, chat_template=chat_template, **config)
+    weights = load_file(directory / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]  # tied: a row of zeros has logit 0, and some other is larger
+    embeddings[NUM_PRINTABLE:EOS] = 0
+    embeddings[EOS + 1 :] = 0
+    embeddings[EOS] *= 1.5
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+Reply = tuple[int, Any]
+"""A status, and what is sent as JSON, or bytes as they are."""
+Behaviour = Callable[[dict[str, Any]], Reply]
+
+
+def completion(prompt: list[int], token_ids: list[int], reason: str = "stop", **more: Any) -> Reply:
+    """What vLLM answers to a request with `return_token_ids`."""
+    choice = {"index": 0, "text": "", "finish_reason": reason, "token_ids": token_ids} | more
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(token_ids)}
+    return 200, {"choices": [choice], "usage": usage}
+
+
+def answer_by_prompt(request: dict[str, Any]) -> Reply:
+    """Three to nine characters that depend on the prompt alone."""
+    total = sum(place * token for place, token in enumerate(request["prompt"], 1))
+    return completion(request["prompt"], [(total + i) % NUM_PRINTABLE for i in range(3 + total % 7)] + [EOS])
+
+
+class FakeServer:
+    """A real HTTP server that keeps the requests for completions, but for that of the check."""
+
+    def __init__(self) -> None:
+        self.models: Any = {"data": [{"id": "tiny", "max_model_len": 512}]}
+        self.behave: Behaviour = answer_by_prompt
+        self.key: str | None = None
+        self.delay_s = 0.0
+        self.requests: list[dict[str, Any]] = []
+        self.at_once = 0
+        """Most requests in flight together."""
+        self._in_flight = 0
+        self._lock = threading.Lock()
+        self.url = ""
+
+    def settle(self) -> None:
+        """Wait for requests that a killed client left."""
+        time.sleep(0.2)
+        while self._in_flight:
+            time.sleep(0.01)
+
+    def reply(self, path: str, request: dict[str, Any], key: str | None) -> Reply:
+        if self.key and key != f"Bearer {self.key}":
+            return 401, {"error": "wrong key"}
+        if path == "/version":
+            return 200, {"version": "0.0.1"}
+        if path == "/v1/models":
+            return 200, self.models
+        if path != "/v1/completions":
+            return 404, {"error": "no such page"}
+        if request["max_tokens"] == 1:
+            return answer_by_prompt(request)
+        with self._lock:
+            self.requests.append(request)
+            self._in_flight += 1
+            self.at_once = max(self.at_once, self._in_flight)
+        try:
+            time.sleep(self.delay_s)
+            return self.behave(request)
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+
+
+@contextmanager
+def fake_server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self._send(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def do_GET(self) -> None:
+            self._send({})
+
+        def _send(self, request: dict[str, Any]) -> None:
+            status, content = fake.reply(self.path, request, self.headers["Authorization"])
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            try:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Retry-After", "0")
+                self.end_headers()
+                self.wfile.write(body)
+            except OSError:  # the client has given up
+                pass
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # of connections that wait: one beyond it would come again after a second
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        yield fake
+        server.shutdown()

@@ -1,0 +1,309 @@
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from data_prep.assistant_masks import encode_renderings
+from data_prep.conversations import ConversationRefused, Message
+from data_prep.renderings import Rendering, render_conversation
+from mtptrain.target import DEMO, load_tokenizer, resolve_target
+from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
+
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
+# Qwen3's rules: reasoning, from a key of its own or from the content, is shown behind the last question alone; an answer that ends
+# the conversation has at least an empty block of it.
+QWEN3 = (
+    "{% set last = namespace(query=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set last.query = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set reasoning = m.reasoning_content or '' %}{% set answer = m.content %}"
+    "{% if not reasoning and '</think>' in answer %}"
+    "{% set reasoning = answer.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set answer = answer.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% if loop.index0 > last.query and (loop.last or reasoning) %}"
+    "{{ '<think>\n' + reasoning + '\n</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>\n' }}"
+    "{% elif m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}" + PROMPT
+)
+QWEN3_BLOCKS = (
+    QWEN3.replace("{% if loop.index0 > last", "{% generation %}{% if loop.index0 > last")
+    .replace("</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>\n' }}", "</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>' }}~")
+    .replace("~", "{% endgeneration %}{{ '\n' }}")
+)
+# Reasoning is shown in the last answer alone, wherever that stands: also in front of a question that has no answer yet.
+LAST_ANSWER = (
+    "{% set last = namespace(answer=-1) %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set last.answer = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.reasoning_content and loop.index0 == last.answer %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
+)
+LLAMA3 = (
+    "{{ bos_token }}{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{{ '<|im_start|>system\nToday: ' + date_string + '<|im_end|>' }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Phi-3's rule: a conversation that is not a prompt is closed by the end-of-text token.
+CLOSED = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+
+
+def content_alone(message: Message) -> str:
+    return message["content"] + "<|im_end|>"
+
+
+def reasoning_and_content(message: Message) -> str:
+    return f"<think>\n{message.get('reasoning_content', '')}\n</think>\n\n{message['content']}<|im_end|>"
+
+
+def reasoning_if_any(message: Message) -> str:
+    reasoning = message.get("reasoning_content")
+    return (f"<think>{reasoning}</think>" if reasoning else "") + content_alone(message)
+
+
+FAMILIES: dict[str, tuple[str, Callable[[Message], str]]] = {
+    "chatml": (CHATML, content_alone),
+    "llama3": (LLAMA3, content_alone),
+    "closed": (CLOSED, content_alone),
+    "qwen3": (QWEN3, reasoning_and_content),
+    "qwen3 with blocks": (QWEN3_BLOCKS, reasoning_and_content),
+    "last answer": (LAST_ANSWER, reasoning_if_any),
+}
+"""By name, a template and what the assistant generates for a message."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """An answer as serving has it."""
+
+    prompt: str
+    answer: str
+
+
+def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
+    """That of the demo target, with words of many bytes, and the tokens of the templates above."""
+    tokenizer = load_tokenizer(resolve_target(DEMO))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TOKENIZERS = {name: tokenizer_of(template) for name, (template, _) in FAMILIES.items()}
+
+
+def generated_answers(family: str, messages: Sequence[Message]) -> list[Generated]:
+    """Every answer behind the prompt that the template makes of the messages before it."""
+    found = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = TOKENIZERS[family].apply_chat_template(list(messages[:i]), add_generation_prompt=True, tokenize=False)
+            found.append(Generated(str(prompt), FAMILIES[family][1](message)))
+    return found
+
+
+_words = st.text(st.sampled_from("ab de\n0.😀é"), min_size=1, max_size=12).map(str.strip).filter(bool)
+_message = st.builds(
+    lambda role, content, reasoning: {
+        "role": role,
+        "content": content,
+        **({"reasoning_content": reasoning} if role == "assistant" and reasoning else {}),
+    },
+    st.sampled_from(["assistant", "assistant", "user", "tool"]),
+    _words,
+    st.one_of(st.just(""), _words),
+)
+_conversations = st.builds(
+    lambda first, rest, answer: [{"role": "user", "content": first}, *rest, {**answer, "role": "assistant"}],
+    _words,
+    st.lists(_message, max_size=7),
+    _message,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(_conversations, st.sampled_from([[], [{"role": "user", "content": "bye"}]]))
+def test_exactly_one_document_supervises_each_answer_token_for_token_behind_the_prompt_of_serving(
+    family: str, conversation: list[Message], rest: list[Message]
+) -> None:
+    tokenizer, messages = TOKENIZERS[family], [*conversation, *rest]
+    encodings = encode_renderings(tokenizer, render_conversation(tokenizer, messages))
+    supervised = [np.zeros_like(encoding.loss_mask) for encoding in encodings]
+    for generated in generated_answers(family, messages):
+        prompt_ids = tokenizer(generated.prompt, add_special_tokens=False)["input_ids"]
+        whole_ids = tokenizer(generated.prompt + generated.answer, add_special_tokens=False)["input_ids"]
+        start, end = len(prompt_ids), len(whole_ids)
+        assert whole_ids[:start] == prompt_ids
+        holders = [
+            i
+            for i, encoding in enumerate(encodings)
+            if encoding.input_ids[:end].tolist() == whole_ids and encoding.loss_mask[start:end].all()
+        ]
+        assert len(holders) == 1
+        supervised[holders[0]][start:end] += 1
+    for encoding, expected in zip(encodings, supervised, strict=True):
+        if family == "closed":  # the end-of-text token behind the last answer is no answer's
+            expected[-2:] = encoding.loss_mask[-2:]
+        assert encoding.loss_mask.tolist() == expected.tolist()
+    assert sum(encoding.answers for encoding in encodings) == len(generated_answers(family, messages))
+    assert not any(encoding.answers_left_out for encoding in encodings)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3 with blocks", "last answer"])
+@settings(max_examples=60, deadline=None)
+@given(_conversations, st.sampled_from([[], [{"role": "user", "content": "bye"}]]))
+def test_no_smaller_set_of_documents_holds_every_answer(family: str, conversation: list[Message], rest: list[Message]) -> None:
+    messages = [*conversation, *rest]
+    answers = [generated.prompt + generated.answer for generated in generated_answers(family, messages)]
+    whole = str(TOKENIZERS[family].apply_chat_template(messages, tokenize=False))
+    holds = [{i for i, answer in enumerate(answers) if text.startswith(answer)} for text in [whole, *answers]]
+    fewest = next(
+        n for n in range(1, len(answers) + 1) if any(len(set.union(*some)) == len(answers) for some in combinations(holds, n))
+    )
+    renderings = render_conversation(TOKENIZERS[family], messages)
+    assert len(renderings) == fewest
+    assert [rendering.turn for rendering in renderings[1:]] == sorted({r.turn for r in renderings} - {0}, reverse=True)
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "closed"])
+@settings(max_examples=30, deadline=None)
+@given(_conversations)
+def test_a_conversation_that_nothing_rewrites_is_one_document_as_the_template_renders_it(
+    family: str, messages: list[Message]
+) -> None:
+    [rendering] = render_conversation(TOKENIZERS[family], messages)
+    assert rendering.text == TOKENIZERS[family].apply_chat_template(messages, tokenize=False)
+    assert (rendering.turn, rendering.answers) == (0, sum(message["role"] == "assistant" for message in messages))
+
+
+def generated_parts(rendering: Rendering) -> list[str]:
+    return [rendering.text[start:end] for start, end in rendering.spans]
+
+
+def chat(*turns: str) -> list[Message]:
+    """Turns of the user and the assistant; reasoning in front of a `|`."""
+    roles = [("user", "assistant")[i % 2] for i in range(len(turns))]
+    split = [turn.rpartition("|") for turn in turns]
+    return [
+        {"role": role, "content": content, **({"reasoning_content": reasoning} if reasoning else {})}
+        for role, (reasoning, _, content) in zip(roles, split, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3 with blocks"])
+def test_rewritten_answers_get_documents_of_their_own_behind_the_history_of_their_time(family: str) -> None:
+    renderings = render_conversation(TOKENIZERS[family], chat("1?", "odd|one", "2?", "even|two", "3?", "odd|three"))
+    assert [rendering.turn for rendering in renderings] == [0, 4, 2]
+    assert [[part.strip() for part in generated_parts(rendering)] for rendering in renderings] == [
+        ["<think>\nodd\n</think>\n\nthree<|im_end|>"],
+        ["<think>\neven\n</think>\n\ntwo<|im_end|>"],
+        ["<think>\nodd\n</think>\n\none<|im_end|>"],
+    ]
+    assert renderings[1].text.startswith(
+        "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\n2?<|im_end|>\n"
+    )
+
+
+def test_reasoning_inside_the_content_is_treated_as_that_in_its_own_key() -> None:
+    inside = chat("1?", "<think>\nodd\n</think>\n\none", "2?", "<think>\neven\n</think>\n\ntwo")
+    assert render_conversation(TOKENIZERS["qwen3"], inside) == render_conversation(
+        TOKENIZERS["qwen3"], chat("1?", "odd|one", "2?", "even|two")
+    )
+
+
+def test_answers_behind_the_last_question_share_a_document() -> None:
+    tool: Message = {"role": "tool", "content": "42"}
+    messages = [
+        *chat("sum?", "call|sum()"),
+        tool,
+        *chat("", "done|42")[1:],
+        *chat("and?", "call|add()"),
+        tool,
+        *chat("", "x|43")[1:],
+    ]
+    renderings = render_conversation(TOKENIZERS["qwen3"], messages)
+    assert [(rendering.turn, rendering.answers) for rendering in renderings] == [(0, 2), (4, 2)]
+
+
+def test_only_the_answers_that_change_leave_the_document_of_the_conversation() -> None:
+    tokenizer = TOKENIZERS["last answer"]
+    renderings = render_conversation(tokenizer, chat("1?", "one", "2?", "two", "3?", "odd|three", "4?", "four"))
+    assert [(rendering.turn, rendering.answers) for rendering in renderings] == [(0, 4)]
+    renderings = render_conversation(tokenizer, chat("1?", "one", "2?", "odd|two", "3?", "three", "4?", "four"))
+    assert [(rendering.turn, rendering.answers) for rendering in renderings] == [(0, 2), (6, 2)]
+    assert generated_parts(renderings[1])[-1] == "three<|im_end|>\n"
+
+
+def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_answers() -> None:
+    messages = chat("1?", "odd|one", "2?", "even|two", "bye")
+    renderings = render_conversation(TOKENIZERS["qwen3"], messages)
+    assert renderings == render_conversation(TOKENIZERS["qwen3"], messages[:-1])
+    assert render_conversation(TOKENIZERS["chatml"], messages)[0].text.endswith("bye<|im_end|>\n")
+
+
+@pytest.mark.parametrize(("template", "parts"), [(CHATML, ["one", "two"]), (QWEN3, ["two", "one"]), (QWEN3_BLOCKS, ["two", "one"])])
+def test_an_answer_in_front_of_the_first_question_is_left_out_where_the_template_makes_no_prompt_of_nothing(
+    template: str, parts: list[str]
+) -> None:
+    tokenizer = tokenizer_of("{% if messages[0].role == 'system' %}{% endif %}" + template)
+    greeting: Message = {"role": "assistant", "content": "Hello"}
+    renderings = render_conversation(tokenizer, [greeting, *chat("1?", "one", "2?", "two")])
+    generated = [part.strip() for rendering in renderings for part in generated_parts(rendering)]
+    assert [part.removeprefix("<think>\n\n</think>\n\n") for part in generated] == [part + "<|im_end|>" for part in parts]
+    assert (sum(rendering.answers for rendering in renderings), renderings[0].answers_left_out) == (2, 1)
+
+
+def test_a_conversation_of_nothing_but_an_answer_without_a_prompt_is_refused() -> None:
+    tokenizer = tokenizer_of("{% if messages[0].role == 'system' %}{% endif %}" + CHATML)
+    with pytest.raises(ConversationRefused, match="renders no answer as the continuation of its prompt"):
+        render_conversation(tokenizer, [{"role": "assistant", "content": "Hello"}])
+
+
+def test_an_answer_that_quotes_the_prompt_is_left_out_where_its_beginning_cannot_be_told() -> None:
+    messages = chat("1?", "odd|one", "2?", "two")
+    messages[3]["content"] = "<|im_start|>assistant\ntwo"
+    [rendering] = render_conversation(TOKENIZERS["last answer"], messages)
+    assert generated_parts(rendering) == ["<think>odd</think>one<|im_end|>\n"]
+    assert (rendering.answers, rendering.answers_left_out) == (1, 1)
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_two_answers_with_nothing_between_them_stand_in_documents_of_their_own(is_marked: bool) -> None:
+    marks = ("{% generation %}", "{% endgeneration %}") if is_marked else ("", "")
+    answer = marks[0] + "{{ m.content + '<|im_end|>' }}" + marks[1]
+    template = "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}" + answer + "{% endif %}{% endfor %}"
+    messages = [*chat("1?", "one"), *chat("", "two")[1:], *chat("2?", "three")]
+    renderings = render_conversation(tokenizer_of(template), messages)
+    assert [generated_parts(rendering) for rendering in renderings] == [["two<|im_end|>", "three<|im_end|>"], ["one<|im_end|>"]]
+
+
+def test_a_template_with_blocks_is_believed_where_its_prompt_does_not_precede_its_answers() -> None:
+    template = GENERATION_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
+    tokenizer = make_tokenizer(template)
+    [rendering] = render_conversation(tokenizer, chat("1?", "one", "2?", "two", "3?", "<think>three"))
+    assert generated_parts(rendering) == ["one<|end|>", "two<|end|>", "<think>three<|end|>"]
+    assert (rendering.answers, rendering.answers_left_out) == (3, 0)
+
+
+@pytest.mark.parametrize("renderings_before_midnight", range(1, 8))
+def test_a_conversation_rendered_at_midnight_has_one_date(renderings_before_midnight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [datetime(2026, 1, 1)] * renderings_before_midnight
+
+    class Clock:
+        @staticmethod
+        def now() -> datetime:
+            return times.pop() if times else datetime(2026, 1, 2)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    [rendering] = render_conversation(TOKENIZERS["llama3"], chat("1?", "one", "2?", "two"))
+    assert "Today: 0" in rendering.text
+    assert generated_parts(rendering) == ["one<|im_end|>", "two<|im_end|>"]

@@ -1,0 +1,705 @@
+"""Answers by the target: by a server that does what servers do, and by transformers."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from data_prep.answers import server as answer_server
+from data_prep.answers.manifest import Manifest
+from data_prep.prompts import prepare_prompts
+from data_prep.responses import prepare_responses
+from mtptrain.config import PipelineConfig
+from mtptrain.distributed import Ranks
+from mtptrain.prompt_files import DocumentEntry, Documents, Split, is_held_out, render_prompt
+from mtptrain.target import load_tokenizer
+from tests.conftest import GENERATION_TEMPLATE, make_config, program_command, run_program
+from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion, fake_server, make_speaking_target
+
+ROOT = Path(__file__).parents[2]
+ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
+RUN_FILES = ("config.yaml", "provenance.json")
+"""Which say how the program was called."""
+
+ConfigFor = Callable[..., PipelineConfig]
+
+
+def chat(name: str, num_turns: int, system: str = "") -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}] if system else []
+    for turn in range(num_turns):
+        messages += [
+            {"role": "user", "content": f"question {turn} of {name}"},
+            {"role": "assistant", "content": f"old answer {turn}"},
+        ]
+    return {"id": name, "messages": messages}
+
+
+PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
+CHATS = [chat(f"chat{i}", 1 + i % 3, "be brief" if i % 4 == 0 else "") for i in range(20)]
+
+
+@pytest.fixture(scope="session")
+def speaking_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_speaking_target(tmp_path_factory.mktemp("speaking"))
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with fake_server() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Retries come at once, and threads are as before."""
+    monkeypatch.setattr(answer_server, "BACKOFF_S", 0.01)
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def overrides_for(tmp_path: Path, target: Path, rows: list[dict[str, Any]], run: str = "run") -> list[str]:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"run_dir={tmp_path}/{run}",
+        f"target.path={target}",
+        "prompts.source=responses",
+        f"prompts.paths=[{path}]",
+        "prompts.validation_fraction=0.3",
+        "responses.max_new_tokens=24",
+        "responses.dtype=float32",
+    ]
+
+
+@pytest.fixture
+def configure(tmp_path: Path, speaking_target: Path) -> ConfigFor:
+    """The config over a jsonl file of the rows given."""
+
+    def build(*overrides: str, rows: list[dict[str, Any]] = CHATS, run: str = "run") -> PipelineConfig:
+        return make_config(*overrides_for(tmp_path, speaking_target, rows, run), *overrides)
+
+    return build
+
+
+@pytest.fixture
+def by_server(configure: ConfigFor, server: FakeServer) -> ConfigFor:
+    return lambda *overrides, **more: configure(f"responses.url={server.url}", *overrides, **more)
+
+
+def respond(config: PipelineConfig) -> Manifest:
+    manifest = prepare_responses(config, ONE_RANK)
+    assert manifest is not None
+    return manifest
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answered(config: PipelineConfig) -> list[dict[str, Any]]:
+    return read_lines(config.stage_dir("responses") / "conversations.jsonl")
+
+
+def failures(config: PipelineConfig) -> list[dict[str, Any]]:
+    return read_lines(config.stage_dir("responses") / "failures.jsonl")
+
+
+def output(config: PipelineConfig) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in config.stage_dir("responses").iterdir() if path.name not in RUN_FILES}
+
+
+def answers_of(row: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+
+
+def answer_by_question(table: dict[str, Callable[[list[int]], Any]], target: Path) -> Callable[[dict[str, Any]], Any]:
+    """A server's behaviour that looks for a word in the newest question; else as always."""
+    tokenizer = load_tokenizer(target)
+
+    def behave(request: dict[str, Any]) -> Any:
+        question = tokenizer.decode(request["prompt"]).rsplit("<user>", 1)[-1]
+        found = next((make for word, make in table.items() if word in question), None)
+        return answer_by_prompt(request) if found is None else found(request["prompt"])
+
+    return behave
+
+
+# What is asked, and what becomes of the answers
+
+
+def test_every_answer_is_new_and_new_answers_are_the_history_of_later_turns(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path
+) -> None:
+    config, tokenizer = by_server(), load_tokenizer(speaking_target)
+    manifest = respond(config)
+    asked = {tuple(request["prompt"]) for request in server.requests}
+    assert len(asked) == len(server.requests) == manifest.counts.answers == sum(1 + i % 3 for i in range(20))
+    for row, old in zip(answered(config), CHATS, strict=True):
+        assert row["id"] == old["id"] and row["ended_by"] == "complete"
+        kept = [message for message in row["messages"] if message["role"] != "assistant"]
+        assert kept == [message for message in old["messages"] if message["role"] != "assistant"]
+        for place, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                prompt = render_prompt(tokenizer, row["messages"][:place])
+                asked.remove(tuple(prompt))
+                (new_tokens,) = [answer_by_prompt({"prompt": prompt})[1]["choices"][0]["token_ids"]]
+                assert message["content"] == tokenizer.decode(new_tokens[:-1])
+    assert not asked
+    assert "old answer" not in json.dumps(answered(config))
+
+
+def test_requests_carry_the_sampling_settings_and_a_seed_of_their_own_row_and_turn(
+    by_server: ConfigFor, server: FakeServer
+) -> None:
+    settings = ("responses.temperature=0.7", "responses.top_p=0.9", "responses.top_k=40", "seed=5")
+    manifest = respond(by_server(*settings))
+    seeds = {tuple(request["prompt"]): request["seed"] for request in server.requests}
+    assert len(set(seeds.values())) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds.values())
+    for request in server.requests:
+        assert (request["temperature"], request["top_p"], request["top_k"], request["max_tokens"]) == (0.7, 0.9, 40, 24)
+        assert (request["repetition_penalty"], request["min_p"], request["stop_token_ids"]) == (1.0, 0.0, [EOS])
+    assert manifest.identity.settings["responses.temperature"] == 0.7 and manifest.identity.settings["seed"] == 5
+    assert manifest.identity.model == "tiny" and manifest.server_versions == ["vLLM 0.0.1"]
+
+    server.requests.clear()
+    respond(by_server(*settings, "responses.concurrency=1", run="again"))
+    assert {tuple(request["prompt"]): request["seed"] for request in server.requests} == seeds
+    respond(by_server(run="greedy"))
+    assert server.requests[-1]["top_k"] == -1, "all tokens, in the words of both engines"
+
+
+def test_a_question_that_nobody_has_answered_is_answered_too(by_server: ConfigFor) -> None:
+    rows = [{"id": "q", "messages": [{"role": "user", "content": "why?"}]}]
+    config = by_server(rows=rows)
+    respond(config)
+    assert len(answers_of(answered(config)[0])) == 1
+
+
+def test_the_order_in_which_conversations_end_changes_nothing(by_server: ConfigFor, server: FakeServer) -> None:
+    respond(by_server("responses.concurrency=1", run="one"))
+
+    def late(request: dict[str, Any]) -> Any:
+        time.sleep(random.random() / 50)
+        return answer_by_prompt(request)
+
+    server.behave = late
+    respond(by_server("responses.concurrency=8", run="many"))
+    assert output(by_server(run="one")) == output(by_server(run="many"))
+
+
+def test_no_more_conversations_are_in_flight_than_allowed(by_server: ConfigFor, server: FakeServer) -> None:
+    server.delay_s = 0.03
+    respond(by_server("responses.concurrency=3"))
+    assert server.at_once == 3
+
+
+def test_a_server_that_gives_text_alone_is_enough(by_server: ConfigFor, server: FakeServer) -> None:
+    respond(by_server(run="ids"))
+
+    def in_text(request: dict[str, Any]) -> Any:
+        status, content = answer_by_prompt(request)
+        token_ids = content["choices"][0].pop("token_ids")[:-1]
+        content["choices"][0]["text"] = "".join(chr(ord("!") + token) for token in token_ids)
+        return status, content
+
+    server.behave = in_text
+    respond(by_server(run="text"))
+    assert output(by_server(run="ids")) == output(by_server(run="text"))
+
+
+def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = {
+        "1 of cut": lambda prompt: completion(prompt, [5] * 24, "length"),
+        "1 of empty": lambda prompt: completion(prompt, [EOS]),
+        "0 of mute": lambda prompt: completion(prompt, [EOS]),
+    }
+    server.behave = answer_by_question(table, speaking_target)
+    long = chat("long", 3)
+    long["messages"][2]["content"] = "x" * 475  # a prompt of less than 512 tokens, but no room for 24 more
+    config = by_server(rows=[chat("cut", 3), chat("empty", 3), chat("mute", 2), long, chat("whole", 3)])
+    manifest = respond(config)
+    rows = {row["id"]: row for row in answered(config)}
+    assert [message["role"] for message in rows["cut"]["messages"]] == ["user", "assistant"] * 2
+    assert rows["cut"]["finish_reasons"] == ["stop", "length"] and rows["cut"]["ended_by"] == "length"
+    assert [len(rows[name]["messages"]) for name in ("empty", "mute", "long", "whole")] == [2, 1, 2, 6]
+    assert manifest.counts.ended_by == {"complete": 1, "length": 1, "empty": 2, "context": 1, "template": 0}
+    assert manifest.counts.unanswered == 1 and manifest.failed == 0
+    assert {(Path(item["place"]).name, item["reason"], item["answers"]) for item in failures(config)} == {
+        ("chats.jsonl:2", "the target's answer is empty", 1),
+        ("chats.jsonl:3", "the target's answer is empty", 0),
+        ("chats.jsonl:4", "prompt and responses.max_new_tokens do not fit the context", 1),
+    }
+    printed = capsys.readouterr().out
+    assert "1 answers, the last of their" in printed
+    assert re.search(
+        r"empty answer +│ 2 conv[^│]*│\n│ beyond the context +│ 1 conv[^│]*│\n│ refused by template +│ 0 conv", printed
+    )
+
+    num_requests = len(server.requests)
+    respond(config)
+    assert len(server.requests) == num_requests, "an answer that came out so is not asked for again"
+    assert "responses is finished already" in capsys.readouterr().out
+
+
+def test_rows_that_cannot_be_answered_are_refused_with_the_reason(by_server: ConfigFor, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        chat("good", 1),
+        {"id": "a", "messages": [{"role": "system", "content": "be brief"}]},
+        {"id": "b", "messages": [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "hi"}]},
+        {"id": "c", "messages": [{"role": "nobody", "content": "hello"}]},
+    ]
+    config = by_server(rows=rows)
+    assert respond(config).refused == 3
+    reasons = {Path(item["place"]).name: item["reason"] for item in failures(config)}
+    assert reasons == {
+        "chats.jsonl:2": "no user's turn",
+        "chats.jsonl:3": "a turn of the assistant that answers no user's",
+        "chats.jsonl:4": "unknown role 'nobody'",
+    }
+    assert "1 left out: no user's turn; first: " in capsys.readouterr().out
+    assert [row["id"] for row in answered(config)] == ["good"]
+    with pytest.raises(
+        ValueError, match=r"prompts\.paths: must hold at least one conversation to answer, .*, 1 refused \(no user's"
+    ):
+        respond(by_server(rows=rows[1:2], run="none"))
+
+
+def test_answers_that_are_not_rendered_as_they_were_generated_are_counted(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path
+) -> None:
+    strip = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|end|>{% endfor %}" + PROMPT
+    target = make_speaking_target(tmp_path / "strips", chat_template=strip)
+    tokenizer = load_tokenizer(target)
+    space, half = tokenizer(" x")["input_ids"], tokenizer("é")["input_ids"][:1]
+    table = {
+        "of space": lambda prompt: completion(prompt, [*space, EOS]),
+        "of half": lambda prompt: completion(prompt, [5, *half, EOS]),
+    }
+    server.behave = answer_by_question(table, target)
+    config = by_server(f"target.path={target}", rows=[chat("space", 1), chat("half", 1), chat("plain", 1)])
+    counts = respond(config).counts
+    assert (counts.answers, counts.texts_changed, counts.tokens_changed) == (3, 1, 1)
+    assert [(row["texts_changed"], row["tokens_changed"]) for row in answered(config)] == [(1, 0), (0, 1), (0, 0)]
+
+
+HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
+FOOT = "{% else %}<{{ m.role }}>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+THINKING = {
+    "in the message": HEAD + "<assistant>{{ m.content }}<|end|>" + FOOT,
+    "by the template": HEAD + "<assistant>{% if '</think>' in m.content %}<think>{% endif %}{{ m.content }}<|end|>" + FOOT,
+}
+
+
+@pytest.mark.parametrize("rendered", THINKING)
+def test_a_template_that_begins_the_thought_in_its_prompt_gets_the_answer_back_token_by_token(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path, rendered: str
+) -> None:
+    template = THINKING[rendered] + "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    target = make_speaking_target(tmp_path / "thinks", chat_template=template)
+    tokenizer = load_tokenizer(target)
+    answer = [*tokenizer("hmm</think>yes")["input_ids"], EOS]
+    server.behave = lambda request: completion(request["prompt"], answer)
+    config = by_server(f"target.path={target}", rows=[chat("one", 1)])
+    counts = respond(config).counts
+    assert (counts.texts_changed, counts.tokens_changed) == (0, 0)
+    messages = answered(config)[0]["messages"]
+    assert messages[1]["content"] == ("<think>" if rendered == "in the message" else "") + "hmm</think>yes"
+    whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert whole == [*render_prompt(tokenizer, messages[:1]), *answer]
+
+
+# What fails, and what is tried again
+
+
+def test_a_busy_server_is_asked_again(by_server: ConfigFor, server: FakeServer) -> None:
+    seen: Counter[tuple[int, ...]] = Counter()
+
+    def busy(request: dict[str, Any]) -> Any:
+        seen[tuple(request["prompt"])] += 1
+        return (429, {"error": "busy"}) if seen[tuple(request["prompt"])] < 3 else answer_by_prompt(request)
+
+    server.behave = busy
+    manifest = respond(by_server())
+    assert manifest.failed == 0 and set(seen.values()) == {3}
+
+
+def test_what_goes_on_failing_is_counted_named_and_alone_tried_again(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    respond(by_server(run="undisturbed"))
+    table = {
+        "of chat3": lambda prompt: (500, {"error": "out of memory"}),
+        "of chat4": lambda prompt: (400, {"error": "no"}),
+        "of chat5": lambda prompt: (200, b"<html>"),
+        "of chat6": lambda prompt: completion(prompt, [1], "abort"),
+        "of chat7": lambda prompt: (200, {"choices": []}),
+        "of chat8": lambda prompt: completion(prompt, ["a"]),  # type: ignore[list-item]
+    }
+    server.behave, config = answer_by_question(table, speaking_target), by_server("responses.max_retries=2")
+    server.requests.clear()
+    capsys.readouterr()
+    assert respond(config).failed == 6
+    reasons = {int(item["place"].rsplit(":", 1)[1]) - 1: item["reason"] for item in failures(config)}
+    assert reasons[3] == 'the server answers 500: {"error": "out of memory"}'
+    assert reasons[4] == 'the server answers 400: {"error": "no"}'
+    assert reasons[5].startswith("the server's answer is not JSON")
+    assert reasons[6] == "the server ended an answer for the reason 'abort'"
+    assert reasons[7].startswith("the server's answer is no completion (ValueError")
+    assert reasons[8].startswith("the server's answer is no completion (TypeError: text must be a string, token_ids integers)")
+    tokenizer = load_tokenizer(speaking_target)
+    asked = Counter(
+        word for r in server.requests for word in tokenizer.decode(r["prompt"]).replace("<", " ").split() if "chat" in word
+    )
+    assert (asked["chat3"], asked["chat4"], asked["chat5"]) == (3, 1, 3), "bad requests are not repeated"
+    printed = capsys.readouterr().out
+    assert "6 conversations, tried again" in printed and "1 left out: the server answers 500" in printed
+    assert [row["row"] for row in answered(config)] == [row for row in range(20) if row not in reasons]
+
+    server.behave = answer_by_prompt
+    server.requests.clear()
+    assert respond(config).failed == 0
+    assert len(server.requests) == sum(1 + i % 3 for i in reasons)
+    assert output(config) == output(by_server(run="undisturbed"))
+
+
+def test_a_server_that_hangs_is_left_after_the_timeout(by_server: ConfigFor, server: FakeServer, speaking_target: Path) -> None:
+    def hang(prompt: list[int]) -> Any:
+        time.sleep(1.0)
+        return completion(prompt, [1, EOS])
+
+    server.behave = answer_by_question({"of chat1<": hang}, speaking_target)
+    config = by_server("responses.timeout_s=0.2", "responses.max_retries=1", rows=CHATS[:3])
+    assert respond(config).failed == 1
+    assert [item["reason"] for item in failures(config)] == ["the server does not answer: timed out"]
+
+
+def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: ConfigFor, server: FakeServer) -> None:
+    rows = [chat(f"chat{i}", 1) for i in range(60)]
+    respond(by_server(rows=rows, run="undisturbed"))
+    server.requests.clear()
+    numbers = count(1)
+
+    def dies(request: dict[str, Any]) -> Any:
+        return answer_by_prompt(request) if next(numbers) <= 10 else (503, b"")
+
+    server.behave, config = dies, by_server("responses.concurrency=2", "responses.max_retries=0", rows=rows)
+    with pytest.raises(
+        RuntimeError, match=r"16 conversations in a row failed, the last one because the server answers 503: Service"
+    ):
+        respond(config)
+    assert len(server.requests) < 30
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json: must exist, but does not; run data_prep\.responses"):
+        prepare_prompts(config)
+    server.requests.clear()
+    server.behave = answer_by_prompt
+    respond(config)
+    assert len(server.requests) == 50
+    assert output(config) == output(by_server(rows=rows, run="undisturbed"))
+
+
+def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: FakeServer) -> None:
+    server.behave = lambda request: (500, b"")
+    config = by_server("responses.max_retries=0", rows=CHATS[:3])
+    with pytest.raises(RuntimeError, match=r"at least one conversation must be answered, but none is; failures\.jsonl says why"):
+        respond(config)
+    assert len(failures(config)) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "message"),
+    [
+        (
+            {},
+            ["responses.url=http://127.0.0.1:9/v1"],
+            r"responses\.url: must be a running server, but http://127\.0\.0\.1:9/v1/models",
+        ),
+        ({}, ["responses.model=other"], r"responses\.model: must be one that .* serves, tiny, but is other; correct it"),
+        (
+            {"models": {"data": [{"id": "a"}, {"id": "b"}]}},
+            [],
+            r"responses\.model: must be given where a server serves not one model, but .* serves a, b; give",
+        ),
+        (
+            {"models": {"hello": 1}},
+            [],
+            r"base URL of an OpenAI-compatible server, .* answers \{\"hello\": 1\}; correct the address",
+        ),
+        ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but .*/models answers no JSON"),
+        (
+            {"key": "secret"},
+            [],
+            r"at .*/models the server answers 401: .*; set the environment variable responses\.api_key_variable",
+        ),
+        ({}, ["prompts.source=text_files"], r"prompts\.source: must be responses where answers are generated, but is text_files"),
+        ({}, ["prompts.paths=[]"], r"prompts\.paths: must name at least one place of conversations, but is empty"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_asked(
+    by_server: ConfigFor, server: FakeServer, change: dict[str, Any], overrides: list[str], message: str
+) -> None:
+    for name, value in change.items():
+        setattr(server, name, value)
+    with pytest.raises((ValueError, ConnectionError), match=message):
+        respond(by_server(*overrides))
+    assert not server.requests and not by_server().stage_dir("responses").exists()
+
+
+def test_a_server_that_reads_other_tokens_is_refused(
+    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", lambda request: completion([1, *request["prompt"]], [1, EOS]))
+    with pytest.raises(ValueError, match=r"must read a prompt of 23 token ids as it is, but counts 24 tokens"):
+        respond(by_server())
+    monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", lambda request: (200, {"object": "error"}))
+    with pytest.raises(
+        ValueError, match=r"must complete prompts of token ids, but the server's answer is no completion \(KeyError"
+    ):
+        respond(by_server())
+
+
+def test_the_key_is_that_of_the_environment_variable(
+    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key = "secret"
+    monkeypatch.setenv("SOME_KEY", "secret")
+    assert respond(by_server("responses.api_key_variable=SOME_KEY")).failed == 0
+
+
+def test_a_server_is_asked_by_one_process(by_server: ConfigFor) -> None:
+    with pytest.raises(ValueError, match=r"responses\.url: a server must be asked by one process, but there are 2 ranks"):
+        prepare_responses(by_server(), Ranks(rank=0, world_size=2, local_rank=0))
+
+
+# Interruptions
+
+
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path, speaking_target: Path
+) -> None:
+    rows = [chat(f"chat{i}", 1 + i % 3) for i in range(40)]
+    undisturbed = by_server(rows=rows, run="undisturbed")
+    respond(undisturbed)
+    server.delay_s = 0.02
+    overrides = [*overrides_for(tmp_path, speaking_target, rows), f"responses.url={server.url}", "responses.concurrency=4"]
+    journal = tmp_path / "run/responses/answers_00000.jsonl"
+    process = subprocess.Popen(
+        program_command("data_prep.responses", *overrides), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 8):
+        assert process.poll() is None
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "run/responses/manifest.json").exists()
+    done = {json.loads(line)["id"] for line in journal.read_bytes().split(b"\n")[:-1]}
+    assert 8 <= len(done) < 40
+
+    server.settle()
+    server.requests.clear()
+    server.delay_s = 0.0
+    result = run_program("data_prep.responses", *overrides)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert f"{40 - len(done)} conversations, " in result.stdout
+    asked = [load_tokenizer(speaking_target).decode(request["prompt"]) for request in server.requests]
+    assert len(asked) == sum(len(row["messages"]) // 2 for row in rows if row["id"] not in done)
+    assert output(by_server(rows=rows)) == output(undisturbed)
+
+
+def test_a_torn_last_line_is_answered_again(by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    respond(by_server(run="undisturbed"))
+    config = by_server()
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.answers.store.ResponsesStore.finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            respond(config)
+    journal = config.stage_dir("responses") / "answers_00000.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-7])
+    torn = json.loads(journal.read_bytes().splitlines()[-2])
+    assert torn
+    server.requests.clear()
+    respond(config)
+    assert 1 <= len(server.requests) <= 3
+    assert output(config) == output(by_server(run="undisturbed"))
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["responses.temperature=0.5"], r"responses\.temperature must be 0\.0, but is 0\.5"),
+        (["responses.max_new_tokens=23", "seed=1"], r"responses\.max_new_tokens must be 24, but is 23; seed must be 0, but is 1"),
+        (["responses.url=null"], r"the backend \(responses\.url\) must be server, but is transformers"),
+    ],
+)
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_other_settings_do_not_go_on_with_these_answers(
+    by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str, is_finished: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        if not is_finished:
+            patch.setattr("data_prep.answers.store.ResponsesStore.finish", interrupt)
+        try:
+            respond(by_server())
+        except KeyboardInterrupt:
+            assert not is_finished
+    before = output(by_server())
+    with pytest.raises(ValueError, match=message):
+        respond(by_server(*overrides))
+    assert output(by_server()) == before
+
+
+def test_other_data_or_another_target_does_not_go_on_with_these_answers(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path
+) -> None:
+    respond(by_server())
+    with pytest.raises(ValueError, match=r"the conversations \(prompts\.paths and their hashes\) must be \{.*\}, but is \{.*\}"):
+        respond(by_server(rows=CHATS[1:]))
+    other = make_speaking_target(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match=r"the hash of the target's weights must be \w+, but is \w+ .*, of this run: .*/other\)"):
+        respond(by_server(f"target.path={other}"))
+    server.models = {"data": [{"id": "tuned", "max_model_len": 512}]}
+    with pytest.raises(ValueError, match=r"the served model \(responses\.model\) must be tiny, but is tuned .*; undo the change"):
+        respond(by_server())
+
+
+# With transformers
+
+
+def test_transformers_answers_greedily_as_one_prompt_at_a_time_would(configure: ConfigFor, speaking_target: Path) -> None:
+    config = configure()
+    respond(config)
+    model = AutoModelForCausalLM.from_pretrained(speaking_target, dtype=torch.float32).eval()
+    tokenizer, num_checked = load_tokenizer(speaking_target), Counter[str]()
+    for row in answered(config):
+        for place, message in enumerate(row["messages"]):
+            if message["role"] != "assistant":
+                continue
+            tokens = render_prompt(tokenizer, row["messages"][:place])
+            start = len(tokens)
+            with torch.no_grad():
+                while len(tokens) < start + 24 and (len(tokens) == start or tokens[-1] != EOS):
+                    tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            reason = row["finish_reasons"][num_checked[row["id"]]]
+            assert row["answer_tokens"][num_checked[row["id"]]] == len(tokens) - start
+            assert reason == ("stop" if tokens[-1] == EOS else "length")
+            assert message["content"] == tokenizer.decode(tokens[start : None if reason == "length" else -1])
+            num_checked[row["id"]] += 1
+    assert num_checked.total() > 20 and {row["ended_by"] for row in answered(config)} >= {"length", "complete"}
+
+
+def test_ranks_and_interruptions_change_no_byte(configure: ConfigFor, tmp_path: Path, speaking_target: Path) -> None:
+    sampled = ("responses.temperature=0.8", "responses.top_k=20", "responses.batch_size=3")
+    undisturbed = configure(*sampled, run="undisturbed")
+    respond(undisturbed)
+    overrides = [*overrides_for(tmp_path, speaking_target, CHATS), *sampled]
+    result = run_program("data_prep.responses", *overrides, num_ranks=2)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert output(configure()) == output(undisturbed)
+
+    # A run that was killed: some rows of a batch are in the journal of one rank, others in none.
+    directory = configure().stage_dir("responses")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    lines = (directory / "conversations.jsonl").read_bytes().splitlines(keepends=True)
+    for name in ("manifest.json", "conversations.jsonl", "failures.jsonl"):
+        (directory / name).unlink(missing_ok=True)
+    (directory / "plan.json").write_text(json.dumps({"identity": manifest["identity"], "server_versions": []}))
+    (directory / "answers_00000.jsonl").write_bytes(lines[7] + lines[2])
+    (directory / "answers_00005.jsonl").write_bytes(lines[11] + lines[3][:20])
+    respond(configure(*sampled))
+    assert output(configure()) == output(undisturbed)
+
+
+def test_sampling_follows_its_settings_and_its_seed(configure: ConfigFor) -> None:
+    respond(configure(run="greedy"))
+    greedy = [row["messages"] for row in answered(configure(run="greedy"))]
+    texts = {}
+    for run, overrides in {
+        "hot": ["responses.temperature=1.0"],
+        "again": ["responses.temperature=1.0"],
+        "seed": ["responses.temperature=1.0", "seed=1"],
+        "top_k": ["responses.temperature=1.0", "responses.top_k=1"],
+        "top_p": ["responses.temperature=1.0", "responses.top_p=1e-6"],
+    }.items():
+        respond(configure(*overrides, run=run))
+        texts[run] = [row["messages"] for row in answered(configure(run=run))]
+    assert texts["hot"] == texts["again"] != texts["seed"]
+    assert texts["hot"] != greedy == texts["top_k"] == texts["top_p"]
+
+
+def test_penalties_of_the_checkpoint_do_not_touch_the_answers(configure: ConfigFor, speaking_target: Path, tmp_path: Path) -> None:
+    respond(configure(run="plain"))
+    target = make_speaking_target(tmp_path / "penalised")
+    settings = {"eos_token_id": [EOS], "repetition_penalty": 1.8, "do_sample": True, "temperature": 3.0}
+    (target / "generation_config.json").write_text(json.dumps(settings))
+    respond(configure(f"target.path={target}", run="penalised"))
+    assert answered(configure(run="penalised")) == answered(configure(run="plain"))
+
+
+def test_a_target_without_an_end_of_answer_is_refused(configure: ConfigFor, tmp_path: Path) -> None:
+    target = make_speaking_target(tmp_path / "endless", eos_token_id=None)
+    with pytest.raises(ValueError, match=r"eos_token_id in generation_config\.json or config\.json must say what ends an answer"):
+        respond(configure(f"target.path={target}"))
+
+
+# Into the prompts
+
+
+def test_the_prompts_supervise_exactly_what_the_target_generated(configure: ConfigFor, speaking_target: Path) -> None:
+    config = configure("responses.max_new_tokens=16")
+    manifest = respond(config)
+    assert manifest.counts.texts_changed == manifest.counts.tokens_changed == 0
+    prepare_prompts(config)
+    entries = DocumentEntry.read_all(config.stage_dir("prompts"))
+    supervised: dict[str, list[int]] = {}
+    for split in Split:
+        documents = Documents.load(config.stage_dir("prompts") / f"{split}.safetensors")
+        for i, document_id in enumerate(documents.document_ids.tolist()):
+            name, mask = entries[document_id].name, documents.mask(i).astype(bool)
+            supervised.setdefault(name, []).extend(documents.tokens(i)[mask].tolist())
+            assert is_held_out(name, 0.3) == (split is Split.validation)
+    tokenizer, ends = load_tokenizer(speaking_target), Counter[str]()
+    rows = [row for row in answered(config) if answers_of(row)]
+    assert supervised.keys() == {row["id"] for row in rows}
+    for row in rows:
+        generated: list[int] = []
+        for answer, reason in zip(answers_of(row), row["finish_reasons"], strict=True):
+            generated += [*tokenizer(answer)["input_ids"], *([EOS] if reason == "stop" else [])]
+            ends[reason] += 1
+        assert supervised[row["id"]] == generated
+        assert sum(row["answer_tokens"]) == len(generated)
+    assert ends["stop"] > 5 and ends["length"] > 3
+
+
+def test_prompts_refuse_answers_that_are_missing_or_others(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
+    config = by_server()
+    with pytest.raises(
+        FileNotFoundError, match=r"responses/manifest\.json: must exist, but does not; run data_prep\.responses with"
+    ):
+        prepare_prompts(config)
+    respond(config)
+    prepare_prompts(config)
+    other = make_speaking_target(tmp_path / "other", chat_template=GENERATION_TEMPLATE + "{# other #}")
+    with pytest.raises(
+        ValueError, match=r"chat_template_sha256 must be \w+, as in this run, but is \w+; run data_prep\.responses again"
+    ):
+        prepare_prompts(by_server(f"target.path={other}"))
+    with pytest.raises(ValueError, match=r"prompts\.paths must be \['/elsewhere'\], as in this run, but is \["):
+        prepare_prompts(by_server("prompts.paths=[/elsewhere]"))

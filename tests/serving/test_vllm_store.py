@@ -1,0 +1,104 @@
+"""A store by vLLM: laid out as the other backend's, its states too, and the same bytes whatever was killed on the way."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.hidden_store import HiddenStore, verify
+from tests.conftest import TINY_SETTINGS, make_target, program_command, run_program, write_text_files
+
+SEPARATE = ("config.yaml", "provenance.json")
+"""Written by every run anew: how the program was called."""
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> list[str]:
+    """A run folder with stage 1 done, and all that goes with it."""
+    directory = tmp_path_factory.mktemp("vllm_store")
+    target_dir = make_target(directory / "target", num_attention_heads=2, num_key_value_heads=2)
+    files = write_text_files(directory / "files")
+    given = [*TINY_SETTINGS, f"target.path={target_dir}", f"prompts.paths=[{files}]", f"run_dir={directory}/run"]
+    given += ["head=eagle3", "head.capture_layers=[0,1]", "hidden_states.batch_tokens=512"]
+    result = run_program("data_prep.prompts", *given)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return given
+
+
+def store_dir(overrides: list[str]) -> Path:
+    return Path(next(word for word in overrides if word.startswith("run_dir=")).removeprefix("run_dir=")) / "hidden_states"
+
+
+def extract(overrides: list[str], *more: str, num_ranks: int = 1) -> dict[str, bytes]:
+    result = run_program("data_prep.hidden_states", *overrides, *more, num_ranks=num_ranks)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "is finished already" in result.stdout or "computed now" in result.stdout
+    return {path.name: path.read_bytes() for path in sorted(store_dir(overrides).iterdir()) if path.name not in SEPARATE}
+
+
+def kill_with_children(pid: int) -> None:
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        kill_with_children(int(child))
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(overrides: list[str]) -> dict[str, bytes]:
+    files = extract(overrides, "hidden_states.backend=vllm")
+    assert len(files) > 6
+    store_dir(overrides).rename(store_dir(overrides).with_name("by_vllm"))
+    return files
+
+
+def test_layout_and_states_are_those_of_the_other_backend(overrides: list[str], undisturbed: dict[str, bytes]) -> None:
+    ours = extract(overrides)
+    assert {name: len(content) for name, content in ours.items() if name.startswith("shard_")} == {
+        name: len(content) for name, content in undisturbed.items() if name.startswith("shard_")
+    }
+    stores = [HiddenStore.open(store_dir(overrides).with_name(name)) for name in ("hidden_states", "by_vllm")]
+    for store in stores:
+        verify(store, show_progress=False)
+    assert [store.manifest.identity.backend for store in stores] == ["transformers", "vllm"]
+    for index in range(stores[0].num_documents):
+        theirs, by_vllm = (store.document(index) for store in stores)
+        assert theirs.document_id == by_vllm.document_id
+        assert torch.equal(theirs.input_ids, by_vllm.input_ids) and torch.equal(theirs.loss_mask, by_vllm.loss_mask)
+        for name in ("hidden_states", "aux_hidden_states"):  # float32 arithmetic: bf16 rounding alone
+            torch.testing.assert_close(getattr(theirs, name), getattr(by_vllm, name), rtol=2**-7, atol=2**-7)
+    shutil.rmtree(store_dir(overrides))
+
+
+def test_runs_killed_at_random_moments_with_changing_ranks_leave_the_bytes_of_an_undisturbed_one(
+    overrides: list[str], undisturbed: dict[str, bytes]
+) -> None:
+    rng = random.Random(5)
+    killed_after: list[int] = []
+    for num_ranks in (1, 2, 1):
+        command = program_command("data_prep.hidden_states", *overrides, "hidden_states.backend=vllm", num_ranks=num_ranks)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            wanted = rng.randint(len(killed_after) * 2, len(killed_after) * 2 + 1)
+            deadline = time.monotonic() + 300
+            while len(list(store_dir(overrides).glob("shard_*.safetensors"))) < wanted and time.monotonic() < deadline:
+                assert process.poll() is None, "it ended before it was killed"
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.05))
+            kill_with_children(process.pid)
+        killed_after.append(len(list(store_dir(overrides).glob("shard_*.safetensors"))))
+        assert not (store_dir(overrides) / "manifest.json").exists(), "it was finished before it was killed"
+    assert extract(overrides, "hidden_states.backend=vllm", num_ranks=2) == undisturbed
+    assert killed_after[-1] > 0
+
+
+def test_a_target_that_vllm_does_not_extract_from_is_refused_before_an_engine_starts(
+    tmp_path: Path, vllm_python: str, overrides: list[str]
+) -> None:
+    target_dir = make_target(tmp_path, "gemma3_text")
+    result = run_program("data_prep.hidden_states", *overrides, "hidden_states.backend=vllm", f"target.path={target_dir}")
+    assert result.returncode != 0
+    assert "set hidden_states.backend=transformers" in result.stderr

@@ -1,0 +1,205 @@
+"""One engine serves all shards of a rank: same bits whatever went before, bounded scratch space, and no process left behind."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from mtptrain.config import HiddenStatesConfig
+from mtptrain.extraction.vllm_streams import ENVIRONMENT, VllmStreams, _Window, cpu_cache_bytes, engine_environment, visible_devices
+from mtptrain.target import read_target_config
+from tests.conftest import make_target
+
+LAYERS, LONGEST = (1, 2), 300
+SETTINGS = HiddenStatesConfig(batch_tokens=256)
+_RANDOM = random.Random(0)
+
+
+def make_shard(num_documents: int) -> list[NDArray[np.int32]]:
+    lengths = [_RANDOM.randint(4, LONGEST) for _ in range(num_documents)]
+    return [np.array([_RANDOM.randrange(256) for _ in range(length)], dtype=np.int32) for length in lengths]
+
+
+A, B = make_shard(9), make_shard(12)
+B[3] = B[0]  # what a prefix cache would serve
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), num_attention_heads=2, num_key_value_heads=2)
+
+
+def streams_of(target_dir: Path, python: str, scratch_dir: Path) -> VllmStreams:
+    return VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, scratch_dir, 0, python)
+
+
+def read_all(shard: Iterator[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    return {index: states.clone() for index, states in shard}
+
+
+def assert_equal_bits(found: dict[int, torch.Tensor], wanted: dict[int, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for index, states in found.items():
+        assert states.dtype == torch.bfloat16 and torch.equal(states, wanted[index])
+
+
+def test_states_depend_on_their_shard_alone_and_two_shards_of_files_exist_at_most(
+    target_dir: Path, vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torchrun's own store and group are not the engine's
+    torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    scratch_dir = tmp_path / "scratch" / "rank"
+    found = []
+    with streams_of(target_dir, vllm_python, scratch_dir) as streams:
+        for number, shard in enumerate(streams.extract([A, B, A, B])):
+            states = read_all(shard)
+            found.append(states)
+            # what is left belongs to the next shard, which the engine runs already
+            left = {path.name.split("_")[1] for path in scratch_dir.glob("window_*")}
+            assert left <= {f"{number + 1:05d}"}
+    assert not scratch_dir.exists()
+    assert_equal_bits(found[2], found[0])
+    assert_equal_bits(found[3], found[1])
+    assert [len(found[1][i]) for i in range(len(B))] == [len(prompt) for prompt in B]
+    torch.testing.assert_close(found[1][3], found[1][0], rtol=0.1, atol=0.1)
+    with streams_of(target_dir, vllm_python, scratch_dir) as streams:
+        (alone,) = map(read_all, streams.extract([B]))
+    assert_equal_bits(alone, found[1])
+
+
+def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
+    scratch_dir = tmp_path / "rank"
+    with (
+        pytest.raises(RuntimeError, match=r"(?s)must extract hidden states of .*, but its process ended with status 1; .*director"),
+        streams_of(target_dir, vllm_python, scratch_dir) as streams,
+    ):
+        (scratch_dir / "window_00000_000005.safetensors").mkdir()
+        for shard in streams.extract([A]):
+            read_all(shard)
+    assert not scratch_dir.exists()
+
+
+def test_an_engine_that_is_killed_is_reported(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"but its process ended with status -9"),
+        streams_of(target_dir, vllm_python, tmp_path / "rank") as streams,
+    ):
+        shards = streams.extract([A, B])
+        os.kill(streams._process.pid, signal.SIGKILL)
+        for shard in shards:
+            read_all(shard)
+
+
+USER = """
+import sys
+from pathlib import Path
+import numpy as np
+from mtptrain.extraction.vllm_streams import VllmStreams
+from mtptrain.config import HiddenStatesConfig
+target_dir, scratch_dir, python, num_gpus = sys.argv[1:]
+settings = HiddenStatesConfig(tensor_parallel_size=int(num_gpus))
+shard = [np.arange(500, dtype=np.int32) % 256] * 400
+with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, python) as streams:
+    for states in streams.extract([shard] * 1000):
+        print(sum(1 for _ in states), flush=True)
+"""
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_the_engine_ends_in_the_midst_of_a_shard_when_its_rank_is_killed(
+    target_dir: Path, vllm_python: str, tmp_path: Path, tensor_parallel_size: int
+) -> None:
+    scratch_dir = tmp_path / "rank"
+    command = [sys.executable, "-c", USER, str(target_dir), str(scratch_dir), vllm_python, str(tensor_parallel_size)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == b"400\n"  # the second shard is under way
+        engine = children(str(rank.pid))
+        assert len(engine) >= tensor_parallel_size
+        time.sleep(random.uniform(0, 1))
+        rank.kill()
+    end = time.monotonic() + 10
+    while any(map(is_running, engine)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    left = sorted(scratch_dir.iterdir())
+    time.sleep(1)
+    assert sorted(scratch_dir.iterdir()) == left  # nobody writes any more
+
+
+def children(pid: str) -> list[str]:
+    """Of a process, and theirs."""
+    found = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return found + [grandchild for child in found for grandchild in children(child)]
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+PROMPT = np.array([5, 6, 7], dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "token_ids", "message"),
+    [
+        (
+            (2, 2, 4),
+            [5, 6],
+            r"document 1 of the 2 in shard 7 .* must have 2 states for each of its 3 tokens, but has 2 for 2; set hidd",
+        ),
+        ((3, 1, 4), [5, 6, 7], r"must have 2 states for each of its 3 tokens, but has 1 for 3"),
+        (
+            (3, 2, 4),
+            [5, 6, 8],
+            r"document 1 of the 2 in shard 7 .* must have the states of its own 3 tokens, but has those of others",
+        ),
+    ],
+)
+def test_states_that_are_not_of_every_token_of_the_prompt_are_refused(
+    shape: tuple[int, ...], token_ids: list[int], message: str
+) -> None:
+    window = _Window(7, [PROMPT, PROMPT], Path())
+    window.check(1, torch.zeros(3, 2, 4), torch.from_numpy(PROMPT), 2)
+    with pytest.raises(RuntimeError, match=message):
+        window.check(1, torch.zeros(shape), torch.tensor(token_ids), 2)
+
+
+def test_every_rank_has_gpus_of_its_own() -> None:
+    assert [visible_devices(None, rank, 2) for rank in range(3)] == ["0,1", "2,3", "4,5"]
+    assert [visible_devices("4,GPU-a,6,7", rank, 1) for rank in range(4)] == ["4", "GPU-a", "6", "7"]
+    assert visible_devices("4,5,6,7", 1, 2) == "6,7"
+    assert visible_devices("", 3, 1) == ""
+    with pytest.raises(
+        ValueError,
+        match=r"tensor_parallel_size: local rank 1 must have 4 GPUs .*, 8 in all, but CUDA_VISIBLE_DEVICES=0,1,2,3 has 4",
+    ):
+        visible_devices("0,1,2,3", 1, 4)
+
+
+def test_an_engine_has_one_thread_and_no_part_in_the_group_of_ranks() -> None:
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
+    found = engine_environment({"HOME": "/home", "OMP_NUM_THREADS": "7", **ranks}, 1, 1)
+    assert found == {"HOME": "/home", "CUDA_VISIBLE_DEVICES": "1", **ENVIRONMENT} and ENVIRONMENT["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_cache_on_a_cpu_has_room_for_two_batches_in_blocks_shared_with_hidden_states(target_dir: Path) -> None:
+    config = read_target_config(target_dir)  # 2 layers with 2 heads of 64: pages of 128 tokens with 2 * 2 * 64 numbers each
+    page_bytes, blocks_of_ends = 128 * 2 * 2 * 64 * 2, 4 * 65
+    kv_blocks, state_blocks = 2 * (256 + 256) // 128, 2 * (256 + 256) // 128
+    found = cpu_cache_bytes(config, num_streams=2, itemsize=2, max_model_len=256, batch_tokens=256)
+    assert found == (kv_blocks + state_blocks + blocks_of_ends) * page_bytes * 2
+    assert cpu_cache_bytes(config, 8, 2, 256, 256) == (kv_blocks + 2 * state_blocks + blocks_of_ends) * page_bytes * 2

@@ -1,0 +1,166 @@
+"""Recipes for real targets, at the dimensions that were published: their heads, what serves them, and the plans in their headers.
+
+`WRITE_RECIPE_PLANS=1 python -m pytest tests/test_recipe_plans.py` writes the headers.
+"""
+
+import os
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_prep.planning.costs import target_costs
+from data_prep.planning.plan import FITTING_SHARE, Plan, make_plan
+from data_prep.planning.planner import plan_rows, plan_warnings
+from mtptrain.config import RECIPES, Backend, PipelineConfig, PromptSource
+from mtptrain.formats import format_for
+from mtptrain.head_files import build_head
+from mtptrain.target import read_target_config
+from tests.published_targets import PUBLISHED_TARGETS
+from tests.test_recipes import compose_recipe
+
+HEADS = ("mtp", "eagle3")
+CASES = [(target, head) for target in PUBLISHED_TARGETS for head in HEADS]
+SERVER = "http://localhost:8000/v1"
+NODE_DISK_BYTES = 28 * 10**12
+"""Of the local disks of a usual node with 8 GPUs; a plan should take half of it at most."""
+BEGIN, END = (
+    "# Commands, and the plan at the target's published sizes, written by tests/test_recipe_plans.py:",
+    "# End of the plan.",
+)
+BETWEEN = re.compile(rf"{re.escape(BEGIN)}\n(.*?){re.escape(END)}\n", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[PipelineConfig, Plan]]:
+    """The plan of a recipe, made from the published config.json of its target alone, for the disks of a node."""
+    made: dict[str, tuple[PipelineConfig, Plan]] = {}
+
+    def of(target: str, head: str) -> tuple[PipelineConfig, Plan]:
+        name = f"{target}_{head}"
+        if name not in made:
+            config = compose_recipe(name)
+            assert config.target.path == PUBLISHED_TARGETS[target].name
+            directory = tmp_path_factory.mktemp(name)
+            PUBLISHED_TARGETS[target].config().save_pretrained(directory)
+            config.target.path, config.run_dir = str(directory), str(directory / "run")
+            made[name] = config, make_plan(config, free_bytes=NODE_DISK_BYTES)
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("target", PUBLISHED_TARGETS)
+def test_the_published_dimensions_give_the_published_size(target: str) -> None:
+    published = PUBLISHED_TARGETS[target]
+    assert target_costs(published.config()).num_parameters == pytest.approx(published.num_parameters, rel=0.01)
+
+
+@pytest.mark.parametrize(("target", "head"), CASES)
+def test_the_head_of_every_recipe_is_built_for_its_target(target: str, head: str) -> None:
+    config, target_config = compose_recipe(f"{target}_{head}"), PUBLISHED_TARGETS[target].config()
+    with torch.device("meta"):
+        built = build_head(config.head, target_config)
+    assert config.head.name == head
+    assert built.norm.weight.shape == (target_config.hidden_size,)
+    assert all(parameter.is_meta for parameter in built.parameters())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(("target", "head"), CASES)
+def test_both_engines_have_a_format_for_the_head_of_every_recipe(target: str, head: str, engine: str) -> None:
+    config, target_config = compose_recipe(f"{target}_{head}"), PUBLISHED_TARGETS[target].config()
+    assert format_for(engine, config.head, target_config).config_json("bfloat16")["hidden_size"] == target_config.hidden_size
+    assert config.export.engine == "vllm"
+
+
+def test_sglang_is_refused_an_eagle3_head_for_deepseek_that_reads_the_first_layer() -> None:
+    """The case of the README's table of what is served."""
+    config, target_config = compose_recipe("deepseek_v2_lite_eagle3"), PUBLISHED_TARGETS["deepseek_v2_lite"].config()
+    head = replace(config.head, capture_layers=[1, 13, 24])
+    assert format_for("vllm", head, target_config)
+    with pytest.raises(ValueError, match=r"to export head eagle3 for sglang, but is \[1, 13, 24\]"):
+        format_for("sglang", head, target_config)
+
+
+@pytest.mark.parametrize(("target", "head"), CASES)
+def test_every_plan_keeps_well_below_the_disks_of_a_node_and_within_a_day(
+    target: str, head: str, planned: Callable[[str, str], tuple[PipelineConfig, Plan]]
+) -> None:
+    config, plan = planned(target, head)
+    assert plan.store_bytes[config.hidden_states.store_dtype] < NODE_DISK_BYTES / 2
+    assert plan.hidden_states.seconds + plan.train.seconds < 24 * 3600
+    assert not plan.is_spread
+    assert plan.workload.longest_tokens == config.train.batch_tokens == 32768
+
+
+@pytest.mark.parametrize(("target", "head"), CASES)
+def test_the_header_of_every_recipe_has_its_commands_and_its_plan(
+    target: str, head: str, planned: Callable[[str, str], tuple[PipelineConfig, Plan]]
+) -> None:
+    path = Path(RECIPES) / "recipe" / f"{target}_{head}.yaml"
+    header = make_header(f"{target}_{head}", target, *planned(target, head))
+    if os.environ.get("WRITE_RECIPE_PLANS"):
+        write_header(path, header)
+    found = BETWEEN.search(path.read_text())
+    assert found is not None
+    assert found[1] == header, "run WRITE_RECIPE_PLANS=1 python -m pytest tests/test_recipe_plans.py"
+
+
+def make_header(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> str:
+    lines = [f"#   {command}" for command in commands(recipe, target, config, plan)]
+    lines.append(f"# Plan for {config.planner.num_gpus} GPUs of {config.planner.gpu_memory_gb:g} GB; all of it is estimated:")
+    rows = [f"{name}: {value}" for name, value in plan_rows(plan, config)]
+    for text in [*rows, *(f"WARNING {warning}" for warning in plan_warnings(plan, config))]:
+        lines += textwrap.wrap(text, 132, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
+
+
+def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> list[str]:
+    """Those of the whole run, in order."""
+    num_gpus, settings = config.planner.num_gpus, config.hidden_states
+    engines = num_gpus // settings.tensor_parallel_size if settings.backend is Backend.vllm else num_gpus
+    fits_one = plan.memory.validation_target < FITTING_SHARE * config.planner.gpu_memory_gb * 1e9
+    serve = f"vllm serve {PUBLISHED_TARGETS[target].name} --tensor-parallel-size {settings.tensor_parallel_size}"
+    lines = ["python -m data_prep.hidden_states", "python -m data_prep.prompts"]
+    if config.prompts.source is PromptSource.responses:
+        lines[1:1] = ["python -m data_prep.responses"]
+    if getattr(config.head, "draft_vocab_size", None):
+        lines.append("python -m data_prep.draft_vocab")
+    lines += [
+        f"torchrun --nproc-per-node {engines} -m data_prep.hidden_states",
+        f"torchrun --nproc-per-node {num_gpus} -m mtptrain.train",
+        f"torchrun --nproc-per-node {num_gpus} -m eval.acceptance" if fits_one else "python -m eval.acceptance",
+        "python -m mtptrain.export",
+    ]
+    with_recipe = [f"{line} recipe={recipe}" for line in lines]
+    with_recipe[0] += " plan=true"
+    if config.prompts.source is PromptSource.responses:
+        with_recipe[1] += f" responses.url={SERVER}"
+        with_recipe.insert(1, f"{serve} --data-parallel-size {engines}   # until the answers are there")
+    ranks = f"NPROC_hidden_states={engines} " * (engines < num_gpus) + "NPROC_acceptance=1 " * (not fits_one)
+    chain = f"SKIP=responses ARRAY_TASKS=1 {ranks}slurm/pipeline.sh recipe={recipe}"
+    return [*with_recipe, f"{chain}   # or all behind the answers, under Slurm"]
+
+
+def write_header(path: Path, header: str) -> None:
+    """Replace the header, or put one in front of the defaults."""
+    text, block = path.read_text(), f"{BEGIN}\n{header}{END}\n"
+    path.write_text(
+        BETWEEN.sub(lambda _: block, text) if BETWEEN.search(text) else text.replace("defaults:\n", f"{block}defaults:\n", 1)
+    )
+
+
+def test_a_recipe_stands_for_every_published_target_and_head() -> None:
+    recipes = {path.stem for path in (Path(RECIPES) / "recipe").glob("*.yaml") if not path.stem.startswith("quickstart")}
+    assert recipes == {f"{target}_{head}" for target, head in CASES}
+
+
+@pytest.mark.parametrize("target", PUBLISHED_TARGETS)
+def test_the_published_config_is_one_that_is_supported(target: str, tmp_path: Path) -> None:
+    PUBLISHED_TARGETS[target].config().save_pretrained(tmp_path)
+    assert read_target_config(tmp_path).hidden_size == PUBLISHED_TARGETS[target].settings["hidden_size"]
