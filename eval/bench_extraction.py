@@ -77,7 +77,9 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
     target = load_bench_target(config, device)
     documents = random_documents(config, target.config.vocab_size)
     layers = HEADS[config.head.name].layers_to_capture(config.head, target.config)
-    streams = TransformersStreams(target, (*layers, target.config.num_hidden_layers), config.hidden_states.batch_tokens)
+    streams = TransformersStreams(
+        target, (*layers, target.config.num_hidden_layers), config.hidden_states.batch_tokens, config.hidden_states.compile
+    )
     candidates: dict[str, Callable[[], object]] = {
         "bare_forward": lambda: bare_forward(target, documents, config.hidden_states.batch_tokens),
         "ours": lambda: fill_store(streams, config, target.config, documents, directory, StoreDtype.bfloat16),
@@ -280,9 +282,9 @@ def copy_mapped(store: HiddenStore) -> None:
 
 
 def read_batches(store: HiddenStore) -> None:
-    """As the trainer does: four documents each, aligned for three depths, on the device in bf16."""
+    """As the trainer does on a CPU: four documents each, aligned for three depths, in bf16."""
     for first in range(0, store.num_documents, 4):
-        make_batch([store.document(i) for i in range(first, first + 4)], 3).to(torch.device("cpu"), torch.bfloat16)
+        make_batch([store.document(i) for i in range(first, first + 4)], 3, decode_states=True)
 
 
 def print_table(config: PipelineConfig, device: torch.device, figures: Figures) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mtptrain.fp8 import decode
+from mtptrain.fp8 import decode, decode_into
 from mtptrain.heads.attention import Packing
-from mtptrain.hidden_store import HiddenStore, StoredDocument
+from mtptrain.hidden_store import HiddenStore, StoredDocument, scales_of
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,19 @@ class Batch:
         )
 
 
-def make_batch(documents: Sequence[StoredDocument], ttt_steps: int) -> Batch:
+def make_batch(documents: Sequence[StoredDocument], ttt_steps: int, decode_states: bool = False) -> Batch:
     """Pack documents, longest first, and align every depth by design: the draft of token j at depth k counts only if tokens
     j-1-k .. j all lie in one generated span of one document.
+
+    Args:
+        documents: of one store.
+        ttt_steps: T.
+        decode_states: those of eight bits here and now, for a batch that stays on the CPU.
     """
     documents = sorted(documents, key=lambda document: len(document.input_ids), reverse=True)
     lengths = [len(document.input_ids) for document in documents]
     input_ids = torch.cat([document.input_ids for document in documents]).long()  # [N]
     generated = torch.cat([document.loss_mask for document in documents]).bool()
-
-    def packed(name: str) -> torch.Tensor | None:
-        parts = [part for document in documents if (part := getattr(document, name)) is not None]
-        return torch.cat(parts) if parts else None
-
     packing = Packing.of(lengths)
     tokens_left = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths)) - packing.positions  # own one included
 
@@ -92,18 +92,39 @@ def make_batch(documents: Sequence[StoredDocument], ttt_steps: int) -> Batch:
     is_teacher = torch.zeros_like(generated)
     for depth in range(ttt_steps):
         is_teacher |= torch.roll(is_draft[depth], 1 + depth)
+    hidden_states, hidden_states_scales = pack_states(documents, "hidden_states", decode_states)
+    aux_hidden_states, aux_hidden_states_scales = pack_states(documents, "aux_hidden_states", decode_states)
+    assert hidden_states is not None
     return Batch(
-        hidden_states=torch.cat([document.hidden_states for document in documents]),
-        aux_hidden_states=packed("aux_hidden_states"),
+        hidden_states=hidden_states,
+        aux_hidden_states=aux_hidden_states,
         next_ids=next_ids,
         is_draft=is_draft,
         supervised_positions=is_teacher.nonzero()[:, 0],
         num_drafts=is_draft.sum(1, dtype=torch.float32),
         packing=packing,
         document_ids=tuple(document.document_id for document in documents),
-        hidden_states_scales=packed("hidden_states_scales"),
-        aux_hidden_states_scales=packed("aux_hidden_states_scales"),
+        hidden_states_scales=hidden_states_scales,
+        aux_hidden_states_scales=aux_hidden_states_scales,
     )
+
+
+def pack_states(
+    documents: Sequence[StoredDocument], name: str, decode_states: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """States [N, ..., H] of all documents behind each other, and the scales [N, ...] of those that are still e4m3."""
+    states = [part for document in documents if (part := getattr(document, name)) is not None]
+    scales = [part for document in documents if (part := getattr(document, scales_of(name))) is not None]
+    if not states:
+        return None, None
+    if not scales:
+        return torch.cat(states), None
+    if not decode_states:
+        return torch.cat(states), torch.cat(scales)
+    packed = torch.empty(sum(map(len, states)), *states[0].shape[1:], dtype=torch.bfloat16)
+    for out, values, document_scales in zip(packed.split([len(part) for part in states]), states, scales, strict=True):
+        decode_into(out, values, document_scales)
+    return packed, None
 
 
 def pack_documents(lengths: np.ndarray, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
@@ -131,8 +152,17 @@ def pack_documents(lengths: np.ndarray, batch_tokens: int, seed: int, epoch: int
 class BatchSchedule:
     """Every step's batches, known from the start: resuming is counting. Steps are asked for in rising order."""
 
-    def __init__(self, store: HiddenStore, ttt_steps: int, batch_tokens: int, micro_batches_per_step: int, seed: int) -> None:
+    def __init__(
+        self,
+        store: HiddenStore,
+        ttt_steps: int,
+        batch_tokens: int,
+        micro_batches_per_step: int,
+        seed: int,
+        decode_states: bool = False,
+    ) -> None:
         self.store = store
+        self.decode_states = decode_states
         self.ttt_steps = ttt_steps
         self.batch_tokens = batch_tokens
         self.micro_batches_per_step = micro_batches_per_step
@@ -158,7 +188,7 @@ class BatchSchedule:
         """This rank's batches of a step."""
         first = step * self.micro_batches_per_step
         return [
-            make_batch([self.store.document(i) for i in self._documents_of(batch)], self.ttt_steps)
+            make_batch([self.store.document(i) for i in self._documents_of(batch)], self.ttt_steps, self.decode_states)
             for batch in range(first + rank, first + self.micro_batches_per_step, world_size)
         ]
 

@@ -85,7 +85,12 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     verify(store, range(ranks.rank, len(store.manifest.shards), ranks.world_size), show_progress=ranks.is_first)
     ranks.barrier()
     schedule = BatchSchedule(
-        store, config.head.ttt_steps, config.train.batch_tokens, config.train.micro_batches_per_step, config.seed
+        store,
+        config.head.ttt_steps,
+        config.train.batch_tokens,
+        config.train.micro_batches_per_step,
+        config.seed,
+        decode_states=ranks.device.type == "cpu",
     )
     validation = Validation(config, target_dir, ranks)
     facts = resume_facts(config, store, head, ranks)

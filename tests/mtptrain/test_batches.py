@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from mtptrain.batches import Batch, make_batch, pack_documents
+from mtptrain.fp8 import decode, encode
 from mtptrain.hidden_store import StoredDocument
 
 T = 4
@@ -85,3 +86,23 @@ def test_a_document_longer_than_a_batch_is_refused() -> None:
         ValueError, match=r"train\.batch_tokens: must be at least the longest document, 70 tokens, but is 64; raise it"
     ):
         pack_documents(np.array([3, 70]), 64, seed=0, epoch=0)
+
+
+@pytest.mark.parametrize("decode_states", [False, True])
+def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens(decode_states: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    documents, expected, expected_aux = [], [], []
+    for i, mask in DOCUMENTS.items():
+        plain = document(i, mask)
+        states, aux = torch.randn(len(mask), 8, generator=generator), torch.randn(len(mask), 3, 8, generator=generator)
+        (values, scales), (aux_values, aux_scales) = encode(states), encode(aux)
+        documents.append(StoredDocument(i, plain.input_ids, plain.loss_mask, values, aux_values, scales, aux_scales))
+        expected.append(decode(values, scales, torch.float32))
+        expected_aux.append(decode(aux_values, aux_scales, torch.float32))
+    order = sorted(range(len(documents)), key=lambda i: -len(expected[i]))
+    made = make_batch(documents, T, decode_states)
+    assert (made.hidden_states_scales is None) == (made.aux_hidden_states_scales is None) == decode_states
+    on_device = made.to(torch.device("cpu"), torch.float32)
+    assert torch.equal(on_device.hidden_states, torch.cat([expected[i] for i in order]))
+    assert on_device.aux_hidden_states is not None
+    assert torch.equal(on_device.aux_hidden_states, torch.cat([expected_aux[i] for i in order]))

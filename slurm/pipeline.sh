@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# The whole pipeline as Slurm jobs, each started when the one before it has succeeded:
+#
+#   [responses ->] prompts [-> draft_vocab] -> hidden_states, an array -> train -> acceptance -> export
+#
+#   slurm/pipeline.sh [SBATCH OPTIONS] recipe=NAME [OVERRIDES]
+#   NODES=2 ARRAY_TASKS=8 slurm/pipeline.sh --partition=gpu --account=team --time=12:00:00 recipe=llama3_1_8b_mtp prompts.paths=[chats.jsonl]
+#
+# Options, each as one word (--time=12:00:00), go to every sbatch. From the environment:
+#   NODES        nodes of the training; 1 unless given. The others take one node each
+#   ARRAY_TASKS  tasks that share the extraction; 4 unless given
+#   GPU_OPTIONS  more options for the jobs on GPUs (8 per node, whole nodes), CPU_OPTIONS for the others
+#   SKIP         stages to leave out, by name: SKIP="prompts hidden_states"
+#   NPROC, NPROC_<stage>, MTPTRAIN_PYTHON   as in slurm/job.sh
+# Every job is put back into the queue when its node is lost, when it is preempted and, where it can go on, ahead of its time limit.
+# Relative paths are relative to where this is run; the jobs' output is in RUN_DIR/slurm/.
+set -euo pipefail
+
+MTPTRAIN_CHECKOUT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export MTPTRAIN_CHECKOUT
+# shellcheck source=slurm/job.sh
+source "$MTPTRAIN_CHECKOUT/slurm/job.sh"
+
+options=()
+while [[ "${1:-}" == -* ]]; do
+    options+=("$1")
+    shift
+done
+read -ra gpu_options <<<"${GPU_OPTIONS:-}"
+read -ra cpu_options <<<"${CPU_OPTIONS:-}"
+
+plan=$("$python" "$checkout/slurm/stages.py" "$@")
+run_dir=${plan%%$'\n'*}
+mkdir -p "$run_dir/slurm"
+
+jobs=()
+trap '[ $? = 0 ] || [ ${#jobs[@]} = 0 ] || scancel "${jobs[@]}"' EXIT # all of the chain, or nothing
+
+submit() { # STAGE [SBATCH OPTIONS] SCRIPT [ARGUMENTS]
+    local stage=$1 output=%x-%j.out after=() job
+    shift
+    [ "$stage" != hidden_states ] || output=%x-%A_%a.out
+    [ ${#jobs[@]} = 0 ] || after=("--dependency=afterok:${jobs[-1]}" --kill-on-invalid-dep=yes)
+    job=$(sbatch --parsable --export=ALL --job-name="$stage" --output="$run_dir/slurm/$output" \
+        "${after[@]}" "${options[@]}" "$@")
+    jobs+=("${job%%;*}")
+    printf '%-14s %s\n' "$stage" "${jobs[-1]}"
+}
+
+while read -r stage module kind; do
+    if [[ " ${SKIP:-} " == *" $stage "* ]]; then
+        continue
+    elif [ "$kind" = process ]; then
+        submit "$stage" "${cpu_options[@]}" "$checkout/slurm/process.sbatch" "$module" "$@"
+    else
+        size=()
+        [ "$stage" != hidden_states ] || size=("--array=0-$((${ARRAY_TASKS:-4} - 1))")
+        [ "$stage" != train ] || size=("--nodes=${NODES:-1}")
+        submit "$stage" "${size[@]}" "${gpu_options[@]}" "$checkout/slurm/$stage.sbatch" "$@"
+    fi
+done <<<"${plan#*$'\n'}"
+
+echo "to follow: squeue --jobs=$(IFS=,; echo "${jobs[*]}"); tail -F $run_dir/slurm/*.out"
+echo "to cancel: scancel ${jobs[*]}"
