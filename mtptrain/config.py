@@ -219,6 +219,7 @@ class TrainConfig:
     validate_every: int = 0
     """Steps between measurements of acceptance; 0 measures at the end only."""
     validation_prompts: int = 32
+    """0 measures nothing during training, for a target that does not fit beside it: the last head is then the best."""
     validation_new_tokens: int = 64
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end only."""
@@ -385,7 +386,7 @@ def _check(config: PipelineConfig) -> None:
         "train.clip_norm": (config.train.clip_norm, 0.0),
         "train.depth_decay": (config.train.depth_decay, 0.0),
         "train.validate_every": (config.train.validate_every, 0),
-        "train.validation_prompts": (config.train.validation_prompts, 1),
+        "train.validation_prompts": (config.train.validation_prompts, 0),
         "train.validation_new_tokens": (config.train.validation_new_tokens, 1),
         "train.save_every": (config.train.save_every, 0),
         "train.lr": (config.train.lr, 0.0),

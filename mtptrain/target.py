@@ -329,12 +329,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
         ValueError: the family is not supported, a tensor is missing, or several ranks would share several devices.
     """
     read_target_config(target_dir)
-    weight_files(target_dir)
-    if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"target.path: {target_dir} must fit one device where several ranks share a machine, but does not; start one process, "
-            "over which accelerate spreads it"
-        )
+    check_placement(target_dir, dtype, device)
     placement = "auto" if _needs_several_devices(target_dir, dtype, device) else device
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         target_dir,
@@ -346,6 +341,21 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     model, loading = loaded
     _refuse_missing(target_dir, loading["missing_keys"])  # transformers only logs that it drew them at random
     return Target(model)
+
+
+def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a target that `load_target` could not place, before long work.
+
+    Raises:
+        FileNotFoundError: it has no weights.
+        ValueError: several ranks would share several devices.
+    """
+    weight_files(target_dir)
+    if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"target.path: {target_dir} must fit one device where several ranks share a machine, but does not; start one process, "
+            "over which accelerate spreads it; in training set train.validation_prompts=0"
+        )
 
 
 def _needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.device) -> bool:

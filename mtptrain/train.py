@@ -59,7 +59,8 @@ class Run:
     schedule: BatchSchedule
     num_steps: int
     trainer: Trainer
-    validation: Validation
+    validation: Validation | None
+    """None where `train.validation_prompts` is 0."""
     progress: Progress
     resume_facts: dict[str, object]
     head_facts: dict[str, object]
@@ -92,7 +93,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         config.seed,
         decode_states=ranks.device.type == "cpu",
     )
-    validation = Validation(config, target_dir, ranks)
+    validation = Validation(config, target_dir, ranks) if config.train.validation_prompts else None
     facts = resume_facts(config, store, head, ranks)
     check_resume(config)
     check_checkpoint(config.stage_dir("train") / "checkpoints", facts)
@@ -176,7 +177,9 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             if tracking is not None:
                 tracking.write(progress.step, record)
         if is_last or is_due(progress.step, settings.validate_every):
-            progress = validate(config, run, progress, tracking)
+            progress = (
+                validate(config, run, progress, tracking) if run.validation else keep_unmeasured(config, run, progress, ranks)
+            )
             meter.restart()
         stopped_by = None if is_last else stop.agreed()
         if is_last or stopped_by or is_due(progress.step, settings.save_every):
@@ -199,6 +202,7 @@ def is_due(step: int, every: int) -> bool:
 
 def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None) -> Progress:
     """Measure the head's acceptance; rank 0 keeps it as `last`, and as `best` where it is."""
+    assert run.validation is not None, "nothing measures"
     stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
     acceptance = run.validation.measure(head_state)
     is_best = acceptance.acceptance_length > progress.best_acceptance_length
@@ -217,10 +221,20 @@ def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tra
     return Progress(progress.step, max(progress.best_acceptance_length, acceptance.acceptance_length))
 
 
+def keep_unmeasured(config: PipelineConfig, run: Run, progress: Progress, ranks: Ranks) -> Progress:
+    """Rank 0 keeps the head as `last` and as `best`: without measurements the last one is the best that is known."""
+    if ranks.is_first:
+        head_state = run.trainer.engine.module.state_dict()
+        for name in ("last", "best"):
+            save_head(config.stage_dir("train") / name, head_state, config.head, {"step": progress.step, **run.head_facts})
+    return progress
+
+
 def print_summary(stage_dir: Path, progress: Progress) -> None:
+    best = progress.best_acceptance_length
     table = Table(title="mtptrain.train", show_header=False)
     table.add_row("steps", f"{progress.step:,}")
-    table.add_row("best acceptance length", f"{progress.best_acceptance_length:.3f}")
+    table.add_row("best acceptance length", f"{best:.3f}" if best else "not measured: run eval.acceptance")
     table.add_row("best head", str(stage_dir / "best"))
     table.add_row("metrics", str(stage_dir / "metrics.jsonl"))
     Console().print(table)

@@ -10,13 +10,21 @@ from mtptrain.distributed import Ranks
 from mtptrain.drafters import HeadDrafter
 from mtptrain.head_files import build_head
 from mtptrain.speculate import Sampler
-from mtptrain.target import Target, load_target, read_target_config
+from mtptrain.target import Target, check_placement, load_target, read_target_config
 
 
 class Validation:
     """Drafts greedily with the whole target; each rank takes its share of the prompts."""
 
     def __init__(self, config: PipelineConfig, target_dir: Path, ranks: Ranks) -> None:
+        """Choose the prompts; the target is loaded when it is needed first.
+
+        Raises:
+            FileNotFoundError: stage 1 has not been run, or the target has no weights.
+            ValueError: no prompt fits, or the target does not fit the ranks' devices.
+        """
+        self.dtype = getattr(torch, config.acceptance.dtype)
+        check_placement(target_dir, self.dtype, ranks.device)
         prompts = held_out_prompts(
             held_out_documents(config.stage_dir("prompts")),
             config.train.validation_prompts,
@@ -28,7 +36,6 @@ class Validation:
         self.config = config
         self.target_dir = target_dir
         self.ranks = ranks
-        self.dtype = getattr(torch, config.acceptance.dtype)
         self._target: Target | None = None
 
     def measure(self, head_state: dict[str, torch.Tensor]) -> Acceptance:

@@ -74,7 +74,7 @@ OUT_OF_RANGE = {
     "train.clip_norm": {"-1": "at least 0.0, but is -1.0"},
     "train.depth_decay": {"-1": "at least 0.0, but is -1.0"},
     "train.validate_every": {"-1": "at least 0, but is -1"},
-    "train.validation_prompts": {"0": "at least 1, but is 0"},
+    "train.validation_prompts": {"-1": "at least 0, but is -1"},
     "train.validation_new_tokens": {"0": "at least 1, but is 0"},
     "train.save_every": {"-1": "at least 0, but is -1"},
     "acceptance.num_speculative_tokens": {"0": "at least 1, but is 0"},

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from mtptrain.target import (
     SUPPORTED_MODEL_TYPES,
     PositionCache,
     Target,
+    check_placement,
     head_rope_parameters,
     load_frozen_parts,
     load_target,
@@ -400,3 +402,24 @@ def test_a_change_to_any_one_tensor_changes_the_identity() -> None:
                 directory / "model.safetensors",
             )
             assert weights_fingerprint(directory) != base, changed
+
+
+def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices that are not here: what is asked of them is how many there are, and how large."""
+    directory = make_target(tmp_path)
+    size = (directory / "model.safetensors").stat().st_size
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=size))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    message = (
+        r"must fit one device where several ranks share a machine, but does not; start one process, .*train.validation_prompts=0"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_placement(directory, torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check_placement(directory, torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2 * size))
+    check_placement(directory, torch.bfloat16, torch.device("cuda"))

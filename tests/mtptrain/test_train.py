@@ -131,6 +131,19 @@ def children(parent: int) -> list[int]:
     return sorted(found)
 
 
+def test_without_validation_prompts_the_last_head_is_kept_as_the_best_and_the_target_is_never_loaded(
+    fresh_run: Run, one_rank: list[dict[str, object]], tmp_path: Path
+) -> None:
+    found = train(fresh_run, "train.validation_prompts=0", "train.validate_every=5", "deepspeed=zero0")
+    assert figures(found) == figures(one_rank), "validation does not touch training"
+    stage_dir = fresh_run[0] / "train"
+    last, best = (json.loads((stage_dir / name / "head.json").read_text()) for name in ("last", "best"))
+    assert last == best and last["step"] == 20 and "acceptance_length" not in last
+    assert (stage_dir / "best" / "head.safetensors").read_bytes() == (stage_dir / "last" / "head.safetensors").read_bytes()
+    result = run_program("eval.acceptance", *fresh_run[1])
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 def test_bf16_with_fp32_masters_trains_like_fp32(one_rank: list[dict[str, object]], fresh_run: Run) -> None:
     found = train(fresh_run, "deepspeed=zero1")
     assert found[-1]["loss"] == pytest.approx(one_rank[-1]["loss"], rel=0.02)
