@@ -5,6 +5,7 @@
 #   make test     check, then every test; test-serving at last
 #   make test-serving   heads served by vLLM, which is installed where it is missing (minutes, once)
 #   make served-table   write the README's table of what is served, from the same tests
+#   make recipe-plans   write the plans in the headers of the recipes, at the published sizes of their targets
 #   make check    lint, format, types, every recipe composes, imports point one way
 #   make clean    remove what was built; keeps $(VENV), $(VLLM_VENV) and runs/
 
@@ -22,7 +23,7 @@ ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 export DS_ACCELERATOR ?= cpu
 endif
 
-.PHONY: setup demo test test-serving served-table check clean
+.PHONY: setup demo test test-serving served-table recipe-plans check clean
 
 setup: $(VENV)/.installed
 
@@ -66,6 +67,9 @@ test-serving: setup $(VLLM_VENV)/.installed
 
 served-table: setup $(VLLM_VENV)/.installed
 	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_table.py
+
+recipe-plans: setup
+	WRITE_RECIPE_PLANS=1 $(RUN) -m pytest tests/test_recipe_plans.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

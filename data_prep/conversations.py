@@ -76,9 +76,9 @@ def read_conversations(
     """Find every usable conversation.
 
     Args:
-        paths: jsonl, json (one array) or parquet files, or one name of a data set on the hub.
+        paths: jsonl, json (one array) or parquet files, and names of data sets on the hub.
         schema: `auto` looks at the keys of each row's messages.
-        split: of the hub's data set.
+        split: of the hub's data sets.
 
     Raises:
         FileNotFoundError: a path is neither a file nor known to the hub.
@@ -173,15 +173,13 @@ def _check_schema(row: Row, schema: ConversationSchema, place: str) -> None:
 def _read_rows(path: str, split: str) -> Rows:
     suffix = Path(path).suffix
     if Path(path).is_dir():
-        raise ValueError(f"prompts.paths: conversations must be files or one hub name, but {path!r} is a directory; name its files")
+        raise ValueError(f"prompts.paths: conversations must be files or hub names, but {path!r} is a directory; name its files")
     if Path(path).is_file() and suffix not in FILE_SUFFIXES:
         raise ValueError(f"prompts.paths: files must end in {', '.join(FILE_SUFFIXES)}, but {path!r} does not; convert the file")
     if Path(path).is_file():
         return {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[suffix](path)
     if suffix in FILE_SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
-        raise FileNotFoundError(
-            f"prompts.paths: must name files or one hub data set, but {path!r} does not exist; correct the path"
-        )
+        raise FileNotFoundError(f"prompts.paths: must name files or hub data sets, but {path!r} does not exist; correct the path")
     return _read_hub(path, split)
 
 
@@ -224,7 +222,7 @@ def _read_hub(name: str, split: str) -> Rows:
         rows = load_dataset(name, split=split)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"prompts.paths: must name files or one hub data set, but {name!r} is no file and its split {split!r} cannot be loaded "
+            f"prompts.paths: must name files or hub data sets, but {name!r} is no file and its split {split!r} cannot be loaded "
             f"from the hub: {str(error).splitlines()[0]}; correct prompts.paths and prompts.split, or download it as parquet"
         ) from error
     return Rows(name, rows, range(1, len(rows) + 1))

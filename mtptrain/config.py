@@ -95,8 +95,8 @@ class PromptsConfig:
 
     source: PromptSource = PromptSource.text_files
     paths: list[str] = field(default_factory=list)
-    """`text_files`: directories, `standard_library` for that of the running Python. `conversations`: jsonl or parquet files, or one
-    hub name."""
+    """`text_files`: directories, `standard_library` for that of the running Python. `conversations`: jsonl, json or parquet
+    files, and names of data sets on the hub."""
     pattern: str = "*"
     """`text_files`: glob for file names."""
     exclude: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ import torch
 from data_prep.planning.costs import target_costs
 from data_prep.planning.plan import FITTING_SHARE, Plan, make_plan
 from data_prep.planning.planner import plan_rows, plan_warnings
-from mtptrain.config import RECIPES, Backend, PipelineConfig, PromptSource
+from mtptrain.config import RECIPES, Backend, Dtype, PipelineConfig, PromptSource
 from mtptrain.formats import format_for
 from mtptrain.head_files import build_head
 from mtptrain.target import read_target_config
@@ -94,8 +94,18 @@ def test_every_plan_keeps_well_below_the_disks_of_a_node_and_within_a_day(
     config, plan = planned(target, head)
     assert plan.store_bytes[config.hidden_states.store_dtype] < NODE_DISK_BYTES / 2
     assert plan.hidden_states.seconds + plan.train.seconds < 24 * 3600
-    assert not plan.is_spread
-    assert plan.workload.longest_tokens == config.train.batch_tokens == 32768
+    assert plan.is_spread == ((target, head) == ("llama3_3_70b", "eagle3"))
+    assert plan.workload.longest_tokens == (16384 if (target, head) == ("qwen3_32b", "eagle3") else 32768)
+    assert config.train.batch_tokens == 32768
+
+
+@pytest.mark.parametrize(("target", "head"), CASES)
+def test_every_plan_warns_of_dense_attention_alone(
+    target: str, head: str, planned: Callable[[str, str], tuple[PipelineConfig, Plan]]
+) -> None:
+    config, plan = planned(target, head)
+    others = [text for text in plan_warnings(plan, config) if "on GPUs it is dense" not in text]
+    assert others == []
 
 
 @pytest.mark.parametrize(("target", "head"), CASES)
@@ -123,8 +133,11 @@ def make_header(recipe: str, target: str, config: PipelineConfig, plan: Plan) ->
 def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> list[str]:
     """Those of the whole run, in order."""
     num_gpus, settings = config.planner.num_gpus, config.hidden_states
-    engines = num_gpus // settings.tensor_parallel_size if settings.backend is Backend.vllm else num_gpus
-    fits_one = plan.memory.validation_target < FITTING_SHARE * config.planner.gpu_memory_gb * 1e9
+    engines = num_gpus // settings.tensor_parallel_size
+    extracting = engines if settings.backend is Backend.vllm else 1 if plan.is_spread else num_gpus
+    assert config.acceptance.dtype is Dtype.bfloat16
+    fits_one = 2 * plan.target.num_parameters < FITTING_SHARE * config.planner.gpu_memory_gb * 1e9
+    measuring = num_gpus if fits_one else 1
     serve = f"vllm serve {PUBLISHED_TARGETS[target].name} --tensor-parallel-size {settings.tensor_parallel_size}"
     lines = ["python -m data_prep.hidden_states", "python -m data_prep.prompts"]
     if config.prompts.source is PromptSource.responses:
@@ -132,9 +145,9 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
     if getattr(config.head, "draft_vocab_size", None):
         lines.append("python -m data_prep.draft_vocab")
     lines += [
-        f"torchrun --nproc-per-node {engines} -m data_prep.hidden_states",
-        f"torchrun --nproc-per-node {num_gpus} -m mtptrain.train",
-        f"torchrun --nproc-per-node {num_gpus} -m eval.acceptance" if fits_one else "python -m eval.acceptance",
+        f"{launcher(extracting)} -m data_prep.hidden_states",
+        f"{launcher(num_gpus)} -m mtptrain.train",
+        f"{launcher(measuring)} -m eval.acceptance",
         "python -m mtptrain.export",
     ]
     with_recipe = [f"{line} recipe={recipe}" for line in lines]
@@ -142,9 +155,15 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
     if config.prompts.source is PromptSource.responses:
         with_recipe[1] += f" responses.url={SERVER}"
         with_recipe.insert(1, f"{serve} --data-parallel-size {engines}   # until the answers are there")
-    ranks = f"NPROC_hidden_states={engines} " * (engines < num_gpus) + "NPROC_acceptance=1 " * (not fits_one)
+    ranks = "".join(
+        f"NPROC_{stage}={ranks} " for stage, ranks in (("hidden_states", extracting), ("acceptance", measuring)) if ranks < num_gpus
+    )
     chain = f"SKIP=responses ARRAY_TASKS=1 {ranks}slurm/pipeline.sh recipe={recipe}"
     return [*with_recipe, f"{chain}   # or all behind the answers, under Slurm"]
+
+
+def launcher(num_ranks: int) -> str:
+    return f"torchrun --nproc-per-node {num_ranks}" if num_ranks > 1 else "python"
 
 
 def write_header(path: Path, header: str) -> None:

@@ -5,6 +5,7 @@ Upper bounds stand where something is not known yet: before data_prep.prompts ha
 """
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from mtptrain.target import DEMO, read_target_config, resolve_target, weight_fil
 
 FITTING_SHARE = 0.8
 """Of a GPU's memory, what the target's weights may take; beyond, `load_target` spreads them over several GPUs."""
+ENGINE_SHARE = 0.9
+"""Likewise, what the weights and the cache of vLLM may take; it takes 0.92 in all, activations of a batch included."""
 UNKNOWN_TOKENS = 1_000_000
 """What is planned where nothing tells how many there will be."""
 
@@ -60,7 +63,7 @@ class TrainMemory:
     gpu_activations: int
     """Likewise, with the attention that GPUs run today."""
     validation_target: int
-    """The whole target, in `acceptance.dtype`."""
+    """The whole target, in `acceptance.dtype`; 0 where `train.validation_prompts` is 0."""
 
     @property
     def state(self) -> int:
@@ -80,6 +83,8 @@ class Plan:
     target_bytes: int
     """Of its weights in extraction."""
     target_bytes_per_gpu: int
+    states_in_flight_bytes: int
+    """On each GPU of an engine, with vLLM."""
     is_spread: bool
     """The target fits no single GPU: accelerate spreads it over all, and one works at a time."""
     max_position_embeddings: int
@@ -106,9 +111,9 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     target_config = read_target_config(target_dir)
     if config.hidden_states.backend is Backend.vllm:
         check_vllm_can_extract(target_config)
-    num_captured = len(HEADS[config.head.name].layers_to_capture(config.head, target_config))
+    captured = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     workload, target = read_workload(config), target_costs(target_config)
-    per_token = {dtype: bytes_per_token(target_config.hidden_size, num_captured, dtype) for dtype in StoreDtype}
+    per_token = {dtype: bytes_per_token(target_config.hidden_size, len(captured), dtype) for dtype in StoreDtype}
     num_parameters = head_parameters(config.head, target_config)
     weights = target_weights_bytes(config, target_dir, target_config, target)
     per_gpu, is_spread = extraction_bytes(config, weights)
@@ -125,6 +130,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         target=target,
         target_bytes=weights,
         target_bytes_per_gpu=per_gpu,
+        states_in_flight_bytes=states_in_flight_bytes(config, target_config, captured, workload.longest_tokens),
         is_spread=is_spread,
         max_position_embeddings=target_config.max_position_embeddings,
         head_parameters=num_parameters,
@@ -216,6 +222,20 @@ def extraction_bytes(config: PipelineConfig, weights: int) -> tuple[int, bool]:
     return weights // config.planner.num_gpus if is_spread else weights, is_spread
 
 
+def states_in_flight_bytes(
+    config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int], longest_tokens: int
+) -> int:
+    """Hidden states in vLLM's cache on each GPU: of two batches, one of which runs while the other is written, and the longest document.
+
+    A block of states takes a page in every layer, of which states fill one, and every GPU of an engine holds whole states
+    (`get_kv_cache_groups` in vLLM 0.32): tensor parallelism does not divide them. Keys and values come on top.
+    """
+    num_layers: int = target_config.num_hidden_layers
+    num_streams = len({*captured, num_layers})
+    token_bytes: int = num_layers * num_streams * target_config.hidden_size * _itemsize(config.hidden_states.dtype.value)
+    return token_bytes * (2 * config.hidden_states.batch_tokens + longest_tokens)
+
+
 def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
     step_tokens = config.train.batch_tokens * config.train.micro_batches_per_step
     return config.train.max_steps * step_tokens or config.train.epochs * tokens
@@ -257,7 +277,9 @@ def train_memory(
         frozen_parts=target_config.hidden_size * (target_config.vocab_size * tables + 1) * width,
         activations=activations,
         gpu_activations=gpu_activations,
-        validation_target=target.num_parameters * _itemsize(config.acceptance.dtype.value),
+        validation_target=target.num_parameters * _itemsize(config.acceptance.dtype.value)
+        if config.train.validation_prompts
+        else 0,
     )
 
 

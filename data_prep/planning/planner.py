@@ -9,7 +9,7 @@ weights and writes nothing. Printed in place of the run by
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.planning.plan import FITTING_SHARE, Plan, TrainMemory, make_plan
+from data_prep.planning.plan import ENGINE_SHARE, FITTING_SHARE, Plan, TrainMemory, make_plan
 from data_prep.planning.speed import Speed
 from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
 
@@ -39,13 +39,16 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
     sizes = {dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)" for dtype in StoreDtype}
     target = f"{plan.target.num_parameters / 1e9:.2f} B parameters, {_gb(plan.target_bytes_per_gpu)} of weights on each GPU"
     if plan.is_spread:
-        target += ", spread by accelerate"
+        target += f", spread by accelerate over {config.planner.num_gpus} in one process"
     elif config.hidden_states.backend is Backend.vllm and config.hidden_states.tensor_parallel_size > 1:
         target += f", tensor parallel over {config.hidden_states.tensor_parallel_size}"
+    weights, states = plan.target_bytes_per_gpu, plan.states_in_flight_bytes
+    extraction = ("extraction, each GPU", f"{_gb(weights + states)}: weights {_gb(weights)}, states in flight {_gb(states)}")
     return [
         ("documents", _describe_workload(plan, config)),
         ("hidden states", f"{sizes.pop(chosen)}; " + "; ".join(sizes.values())),
         ("target", f"{target}, {config.hidden_states.backend}"),
+        *([extraction] if config.hidden_states.backend is Backend.vllm else []),
         ("head", f"{config.head.name}, {plan.head_parameters / 1e6:,.1f} M parameters"),
         ("training, each GPU", f"{_gb(memory.state + memory.activations)}: {_describe_memory(memory)}"),
         ("training", f"{plan.num_steps:,} steps of {config.train.batch_tokens * config.train.micro_batches_per_step:,} tokens"),
@@ -75,8 +78,9 @@ def _describe_memory(memory: TrainMemory) -> str:
         f"optimizer (ZeRO {memory.zero_stage})": memory.optimizer,
         "frozen parts": memory.frozen_parts,
         "activations": memory.activations,
-        "target for validation": memory.validation_target,
     }
+    if memory.validation_target:
+        parts["target for validation"] = memory.validation_target
     return ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
 
 
@@ -109,18 +113,21 @@ def _disk_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
 
 def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     room, settings = FITTING_SHARE * config.planner.gpu_memory_gb * 1e9, config.hidden_states
+    gpus_of_engine = _gpus_of_engine(plan, config)
     warnings = []
     if plan.target_bytes_per_gpu > room:
-        way_out = f"hidden_states.tensor_parallel_size={_power_of_two(plan.target_bytes / room)} with hidden_states.backend=vllm"
+        with_vllm = f"set hidden_states.tensor_parallel_size={gpus_of_engine} with hidden_states.backend=vllm, or "
         warnings.append(
-            f"target.path: weights must fit {_gb(room)} of each GPU in extraction, but take {_gb(plan.target_bytes_per_gpu)}; set "
-            f"{way_out}, or more GPUs in one machine"
+            f"target.path: weights must fit {_gb(room)} of each GPU in extraction, but take {_gb(plan.target_bytes_per_gpu)}; "
+            f"{with_vllm * (gpus_of_engine is not None)}take more GPUs in one machine"
         )
-    elif plan.is_spread:
+    elif settings.backend is Backend.vllm:
+        warnings += _states_warnings(plan, config)
+    elif plan.is_spread and gpus_of_engine is not None and gpus_of_engine <= config.planner.num_gpus:
         warnings.append(
             f"target.path: weights must fit {_gb(room)} of one GPU for every GPU to work at once, but take {_gb(plan.target_bytes)}; "
             "start data_prep.hidden_states as one process, over which accelerate spreads them, or set hidden_states.backend=vllm "
-            f"hidden_states.tensor_parallel_size={_power_of_two(plan.target_bytes / room)}"
+            f"hidden_states.tensor_parallel_size={gpus_of_engine}"
         )
     if settings.backend is Backend.vllm and config.planner.num_gpus % settings.tensor_parallel_size:
         warnings.append(
@@ -128,6 +135,28 @@ def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
             f"{settings.tensor_parallel_size}; change one of them"
         )
     return warnings
+
+
+def _states_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
+    room, settings = ENGINE_SHARE * config.planner.gpu_memory_gb * 1e9, config.hidden_states
+    states, gpus_of_engine = plan.states_in_flight_bytes, _gpus_of_engine(plan, config)
+    if plan.target_bytes_per_gpu + states <= room:
+        return []
+    is_enough = gpus_of_engine is not None and gpus_of_engine <= config.planner.num_gpus
+    more_gpus = f"set hidden_states.tensor_parallel_size={gpus_of_engine}, " if is_enough else "set "
+    return [
+        f"hidden_states.batch_tokens: weights and states in flight must fit {_gb(room)} of each GPU with vLLM, but take "
+        f"{_gb(plan.target_bytes_per_gpu + states)}, {_gb(states)} of them for the states of two batches of "
+        f"{settings.batch_tokens:,} tokens and a document of {plan.workload.longest_tokens:,}, which no tensor parallelism divides; "
+        f"{more_gpus}a lower hidden_states.batch_tokens, a lower prompts.max_document_tokens, or hidden_states.backend=transformers"
+    ]
+
+
+def _gpus_of_engine(plan: Plan, config: PipelineConfig) -> int | None:
+    """Least power of two of GPUs over which vLLM has room for weights and states in flight; None where no number has."""
+    memory = config.planner.gpu_memory_gb * 1e9
+    left = min(FITTING_SHARE * memory, ENGINE_SHARE * memory - plan.states_in_flight_bytes)
+    return _power_of_two(plan.target_bytes / left) if left > 0 else None
 
 
 def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
@@ -145,7 +174,8 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
         left, needed = _gb(room - without_target), _gb(memory.validation_target)
         warnings.append(
             f"train.validation_prompts: the target must fit beside training, for validation on every GPU, but takes {needed} where {left} "
-            f"are left; set {bf16}a lower train.batch_tokens, or take GPUs with more memory"
+            f"are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 and measure the last head with "
+            "eval.acceptance, or take GPUs with more memory"
         )
     if memory.state + memory.gpu_activations > room and memory.gpu_activations > 1.01 * memory.activations:
         warnings.append(

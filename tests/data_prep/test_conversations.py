@@ -150,9 +150,7 @@ def test_a_schema_that_the_config_names_is_required(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/no/such/chats.jsonl", "chats.parquet", "/no/such/place"])
 def test_a_file_that_does_not_exist_is_named(path: str) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=rf"prompts\.paths: must name files or one hub data set, but '{path}' does not exist"
-    ):
+    with pytest.raises(FileNotFoundError, match=rf"prompts\.paths: must name files or hub data sets, but '{path}' does not exist"):
         read_conversations([path])
 
 
@@ -163,7 +161,7 @@ def test_a_file_of_another_suffix_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"conversations must be files or one hub name, but .* is a directory; name its files"):
+    with pytest.raises(ValueError, match=r"conversations must be files or hub names, but .* is a directory; name its files"):
         read_conversations([str(tmp_path)])
 
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from data_prep.planning.costs import _step, head_parameters, step_costs, target_costs
 from data_prep.planning.plan import Plan, make_plan, plan_target_dir
-from data_prep.planning.planner import plan_warnings, print_plan
+from data_prep.planning.planner import plan_rows, plan_warnings, print_plan
 from mtptrain.config import PipelineConfig, StoreDtype
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
@@ -270,6 +270,7 @@ def llama_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LARGE = (
+    "hidden_states.batch_tokens=16384",
     "deepspeed=zero1",
     "planner.gpu_tflops=989",
     "train.micro_batches_per_step=8",
@@ -282,10 +283,21 @@ LARGE = (
     ("overrides", "message"),
     [
         (["planner.num_gpus=1"], "weights must fit 64 GB of each GPU in extraction, but take 141 GB; set "
-            "hidden_states.tensor_parallel_size=4 with hidden_states.backend=vllm"),
+            "hidden_states.tensor_parallel_size=8 with hidden_states.backend=vllm, or take more GPUs"),
         ([], "weights must fit 64 GB of one GPU for every GPU to work at once, but take 141 GB; start data_prep.hidden_states as one"),
+        ([], "set hidden_states.backend=vllm hidden_states.tensor_parallel_size=8"),
         (["hidden_states.backend=vllm"], "weights must fit 64 GB of each GPU in extraction, but take 141 GB"),
+        (["planner.num_gpus=1", "prompts.max_document_tokens=65536"],
+            "weights must fit 64 GB of each GPU in extraction, but take 141 GB; take more GPUs in one machine"),
+        (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4"],
+            "weights and states in flight must fit 72 GB of each GPU with vLLM, but take 79.6 GB, 44.3 GB of them for the states of two "
+            "batches of 16,384 tokens and a document of 1,024, which no tensor parallelism divides; set "
+            "hidden_states.tensor_parallel_size=8, a lower hidden_states.batch_tokens, a lower prompts.max_document_tokens, or "
+            "hidden_states.backend=transformers"),
+        (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=8", "hidden_states.batch_tokens=32768"],
+            "which no tensor parallelism divides; set a lower hidden_states.batch_tokens"),
         ([], "the target must fit beside training, for validation on every GPU, but takes 141 GB"),
+        ([], "or train.validation_prompts=0 and measure the last head with eval.acceptance"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"],
             "train.batch_tokens: training must fit 80 GB of each GPU, but takes"),
         (["prompts.max_document_tokens=8192", "train.batch_tokens=8192"],
@@ -304,6 +316,38 @@ def test_a_target_spread_over_gpus_is_planned_at_the_speed_of_one(llama_70b: Pat
     )
     assert spread.hidden_states.tokens_per_s == pytest.approx(shared.hidden_states.tokens_per_s / 8)
     assert not shared.is_spread and shared.target_bytes_per_gpu == spread.target_bytes // 4
+
+
+def test_without_validation_in_training_no_target_stands_beside_it(llama_70b: Path) -> None:
+    config = make_config(f"target.path={llama_70b}", *LARGE, "train.validation_prompts=0")
+    plan = make_plan(config)
+    assert plan.memory.validation_target == 0
+    assert "validation" not in warnings_for(plan, config) + str(plan_rows(plan, config))
+
+
+@pytest.mark.parametrize(
+    ("head", "num_streams"),
+    [("head=mtp", 1), ("head=eagle3 head.capture_layers=[2,40,77]", 4), ("head=eagle3 head.capture_layers=[2,40,80]", 3)],
+)
+def test_states_in_flight_take_a_page_in_every_layer_of_each_gpu(head: str, num_streams: int, llama_70b: Path) -> None:
+    """Two batches and the longest document, whatever the tensor parallelism; the last layer once, where it is captured too."""
+    settings = ("hidden_states.backend=vllm", "hidden_states.batch_tokens=512", "prompts.max_document_tokens=100", *head.split())
+    for size in (4, 8):
+        config = make_config(f"target.path={llama_70b}", *LARGE, *settings, f"hidden_states.tensor_parallel_size={size}")
+        plan = make_plan(config)
+        states, weights = (2 * 512 + 100) * 80 * num_streams * 8192 * 2, 2 * plan.target.num_parameters // size
+        assert (plan.states_in_flight_bytes, plan.target_bytes_per_gpu) == (states, weights)
+        shown = f"{(weights + states) / 1e9:.3g} GB: weights {weights / 1e9:.3g} GB, states in flight {states / 1e9:.3g} GB"
+        assert ("extraction, each GPU", shown) in plan_rows(plan, config)
+        assert "in flight" not in warnings_for(plan, config)
+
+
+def test_a_target_is_spread_without_a_warning_where_vllm_has_no_room_either(llama_70b: Path) -> None:
+    config = make_config(f"target.path={llama_70b}", *LARGE, "hidden_states.batch_tokens=32768", "train.validation_prompts=0")
+    plan = make_plan(config)
+    assert plan.is_spread
+    assert "target.path" not in warnings_for(plan, config)
+    assert "spread by accelerate over 8 in one process" in dict(plan_rows(plan, config))["target"]
 
 
 def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tmp_path: Path) -> None:
