@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +83,9 @@ def read_conversations(
 
     Raises:
         FileNotFoundError: a path is neither a file nor known to the hub.
-        ValueError: a file cannot be read, or its first row has no known schema.
+        ValueError: a path is given twice, a file cannot be read, or its first row has no known schema.
     """
+    refuse_doubles(paths)
     found = Conversations([], {}, schema, [])
     for rows in [_read_rows(path, split) for path in paths]:
         for index, row in enumerate(rows.rows):
@@ -97,11 +99,21 @@ def read_conversations(
     return found
 
 
+def refuse_doubles(paths: Sequence[str]) -> None:
+    doubles = [path for path, times in Counter(paths).items() if times > 1]
+    if doubles:
+        raise ValueError(f"prompts.paths: must name each place once, but names {', '.join(doubles)} more than once; give it once")
+
+
 def conversation_name(row: Row, messages: Sequence[Message]) -> str:
-    """The row's `id` or `conversation_id`, else a hash of its messages: copies get one name, hence one side of the split."""
+    """The row's `id` or `conversation_id`, else a hash of its messages: copies get one name, hence one side of the split.
+
+    Raises:
+        ConversationRefused: it is no valid Unicode.
+    """
     for key in ("id", "conversation_id"):
         if row.get(key) not in (None, ""):
-            return str(row[key])
+            return _unicode(str(row[key]))
     return hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
 
 
@@ -139,12 +151,21 @@ def _parse_message(message: Any, schema: ConversationSchema) -> Message:
         raise ConversationRefused("messages of different schemas")
     role_key, content_key = MESSAGE_KEYS[schema]
     role, content = message[role_key], message[content_key]
-    if role not in ROLES[schema]:
+    if not isinstance(role, str) or role not in ROLES[schema]:
         raise ConversationRefused(f"unknown role {role!r}")
     if not isinstance(content, str):
         raise ConversationRefused(f"content is no text but {type(content).__name__}")
     reasoning = _reasoning(message) if ROLES[schema][role] == "assistant" else {}
-    return {"role": ROLES[schema][role], "content": content, **reasoning}
+    return {"role": ROLES[schema][role], "content": _unicode(content), **reasoning}
+
+
+def _unicode(text: str) -> str:
+    """The text, if it can be encoded: JSON may hold half of a pair of surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConversationRefused("text that is no valid Unicode") from None
+    return text
 
 
 def _reasoning(message: Row) -> dict[str, str]:
@@ -152,7 +173,7 @@ def _reasoning(message: Row) -> dict[str, str]:
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
     if not isinstance(reasoning, str):
         raise ConversationRefused(f"reasoning is no text but {type(reasoning).__name__}")
-    return {"reasoning_content": reasoning} if reasoning else {}
+    return {"reasoning_content": _unicode(reasoning)} if reasoning else {}
 
 
 def _check_schema(row: Row, schema: ConversationSchema, place: str) -> None:

@@ -94,9 +94,12 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     missing = missing_shards(store_dir, own, ranks)
     if ranks.is_first:
         unwritten = [i for i in range(len(shards)) if i in missing or (i not in own and not is_recorded(store_dir, i))]
-        announce(store_dir, documents, [shards[i] for i in unwritten], target_config, len(capture_layers), settings.store_dtype)
+        scratch = scratch_bytes(config, shards, documents, target_config.hidden_size, 1 + len(capture_layers), ranks)
+        layout = (target_config.hidden_size, len(capture_layers), settings.store_dtype)
+        announce(store_dir, documents, [shards[i] for i in unwritten], *layout, scratch)
         hint_ranks(ranks)
-        write_provenance(store_dir, config)
+        if settings.part == 0:
+            write_provenance(store_dir, config)
 
     started = time.monotonic()
     mine = {index: shards[index] for index in missing[ranks.rank :: ranks.world_size]}
@@ -149,10 +152,25 @@ def scratch_prefix(config: PipelineConfig) -> str:
     return f"mtptrain_{store}_{config.hidden_states.part}_"
 
 
+def scratch_bytes(
+    config: PipelineConfig, shards: list[range], documents: Documents, hidden_size: int, num_streams: int, ranks: Ranks
+) -> int:
+    """What a backend leaves on the store's disk until shards take it: two of the largest for each rank."""
+    settings = config.hidden_states
+    if settings.backend is not Backend.vllm or settings.scratch_dir is not None:
+        return 0
+    largest = max(num_tokens(documents, [shard]) for shard in shards)
+    itemsize: int = getattr(torch, settings.dtype.value).itemsize
+    return 2 * largest * hidden_size * num_streams * itemsize * ranks.world_size
+
+
 def remove_scratch(config: PipelineConfig) -> None:
-    """What a killed run left."""
-    for path in scratch_root(config).glob(f"{scratch_prefix(config)}*.tmp"):
-        shutil.rmtree(path)
+    """What a killed run left, of this part, or of every part where there is only one now."""
+    prefix = scratch_prefix(config)
+    if config.hidden_states.num_parts == 1:
+        prefix = prefix.removesuffix(f"{config.hidden_states.part}_")
+    for path in scratch_root(config).glob(f"{prefix}*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_prompts(documents: Documents, path: Path, vocab_size: int, max_position_embeddings: int) -> None:
@@ -190,16 +208,17 @@ def announce(
     store_dir: Path,
     documents: Documents,
     unwritten: list[range],
-    target_config: PreTrainedConfig,
+    hidden_size: int,
     num_captured: int,
     dtype: StoreDtype,
+    scratch: int,
 ) -> None:
-    """Say what will be written, and refuse where the disk cannot hold it.
+    """Say what will be written, and refuse where the disk cannot hold it, with the bytes that a backend leaves there meanwhile.
 
     Raises:
         ValueError: free space is smaller than what is still to be written.
     """
-    token_bytes = bytes_per_token(target_config.hidden_size, num_captured, dtype)
+    token_bytes = bytes_per_token(hidden_size, num_captured, dtype)
     missing_bytes = num_tokens(documents, unwritten) * token_bytes + sum(map(len, unwritten)) * DOCUMENT_BYTES
     free_bytes = shutil.disk_usage(store_dir).free
     total_tokens = int(documents.document_offsets[-1])
@@ -208,9 +227,10 @@ def announce(
         f"{total_tokens * token_bytes / 1e9:.3f} GB; to write: {missing_bytes / 1e9:.3f} GB, free: {free_bytes / 1e9:.3f} GB",
         flush=True,
     )
-    if missing_bytes > free_bytes:
+    if unwritten and missing_bytes + scratch > free_bytes:
+        beside = f" and {scratch / 1e9:.3f} GB of the backend's files (hidden_states.scratch_dir)" if scratch else ""
         raise ValueError(
-            f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states, but {free_bytes / 1e9:.3f} GB are; "
+            f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{beside}, but {free_bytes / 1e9:.3f} GB are; "
             "free space, set run_dir to a larger disk, set hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run "
             "data_prep.prompts again"
         )

@@ -1,6 +1,7 @@
 """The prompt sources behind one face: documents by name, tokenized on demand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -8,13 +9,14 @@ from typing import Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.answers.dialogue import Ending
+from data_prep.answers.dialogue import Ending, render_text
 from data_prep.answers.manifest import read_responses
 from data_prep.assistant_masks import Encoding, check_chat_template, encode_renderings
-from data_prep.conversations import ConversationRefused, Conversations, read_conversations
+from data_prep.conversations import ConversationRefused, Conversations, Message, Row, read_conversations
 from data_prep.renderings import Rendering, render_conversation
 from data_prep.text_files import TextFiles, read_text_files
 from mtptrain.config import PromptsConfig, PromptSource
+from mtptrain.identity import TargetIdentity
 
 
 class Source(Protocol):
@@ -77,26 +79,65 @@ class ConversationSource:
 
 
 class ResponsesSource(ConversationSource):
-    """Conversations as data_prep.responses has answered them: the end of turn behind an answer that was cut is the template's."""
+    """Conversations as data_prep.responses has answered them.
+
+    The end of turn behind an answer that was cut is the template's, and an answer that the template renders otherwise than it was
+    generated does not count.
+    """
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
         special_ids = [token_id for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special]
         documents = super().encode(indices)
         for index, encodings in zip(indices, documents, strict=True):
-            rows, row = self._conversations.origins[index]
-            if rows.rows[row]["ended_by"] == Ending.length and not isinstance(encodings, str):
+            row = self._row(index)
+            if row["ended_by"] == Ending.length and row["texts_kept"][-1] and not isinstance(encodings, str):
                 whole = encodings[0]  # the longest, which holds the last answer
                 last = np.flatnonzero(whole.loss_mask)[-1:]
                 whole.loss_mask[last] = ~np.isin(whole.input_ids[last], special_ids)
         return documents
 
+    def _row(self, index: int) -> Row:
+        rows, row = self._conversations.origins[index]
+        return rows.rows[row]
 
-def read_source(prompts: PromptsConfig, tokenizer: PreTrainedTokenizerBase, responses_dir: Path) -> Source:
+    def _render(self, index: int) -> list[Rendering] | str:
+        renderings, is_kept = super()._render(index), self._row(index)["texts_kept"]
+        if isinstance(renderings, str) or all(is_kept):
+            return renderings
+        prompts = answer_prompts(self._tokenizer, self._conversations.messages(index))
+        kept = [as_generated(rendering, prompts, is_kept) for rendering in renderings]
+        num_left_out = sum(rendering.answers for rendering in renderings) - sum(rendering.answers for rendering in kept)
+        num_left_out += renderings[0].answers_left_out
+        kept = [rendering for rendering in kept if rendering.spans]
+        if not kept:
+            return "the chat template renders no answer as it was generated"
+        return [replace(kept[0], turn=0, answers_left_out=num_left_out), *kept[1:]]
+
+
+def answer_prompts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[str]:
+    """The text in front of each answer."""
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    return [render_text(tokenizer, messages[:turn], is_prompt=True) for turn in turns]
+
+
+def as_generated(rendering: Rendering, prompts: Sequence[str], is_kept: Sequence[bool]) -> Rendering:
+    """The rendering without the spans of answers that are not kept; a span is of the answer behind the last prompt in front of it."""
+    standing = [(len(prompt), answer) for answer, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
+    owners = [
+        max(((start, answer) for start, answer in standing if start < end), default=(0, None))[1] for _, end in rendering.spans
+    ]
+    spans = [span for span, owner in zip(rendering.spans, owners, strict=True) if owner is not None and is_kept[owner]]
+    num_answers = len({owner for owner in owners if owner is not None and is_kept[owner]})
+    return replace(rendering, spans=spans, answers=num_answers)
+
+
+def read_source(prompts: PromptsConfig, tokenizer: PreTrainedTokenizerBase, target_dir: Path, responses_dir: Path) -> Source:
     """Find what `prompts.paths` names, and what of it can be used.
 
     Args:
         prompts: the settings.
         tokenizer: the target's.
+        target_dir: of the target, whose own answers must be.
         responses_dir: of data_prep.responses in this run, read in place of the paths where the source is `responses`.
 
     Raises:
@@ -110,7 +151,8 @@ def read_source(prompts: PromptsConfig, tokenizer: PreTrainedTokenizerBase, resp
         )
     if prompts.source is PromptSource.responses:
         check_chat_template(tokenizer)
-        return ResponsesSource(read_responses(responses_dir, prompts.paths, tokenizer), tokenizer)
+        target = TargetIdentity.of(str(target_dir), None, target_dir, tokenizer)
+        return ResponsesSource(read_responses(responses_dir, prompts, target), tokenizer)
     if prompts.source is PromptSource.conversations:
         check_chat_template(tokenizer)
         return ConversationSource(read_conversations(prompts.paths, prompts.schema, prompts.split), tokenizer)

@@ -45,7 +45,7 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
     target_dir = resolve_target(config.target.path, config.target.revision)
     vocab_size = int(read_target_config(target_dir).vocab_size)
     tokenizer = load_tokenizer(target_dir)
-    source = read_source(config.prompts, tokenizer, config.stage_dir("responses"))
+    source = read_source(config.prompts, tokenizer, target_dir, config.stage_dir("responses"))
     check_names(source, config.prompts)
 
     collector = collect_windows(source, config.prompts, vocab_size)

@@ -136,7 +136,7 @@ def _left_out(report: PromptsReport) -> list[str]:
     if report.windows_unsupervised:
         lines.append(f"left out: {report.windows_unsupervised:,} windows without a token that counts in the loss")
     if report.answers_left_out:
-        lines.append(f"left out of the loss: {report.answers_left_out:,} answers that the chat template shows behind no prompt")
+        lines.append(f"left out of the loss: {report.answers_left_out:,} answers that the chat template does not show as generated")
     if report.beyond_max_train_tokens:
         lines.append(f"left out: {report.beyond_max_train_tokens:,} {report.source} beyond prompts.max_train_tokens")
     for refusals in report.refused:

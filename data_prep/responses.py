@@ -1,8 +1,9 @@
 """Optional, before stage 1: the assistant's turns of conversations, generated anew by the target itself.
 
-Reads the conversations of `prompts.paths`; writes `run_dir/responses/` (see data_prep/responses_store.py), which data_prep.prompts
+Reads the conversations of `prompts.paths`; writes `run_dir/responses/` (see data_prep/answers/store.py), which data_prep.prompts
 reads in their place with `prompts.source=responses`. The target runs here with transformers, or answers by `responses.url`. An
-interrupted run continues with what is missing, and conversations that failed are tried again by a further run.
+interrupted run continues with what is missing. Where conversations failed, the answers of the others are kept and the exit code is 1,
+so that no later stage goes on with a part unasked; a further run tries them again.
 
     torchrun --nproc-per-node 8 -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl]
     python -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl] responses.url=http://localhost:8000/v1
@@ -10,9 +11,12 @@ interrupted run continues with what is missing, and conversations that failed ar
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -46,7 +50,9 @@ _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    prepare_responses(config, init_ranks())
+    manifest = prepare_responses(config, init_ranks())
+    if manifest and manifest.failed:
+        sys.exit(f"{manifest.failed:,} conversations failed; run data_prep.responses again, which goes on with them")
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ def make_job(config: PipelineConfig) -> Job:
     sampling = Sampling(
         settings.temperature, settings.top_p, settings.top_k, settings.max_new_tokens, find_stop_token_ids(target_dir)
     )
-    server = None if settings.url is None else connect(settings.url, settings, sampling, tokenizer)
+    server = None if settings.url is None else connect(settings.url, settings, sampling, tokenizer, int(target_config.vocab_size))
     context_tokens = server.context_tokens if server and server.context_tokens else target_config.max_position_embeddings
     limits = Limits(settings.max_new_tokens, context_tokens, config.seed)
     conversations = read_conversations(config.prompts.paths, config.prompts.schema, config.prompts.split)
@@ -161,12 +167,15 @@ def find_stop_token_ids(target_dir: Path) -> list[int]:
     return found
 
 
-def connect(url: str, settings: ResponsesConfig, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> AnswerServer:
+def connect(
+    url: str, settings: ResponsesConfig, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> AnswerServer:
     """The server, once it has completed a prompt of the target's."""
     server = AnswerServer(
         url,
         settings.model,
         sampling,
+        vocab_size,
         max_retries=settings.max_retries,
         timeout_s=settings.timeout_s,
         api_key=os.environ.get(settings.api_key_variable),
@@ -229,20 +238,22 @@ def ask_server(
         RuntimeError: so many conversations fail in a row that the server must be gone.
     """
     failures_in_a_row = 0
-    for outcome in answer_with_server(server, dialogues, concurrency):
-        if isinstance(outcome, AnsweredConversation):
-            note(outcome, journal, progress, bar)
-            failures_in_a_row = 0
-            continue
-        row, reason = outcome
-        progress.failed[row] = reason
-        failures_in_a_row += 1
-        bar.update()
-        if failures_in_a_row >= max(MIN_FAILURES_TO_STOP, 2 * concurrency):
-            raise RuntimeError(
-                f"responses.url: {server.url} must go on answering, but {failures_in_a_row} conversations in a row failed, the last one "
-                f"because {reason}; correct that and run data_prep.responses again, which goes on with what is missing"
-            )
+    save = partial(note, journal=journal, progress=progress, bar=bar)
+    with closing(answer_with_server(server, dialogues, concurrency, save)) as outcomes:
+        for outcome in outcomes:
+            if isinstance(outcome, AnsweredConversation):
+                save(outcome)
+                failures_in_a_row = 0
+                continue
+            row, reason = outcome
+            progress.failed[row] = reason
+            failures_in_a_row += 1
+            bar.update()
+            if failures_in_a_row >= max(MIN_FAILURES_TO_STOP, 2 * concurrency):
+                raise RuntimeError(
+                    f"responses.url: {server.url} must go on answering, but {failures_in_a_row} conversations in a row failed, the last "
+                    f"one because {reason}; correct that and run data_prep.responses again, which goes on with what is missing"
+                )
 
 
 def note(answered: AnsweredConversation, journal: Journal, progress: Progress, bar: tqdm) -> None:

@@ -137,6 +137,7 @@ def held_out_documents(prompts_dir: Path) -> Documents:
 
     Raises:
         FileNotFoundError: stage 1 has not run.
+        ValueError: no conversation has its first answer in its first window.
     """
     documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
     if documents.loss_mask.all():
@@ -148,6 +149,12 @@ def held_out_documents(prompts_dir: Path) -> Documents:
         if entry.window == 0 and prompt_tokens[index] <= prompt_tokens[first.setdefault(entry.name, index)]:
             first[entry.name] = index
     chosen = sorted(first.values())
+    if not chosen:
+        raise ValueError(
+            f"prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but none of "
+            f"{len({entries[i].name for i in documents.document_ids})} does; raise it and run data_prep.prompts again, or set "
+            "prompts.validation_fraction higher"
+        )
     return Documents.from_list([(int(documents.document_ids[i]), documents.tokens(i), documents.mask(i)) for i in chosen])
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import socket
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,8 @@ STATE_BYTES = {StoreDtype.bfloat16: 2, StoreDtype.fp8: 1}
 """Of one value of a state on disk."""
 SCALE_BYTES = {StoreDtype.bfloat16: 0, StoreDtype.fp8: 4}
 """Of one token's scale, per layer."""
+TEMPORARY = ("shard_*.tmp", f"{PLAN}.*.tmp", f"{MANIFEST}.*.tmp", "mtptrain_*.tmp")
+"""Of shards, of the two files beside them, and folders of backends."""
 DOCUMENT_BYTES = 16
 """Of one document: its id, and where it begins."""
 ITEM_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}
@@ -82,17 +85,23 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, sha
     else:
         _write_plan(directory, identity, shard_tokens)
     for path in (_shard_path(directory, index) for index in shards):
-        _remove(directory, f"{path.stem}.*.tmp", *(() if _record_path(path).exists() else (path.name,)))
+        _remove(
+            directory,
+            f"{path.stem}.*.tmp",
+            *(() if _record_path(path).exists() or (directory / MANIFEST).exists() else (path.name,)),
+        )
     return None
 
 
 def has_shard(directory: Path, index: int) -> bool:
     """Whether a shard of an unfinished store is complete: every byte is read and agrees with its record."""
-    path = _shard_path(directory, index)
-    if not (path.exists() and _record_path(path).exists()):
-        return False
-    recorded: str = read_json(_record_path(path))["sha256"]
-    return file_sha256(path) == recorded
+    path, record = _shard_path(directory, index), _read_record(directory, index)
+    if record is None and (directory / MANIFEST).exists():  # another part has finished the store since
+        record = Manifest.read(directory).shards[index]
+    if record is not None and path.exists() and file_sha256(path) == record.sha256:
+        return True
+    _record_path(path).unlink(missing_ok=True)
+    return False
 
 
 class ShardFile:
@@ -134,9 +143,19 @@ class ShardFile:
             raise
 
     def write(self, document: int, streams: torch.Tensor) -> None:
-        """Write the states of document `document` of the shard: [n, L + 1, H], captured layers first, in any float dtype."""
+        """Write the states of document `document` of the shard: [n, L + 1, H], captured layers first, in any float dtype.
+
+        Raises:
+            ValueError: a state is not finite.
+            OSError: the disk is full.
+        """
         first, end = self._tokens["document_offsets"][document : document + 2].tolist()
         assert streams.shape[:2] == (end - first, self._num_captured + 1), "streams of another document"
+        if not torch.isfinite(streams).all():
+            raise ValueError(
+                f"{self._path}: hidden states must be finite, but those of document {int(self._tokens['document_ids'][document])} of "
+                "documents.jsonl are not; set hidden_states.dtype=float32, or take the document out of the data"
+            )
         self._write_rows("aux_hidden_states", first * self._num_captured, streams[:, :-1])
         self._write_rows("hidden_states", first, streams[:, -1:])
 
@@ -225,7 +244,10 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
     """
     records = [record for index in range(num_shards) if (record := _read_record(directory, index)) is not None]
     if len(records) < num_shards:
-        return Manifest.read(directory) if (directory / MANIFEST).exists() else None
+        if not (directory / MANIFEST).exists():
+            return None
+        _remove(directory, PLAN, "shard_*.json")  # of a part that began while another finished
+        return Manifest.read(directory)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         identity=identity,
@@ -240,7 +262,7 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
         _write_json(directory / MANIFEST, asdict(manifest))
     except FileNotFoundError:  # another part has just written it, and removed what lay around
         return Manifest.read(directory)
-    _remove(directory, "*.tmp", PLAN, "shard_*.json")
+    _remove(directory, *TEMPORARY, PLAN, "shard_*.json")
     return manifest
 
 
@@ -259,7 +281,8 @@ def _read_record(directory: Path, index: int) -> ShardRecord | None:
 def _reopen(directory: Path, manifest: Manifest) -> None:
     """Make a finished store that lost a shard an unfinished one; the manifest goes last, so that a kill in between is harmless."""
     for record in manifest.shards:
-        _write_json(_record_path(directory / record.file), asdict(record))
+        if has_length(directory / record.file, record):
+            _write_json(_record_path(directory / record.file), asdict(record))
     _write_plan(directory, manifest.identity, manifest.shard_tokens)
     _remove(directory, MANIFEST)
 
@@ -278,13 +301,17 @@ def _record_path(shard_path: Path) -> Path:
 
 def _temporary_path(path: Path) -> Path:
     """Of this process alone: workers may outlive a killed torchrun and write the same shard as the run that resumes."""
-    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 
 def _write_json(path: Path, content: object) -> None:
     temporary = _temporary_path(path)
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    _publish(temporary, path)
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        _publish(temporary, path)
+    except OSError:  # a full disk, say
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _publish(temporary: Path, path: Path) -> None:
@@ -305,4 +332,4 @@ def _sync(path: Path) -> None:
 def _remove(directory: Path, *patterns: str) -> None:
     for pattern in patterns:
         for path in directory.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

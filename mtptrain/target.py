@@ -38,6 +38,8 @@ WINDOW_IN_ALL_LAYERS = ("mistral", "qwen3_moe")
 WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma3_text")
 """Their `layer_types` say which layers have the sliding window."""
 
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
 EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -81,6 +83,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
         raise ValueError(
             f"target.path: a token must not see those behind it, but use_bidirectional_attention is set in {path}; choose another target"
         )
+    check_static_rope(config)
     if _ignores_windows(config):
         raise ValueError(
             f"target.path: sliding windows must be those of family {family!r} in transformers, but the ones in {path} are ignored "
@@ -110,6 +113,20 @@ def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
     """The target's RoPE as a head takes it: flat, with `rope_type` and `rope_theta`; of the layers with full attention."""
     rope_parameters = target_config.rope_parameters
     return dict(rope_parameters.get("full_attention", rope_parameters))
+
+
+def check_static_rope(config: PreTrainedConfig) -> None:
+    """Refuse positions whose rotation depends on the length of the text: a packed forward and a cache see another length.
+
+    Raises:
+        ValueError: the target's RoPE is of such a type.
+    """
+    rope_type = head_rope_parameters(config)["rope_type"]
+    if rope_type not in STATIC_ROPE_TYPES:
+        raise ValueError(
+            f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is {rope_type!r}, which changes with "
+            "the length of the text; choose another target"
+        )
 
 
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:

@@ -222,10 +222,10 @@ def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tra
 
 
 def keep_unmeasured(config: PipelineConfig, run: Run, progress: Progress, ranks: Ranks) -> Progress:
-    """Rank 0 keeps the head as `last` and as `best`: without measurements the last one is the best that is known."""
+    """Rank 0 keeps the head as `last`, and as `best` unless an earlier one was measured."""
     if ranks.is_first:
         head_state = run.trainer.engine.module.state_dict()
-        for name in ("last", "best"):
+        for name in ("last", "best") if not progress.best_acceptance_length else ("last",):
             save_head(config.stage_dir("train") / name, head_state, config.head, {"step": progress.step, **run.head_facts})
     return progress
 

@@ -8,6 +8,13 @@
 
 set -euo pipefail
 
+# The signal that asked the job to stop: USR1 comes to this shell alone, ahead of the time limit, and is passed on to the step, where
+# there is one yet; TERM Slurm sends to every process.
+asked=
+step=
+trap 'asked=USR1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null || true' USR1
+trap 'asked=TERM' TERM
+
 checkout=${MTPTRAIN_CHECKOUT:-${SLURM_SUBMIT_DIR:-$PWD}}
 max_futile_restarts=5 # of a job that is asked to stop again and again before it has finished anything
 
@@ -33,10 +40,9 @@ PATH=$(dirname "$(command -v "$python")"):$PATH # DeepSpeed looks for ninja ther
 PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH} # from any folder, installed or not
 export PATH PYTHONPATH
 
-# run_on_all_nodes MODULE [OVERRIDES]: torchrun on every node of the job. Leaves `code`, the exit code, and `asked`, the signal that
-# asked the job to stop: USR1 comes to this shell alone, ahead of the time limit, and is passed on; TERM Slurm sends to every process.
+# run_on_all_nodes MODULE [OVERRIDES]: torchrun on every node of the job. Leaves `code`, the exit code.
 run_on_all_nodes() {
-    local rendezvous=(--standalone) ranks=NPROC_${1##*.} step
+    local rendezvous=(--standalone) ranks=NPROC_${1##*.}
     if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
         local head_node head_address
         head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -44,14 +50,12 @@ run_on_all_nodes() {
         rendezvous=(--nnodes "$SLURM_JOB_NUM_NODES" --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d
             --rdzv-endpoint "$head_address:$((20000 + SLURM_JOB_ID % 10000))")
     fi
-    asked=
     # A step has one core per task unless told otherwise. torchrun kills ranks that have not ended so many seconds after a signal.
     srun --nodes "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 --cpus-per-task "$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=1 \
         "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "${!ranks:-${NPROC:-gpu}}" \
         --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 100 -m "$@" &
     step=$!
-    trap 'asked=USR1; kill -USR1 "$step"' USR1
-    trap 'asked=TERM' TERM
+    [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null || true # asked while it was being started
     while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
     code=0
     wait "$step" || code=$?
@@ -60,12 +64,12 @@ run_on_all_nodes() {
 # run_and_requeue FINISHED MODULE [OVERRIDES]: the same, and where the job is asked to stop before it is done, back into the queue.
 # FINISHED is a pattern for files of the stage that outlive a stop: where the job stops again and again without a new one, that ends.
 run_and_requeue() {
-    local pattern=$1 module=$2 plan stage_dir before
+    local pattern=$1 module=$2 plan stage_dir before code=75
     shift 2
     plan=$("$python" "$checkout/slurm/stages.py" "$@")
     stage_dir=${plan%%$'\n'*}/${module##*.}
     before=$(finished "$stage_dir" "$pattern")
-    run_on_all_nodes "$module" "$@"
+    if [ -z "$asked" ]; then run_on_all_nodes "$module" "$@"; fi
     [ -n "$asked" ] || ! is_preempted || asked=preemption
     if [ "$code" = 0 ] || [ -z "$asked" ]; then
         exit "$code"

@@ -6,7 +6,7 @@
 #   slurm/pipeline.sh [SBATCH OPTIONS] recipe=NAME [OVERRIDES]
 #   NODES=2 ARRAY_TASKS=8 slurm/pipeline.sh --partition=gpu --account=team --time=12:00:00 recipe=llama3_1_8b_mtp prompts.paths=[chats.jsonl]
 #
-# Options, each as one word (--time=12:00:00), go to every sbatch. From the environment:
+# Options, each as one word (--time=12:00:00), go to every sbatch; a --dependency holds for the first job. From the environment:
 #   NODES        nodes of the training; 1 unless given. The others take one node each
 #   ARRAY_TASKS  tasks that share the extraction; 4 unless given
 #   GPU_OPTIONS  more options for the jobs on GPUs (8 per node, whole nodes), CPU_OPTIONS for the others
@@ -20,6 +20,7 @@ MTPTRAIN_CHECKOUT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export MTPTRAIN_CHECKOUT
 # shellcheck source=slurm/job.sh
 source "$MTPTRAIN_CHECKOUT/slurm/job.sh"
+trap - USR1 TERM # this is no job
 
 options=()
 while [[ "${1:-}" == -* ]]; do
@@ -29,6 +30,15 @@ done
 read -ra gpu_options <<<"${GPU_OPTIONS:-}"
 read -ra cpu_options <<<"${CPU_OPTIONS:-}"
 
+known=" responses prompts draft_vocab hidden_states train acceptance export "
+read -ra skipped <<<"${SKIP:-}"
+for word in "${skipped[@]}"; do
+    if [[ "$known" != *" $word "* ]]; then
+        echo "SKIP: must name stages, of${known% }, but holds '$word'; correct it" >&2
+        exit 1
+    fi
+done
+
 plan=$("$python" "$checkout/slurm/stages.py" "$@")
 run_dir=${plan%%$'\n'*}
 mkdir -p "$run_dir/slurm"
@@ -36,29 +46,37 @@ mkdir -p "$run_dir/slurm"
 jobs=()
 trap '[ $? = 0 ] || [ ${#jobs[@]} = 0 ] || scancel "${jobs[@]}"' EXIT # all of the chain, or nothing
 
-submit() { # STAGE [SBATCH OPTIONS] SCRIPT [ARGUMENTS]
+submit() { # STAGE SCRIPT [ARGUMENTS], with stage_options
     local stage=$1 output=%x-%j.out after=() job
     shift
     [ "$stage" != hidden_states ] || output=%x-%A_%a.out
     [ ${#jobs[@]} = 0 ] || after=("--dependency=afterok:${jobs[-1]}" --kill-on-invalid-dep=yes)
     job=$(sbatch --parsable --export=ALL --job-name="$stage" --output="$run_dir/slurm/$output" \
-        "${after[@]}" "${options[@]}" "$@")
+        "${options[@]}" "${stage_options[@]}" "${after[@]}" "$@") # of an option given twice sbatch takes the last
     jobs+=("${job%%;*}")
     printf '%-14s %s\n' "$stage" "${jobs[-1]}"
 }
 
 while read -r stage module kind; do
-    if [[ " ${SKIP:-} " == *" $stage "* ]]; then
-        continue
-    elif [ "$kind" = process ]; then
-        submit "$stage" "${cpu_options[@]}" "$checkout/slurm/process.sbatch" "$module" "$@"
-    else
-        size=()
-        [ "$stage" != hidden_states ] || size=("--array=0-$((${ARRAY_TASKS:-4} - 1))")
-        [ "$stage" != train ] || size=("--nodes=${NODES:-1}")
-        submit "$stage" "${size[@]}" "${gpu_options[@]}" "$checkout/slurm/$stage.sbatch" "$@"
-    fi
+    [[ " ${skipped[*]} " != *" $stage "* ]] || continue
+    stage_options=("${cpu_options[@]}")
+    case $kind in
+        process) submit "$stage" "$checkout/slurm/process.sbatch" "$module" "$@" ;;
+        server) submit "$stage" "$checkout/slurm/${stage}_server.sbatch" "$@" ;;
+        ranks)
+            stage_options=()
+            [ "$stage" != hidden_states ] || stage_options=("--array=0-$((${ARRAY_TASKS:-4} - 1))")
+            [ "$stage" != train ] || stage_options=("--nodes=${NODES:-1}")
+            stage_options+=("${gpu_options[@]}")
+            submit "$stage" "$checkout/slurm/$stage.sbatch" "$@"
+            ;;
+    esac
 done <<<"${plan#*$'\n'}"
+
+if [ ${#jobs[@]} = 0 ]; then
+    echo "SKIP: must leave at least one stage, but is '${skipped[*]}'; name fewer" >&2
+    exit 1
+fi
 
 echo "to follow: squeue --jobs=$(IFS=,; echo "${jobs[*]}"); tail -F $run_dir/slurm/*.out"
 echo "to cancel: scancel ${jobs[*]}"

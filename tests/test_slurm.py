@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY_SETTINGS, run_program, write_text_files
+from tests.data_prep.speaking import fake_server, make_speaking_target
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix in {".sh", ".sbatch"})
@@ -324,12 +326,165 @@ def test_a_job_that_fails_by_itself_is_not_requeued_and_what_waits_for_it_is_can
     assert "to go on from this checkpoint, the number of ranks must be 2, but is 1" in log
 
 
-def test_a_wrong_setting_is_refused_before_anything_is_queued(slurm: Slurm) -> None:
-    command = [ROOT / "slurm/pipeline.sh", "recipe=quickstart", "train.epochs=0"]
-    result = subprocess.run(command, env=slurm.environment, cwd=slurm.directory, capture_output=True, text=True, check=False)
+def test_answers_of_a_server_go_on_after_a_stop_ahead_of_the_time_limit(slurm: Slurm) -> None:
+    chats, log = slurm.directory / "chats.jsonl", slurm.directory / "answers.out"
+    rows = [{"messages": [{"role": "user", "content": f"question {row}"}]} for row in range(60)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with fake_server() as server:
+        server.delay_s = 0.2
+        sources = (f"target.path={make_speaking_target(slurm.directory / 'speaking')}", f"prompts.paths=[{chats}]")
+        asking = (
+            "prompts.source=responses",
+            f"responses.url={server.url}",
+            "responses.concurrency=2",
+            "responses.max_new_tokens=24",
+        )
+        command = ("sbatch", "--parsable", "--cpus-per-task=1", f"--output={log}", ROOT / "slurm/responses_server.sbatch")
+        overrides = ("recipe=quickstart", "run_dir=answers", *sources, *asking)
+        job = slurm.run(*command, *overrides, MTPTRAIN_CHECKOUT=str(ROOT)).strip()
+        slurm.wait(job, lambda: len(server.requests) > 10)
+        slurm.run("scancel", "--batch", "--signal=USR1", job)
+        slurm.wait(job, lambda: slurm.state(job) == "PENDING")
+        slurm.wait_completed(job)
+    assert "data_prep.responses: stopped by USR1, put back into the queue" in log.read_text(errors="replace")
+    assert len((slurm.directory / "answers/responses/conversations.jsonl").read_text().splitlines()) == 60
+    assert len(server.requests) <= 60 + 2 * 2  # what was in flight is asked again
+
+
+PLAN = """runs/quickstart
+responses data_prep.responses server
+prompts data_prep.prompts process
+hidden_states data_prep.hidden_states ranks
+train mtptrain.train ranks
+acceptance eval.acceptance ranks
+export mtptrain.export process
+"""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Slurm's commands and slurm/stages.py as scripts that note what they are asked: what a script does before those have a part."""
+
+    directory: Path
+    environment: dict[str, str]
+
+    def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command, environment = [ROOT / "slurm" / script, *arguments], {**self.environment, **variables}
+        return subprocess.run(command, env=environment, cwd=self.directory, capture_output=True, text=True, check=False)
+
+    def asked(self, command: str) -> list[str]:
+        """What the command has been given, call by call."""
+        path = self.directory / f"{command}.txt"
+        return path.read_text().splitlines() if path.is_file() else []
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Stand:
+    for name in ("sbatch", "srun", "scontrol", "scancel"):
+        noted = tmp_path / f"{name}.txt"
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "$*" >>{noted}\n[ {name} != sbatch ] || wc -l <{noted}\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "NPROC"))}
+    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", "MTPTRAIN_PYTHON": str(tmp_path / "python")}
+    environment |= {"MTPTRAIN_CHECKOUT": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2"}
+    (tmp_path / "python").write_text(f"#!/bin/sh\ncat <<'END'\n{PLAN}END\n")
+    (tmp_path / "python").chmod(0o755)
+    return Stand(tmp_path, environment)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.epochs=0", "train.epochs: must be a number of at least 1, but is 0"),
+        ("plan=true", "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_queued(stand: Stand, override: str, expected: str) -> None:
+    result = stand.run("pipeline.sh", "recipe=quickstart", override, MTPTRAIN_PYTHON=sys.executable)
     assert result.returncode != 0
-    assert "train.epochs: must be a number of at least 1, but is 0" in result.stderr
-    assert result.stdout == ""
+    assert expected in result.stderr
+    assert result.stdout == "" and stand.asked("sbatch") == []
+
+
+def test_a_dependency_that_is_given_holds_for_the_first_job_alone(stand: Stand) -> None:
+    result = stand.run(
+        "pipeline.sh", "--dependency=afterok:77", "--time=30", "recipe=quickstart", GPU_OPTIONS="--dependency=singleton"
+    )
+    assert result.returncode == 0, result.stderr
+    last = [re.findall(r"--dependency=(\S+)", line)[-1] for line in stand.asked("sbatch")]
+    assert last == ["afterok:77", "afterok:1", "afterok:2", "afterok:3", "afterok:4", "afterok:5"]
+    assert all("--time=30" in line for line in stand.asked("sbatch"))
+
+
+def test_answers_of_a_server_are_one_process_that_is_asked_to_stop_ahead_of_time(stand: Stand) -> None:
+    assert stand.run("pipeline.sh", "recipe=quickstart", CPU_OPTIONS="--mem=9G").returncode == 0
+    first = stand.asked("sbatch")[0]
+    assert "--mem=9G" in first and f"{ROOT}/slurm/responses_server.sbatch recipe=quickstart" in first
+    assert stand.run("responses_server.sbatch", "recipe=quickstart").returncode == 0
+    assert re.search(r"--nproc-per-node 1 .* -m data_prep.responses recipe=quickstart$", stand.asked("srun")[0])
+    header = (ROOT / "slurm/responses_server.sbatch").read_text()
+    assert "--requeue --signal=B:USR1@120" in header and "gpus" not in header
+
+
+@pytest.mark.parametrize(
+    ("skip", "expected"),
+    [
+        ("prompts,hidden_states", "SKIP: must name stages, of responses prompts .* export, but holds 'prompts,hidden_states'"),
+        (
+            "responses prompts draft_vocab hidden_states train acceptance export",
+            "SKIP: must leave at least one stage, but is 'responses prompts",
+        ),
+    ],
+)
+def test_words_that_leave_no_chain_are_refused_before_anything_is_queued(stand: Stand, skip: str, expected: str) -> None:
+    result = stand.run("pipeline.sh", "recipe=quickstart", SKIP=skip)
+    assert result.returncode == 1
+    assert re.search(expected, result.stderr)
+    assert stand.asked("sbatch") == []
+
+
+def test_a_stage_that_the_settings_leave_out_may_be_skipped_too(stand: Stand) -> None:
+    assert stand.run("pipeline.sh", "recipe=quickstart", SKIP="draft_vocab train").returncode == 0
+    assert len(stand.asked("sbatch")) == 5
+
+
+@pytest.mark.parametrize(("task_ids", "task", "part"), [("0-3", "3", 3), ("1-4", "4", 3), ("3-3", "3", 0)])
+def test_the_parts_of_an_extraction_count_from_the_first_task_of_its_array(
+    stand: Stand, task_ids: str, task: str, part: int
+) -> None:
+    result = stand.run("hidden_states.sbatch", "recipe=quickstart", **array_of(task_ids, task))
+    assert result.returncode == 0, result.stderr
+    num_parts = array_of(task_ids, task)["SLURM_ARRAY_TASK_COUNT"]
+    assert f" hidden_states.part={part} hidden_states.num_parts={num_parts} recipe=quickstart" in stand.asked("srun")[0]
+
+
+def test_an_array_with_gaps_is_refused(stand: Stand) -> None:
+    result = stand.run("hidden_states.sbatch", "recipe=quickstart", **array_of("0-4", "2") | {"SLURM_ARRAY_TASK_COUNT": "3"})
+    assert result.returncode == 1 and stand.asked("srun") == []
+    assert "--array: must be task numbers without gaps, as in 0-3, but is 3 tasks from 0 to 4" in result.stderr
+
+
+def array_of(task_ids: str, task: str) -> dict[str, str]:
+    first, last = task_ids.split("-")
+    names = {"MIN": first, "MAX": last, "COUNT": str(int(last) - int(first) + 1), "ID": task}
+    return {f"SLURM_ARRAY_TASK_{name}": value for name, value in names.items()}
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, ["requeue 7"]), (signal.SIGTERM, [])])
+def test_a_signal_that_comes_before_the_work_begins_stops_the_job(
+    stand: Stand, number: signal.Signals, requeued: list[str]
+) -> None:
+    reached, go = stand.directory / "reached", stand.directory / "go"
+    (stand.directory / "python").write_text(f"#!/bin/sh\ntouch {reached}\nwhile ! [ -e {go} ]; do sleep 0.1; done\necho runs/it\n")
+    command = [ROOT / "slurm/train.sbatch", "recipe=quickstart"]
+    with subprocess.Popen(command, env=stand.environment, cwd=stand.directory, stdout=subprocess.PIPE, text=True) as job:
+        wait_for(reached.exists)
+        job.send_signal(number)
+        go.touch()
+        printed, _ = job.communicate(timeout=30)
+    assert job.returncode == 75
+    assert f"mtptrain.train: stopped by {number.name.removeprefix('SIG')}" in printed
+    assert stand.asked("srun") == [] and stand.asked("scontrol") == requeued
 
 
 @pytest.mark.parametrize(
@@ -342,7 +497,7 @@ def test_a_wrong_setting_is_refused_before_anything_is_queued(slurm: Slurm) -> N
         ),
         (
             ["recipe=quickstart", "prompts.source=responses", "responses.url=http://localhost:8000/v1"],
-            "responses process, prompts process, hidden_states ranks, train ranks, acceptance ranks, export process",
+            "responses server, prompts process, hidden_states ranks, train ranks, acceptance ranks, export process",
         ),
     ],
 )

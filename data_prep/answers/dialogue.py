@@ -2,7 +2,8 @@
 
 Every assistant turn is generated with the new turns before it as its history; what others say stays. A prompt is rendered here, with
 the target's own chat template, and an answer is the tokens that the target made of it, so no parser of a server stands in between. An
-answer is kept as text, because a conversation is text; whether rendering it gives the same tokens again is checked and counted.
+answer is kept as text, because a conversation is text; whether rendering it gives that text again is checked and kept beside it, for
+an answer that is rendered otherwise must not be supervised, and whether it gives the same tokens is counted.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from mtptrain.prompt_files import render_prompt
 
 ASKING_ROLES = ("user", "tool")
 _PROBE = "\ue000"  # of Unicode's private use: no template writes it itself
+_INCOMPLETE = "\ufffd"  # what decoding makes of the first bytes of a character whose others were not generated
 
 
 class Ending(StrEnum):
@@ -94,8 +96,8 @@ class AnsweredConversation:
     """Of each answer: `stop` or `length`."""
     answer_tokens: list[int] = field(default_factory=list)
     """Generated tokens of each answer, its end included."""
-    texts_changed: int = 0
-    """Answers that the chat template renders otherwise than they were generated."""
+    texts_kept: list[bool] = field(default_factory=list)
+    """Whether the chat template renders each answer as it was generated: an answer cut in its reasoning it does not, say."""
     tokens_changed: int = 0
     """Answers whose text is rendered as generated, but becomes other tokens."""
     ended_by: Ending = Ending.complete
@@ -154,6 +156,8 @@ class Dialogue:
     def take(self, answer: Answer) -> None:
         """Put the answer to the last prompt in its place."""
         text = answer_text(self._tokenizer, self._prompt_ids, answer)
+        if answer.is_cut:
+            text = text.rstrip(_INCOMPLETE)
         if not text.strip():
             return self._end_before(Ending.empty)
         try:
@@ -164,7 +168,7 @@ class Dialogue:
         answered.messages = [*self._asked, {"role": "assistant", "content": content}]
         answered.finish_reasons.append("length" if answer.is_cut else "stop")
         answered.answer_tokens.append(answer.num_tokens)
-        answered.texts_changed += not is_text_kept
+        answered.texts_kept.append(is_text_kept)
         answered.tokens_changed += is_text_kept and not are_tokens_kept
         if answer.is_cut:
             answered.ended_by = Ending.length
@@ -200,11 +204,11 @@ def place_answer(
     Raises:
         TemplateError: the template does not accept the answer.
     """
-    prompt = _render(tokenizer, messages, is_prompt=True)
-    probed = _render(tokenizer, [*messages, {"role": "assistant", "content": _PROBE}])
+    prompt = render_text(tokenizer, messages, is_prompt=True)
+    probed = render_text(tokenizer, [*messages, {"role": "assistant", "content": _PROBE}])
     opened = prompt[len(commonprefix([prompt, probed])) :]  # noqa: RUF071 (of characters, as is meant)
     contents = dict.fromkeys((text, opened + text))
-    rendered = {content: _render(tokenizer, [*messages, {"role": "assistant", "content": content}]) for content in contents}
+    rendered = {content: render_text(tokenizer, [*messages, {"role": "assistant", "content": content}]) for content in contents}
     kept = [content for content in contents if rendered[content].startswith(prompt + text)]
     if not kept:
         return text, False, False
@@ -219,7 +223,12 @@ def place_answer(
     return kept[0], True, False
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_prompt: bool = False) -> str:
+def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_prompt: bool = False) -> str:
+    """The messages in the chat template; with `is_prompt`, up to where the assistant begins to answer.
+
+    Raises:
+        TemplateError: the template does not accept them.
+    """
     rendered = tokenizer.apply_chat_template(
         [dict(message) for message in messages], add_generation_prompt=is_prompt, tokenize=False
     )

@@ -1,21 +1,20 @@
 """What answers belong to and how many they are: `manifest.json` of `run_dir/responses/`, and reading it for data_prep.prompts."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from data_prep.answers.dialogue import AnsweredConversation, Ending
-from data_prep.conversations import Conversations, read_conversations
-from mtptrain.config import ConversationSchema
-from mtptrain.identity import TargetIdentity, TokenizerIdentity
+from data_prep.answers.survey import hash_sources
+from data_prep.conversations import Conversations, read_conversations, refuse_doubles
+from mtptrain.config import ConversationSchema, PromptsConfig
+from mtptrain.identity import TargetIdentity
 from mtptrain.run_dir import require
 
 CONVERSATIONS, MANIFEST = "conversations.jsonl", "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,22 @@ class ResponsesIdentity:
 
     def facts(self) -> dict[str, object]:
         """What is compared, by the name that a message gives it; a target may move, so its path and revision are not."""
-        target = self.target
         return {
-            "the hash of the target's config": target.config_sha256,
-            "the hash of the target's weights": target.weights_sha256,
-            "the hash of the tokenizer": target.tokenizer_sha256,
-            "the hash of the chat template": target.chat_template_sha256,
+            **target_facts(self.target),
             "the conversations (prompts.paths and their hashes)": self.sources,
             "the backend (responses.url)": self.backend,
             "the served model (responses.model)": self.model,
             **self.settings,
         }
+
+
+def target_facts(target: TargetIdentity) -> dict[str, object]:
+    return {
+        "the hash of the target's config": target.config_sha256,
+        "the hash of the target's weights": target.weights_sha256,
+        "the hash of the tokenizer": target.tokenizer_sha256,
+        "the hash of the chat template": target.chat_template_sha256,
+    }
 
 
 @dataclass
@@ -69,7 +73,7 @@ class Counts:
         self.answer_tokens += sum(answered.answer_tokens)
         self.ended_by[answered.ended_by] += 1
         self.unanswered += not answered.answer_tokens
-        self.texts_changed += answered.texts_changed
+        self.texts_changed += answered.texts_kept.count(False)
         self.tokens_changed += answered.tokens_changed
 
 
@@ -115,20 +119,52 @@ def refuse_other(path: Path, expected: ResponsesIdentity, found: ResponsesIdenti
         )
 
 
-def read_responses(directory: Path, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Conversations:
-    """The finished answers of a run, for data_prep.prompts.
+def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdentity) -> Conversations:
+    """The finished answers of a run, for data_prep.prompts; what is missing of them is printed.
 
     Raises:
         FileNotFoundError: data_prep.responses has not been run, or not to its end.
-        ValueError: the answers are those of another tokenizer, chat template or of other `prompts.paths`.
+        ValueError: the answers are those of another target, of other `prompts.paths`, or of what these held before.
     """
-    manifest = Manifest.read(require(directory / MANIFEST, "data_prep.responses"))
-    expected = asdict(TokenizerIdentity.of(tokenizer)) | {"prompts.paths": sorted(paths)}
-    found = asdict(manifest.identity.target) | {"prompts.paths": sorted(manifest.identity.sources)}
-    for name, value in expected.items():
-        if found[name] != value:
-            raise ValueError(
-                f"{directory / MANIFEST}: {name} must be {value}, as in this run, but is {found[name]}; run data_prep.responses again, "
-                "in another run_dir or after deleting this folder"
-            )
+    refuse_doubles(prompts.paths)
+    path = directory / MANIFEST
+    manifest = Manifest.read(require(path, "data_prep.responses"))
+    sources = manifest.identity.sources
+    _refuse_stale(path, target_facts(target) | {"prompts.paths": sorted(prompts.paths)}, _answered_facts(manifest))
+    hashes = _hash_readable(prompts)
+    _refuse_stale(path, _source_facts(hashes), _source_facts({name: sources[name] for name in hashes}))
+    if manifest.failed:
+        print(
+            f"{directory}: {manifest.failed:,} conversations failed and are missing; data_prep.responses tries them again",
+            flush=True,
+        )
     return read_conversations([str(directory / CONVERSATIONS)], ConversationSchema.messages)
+
+
+def _answered_facts(manifest: Manifest) -> dict[str, object]:
+    return target_facts(manifest.identity.target) | {"prompts.paths": sorted(manifest.identity.sources)}
+
+
+def _source_facts(hashes: Mapping[str, str]) -> dict[str, object]:
+    return {f"the hash of the conversations of {name}": value for name, value in hashes.items()}
+
+
+def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
+    """Hashes of the conversations as they are now; answers may be used without those that they were made for."""
+    hashes: dict[str, str] = {}
+    for path in prompts.paths:
+        try:
+            hashes |= hash_sources(read_conversations([path], prompts.schema, prompts.split), [path])
+        except FileNotFoundError:
+            print(f"{path} is not there any more, so that its answers cannot be compared with it", flush=True)
+    return hashes
+
+
+def _refuse_stale(path: Path, wanted: Mapping[str, object], found: Mapping[str, object]) -> None:
+    differences = [
+        f"{name} must be {value}, as in this run, but is {found[name]}" for name, value in wanted.items() if found[name] != value
+    ]
+    if differences:
+        raise ValueError(
+            f"{path}: {'; '.join(differences)}; run data_prep.responses again, in another run_dir or after deleting {path.parent}"
+        )

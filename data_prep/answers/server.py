@@ -1,12 +1,11 @@
 """The target behind an OpenAI-compatible server (vLLM, SGLang), asked for completions of token ids."""
 
 import json
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from http.client import HTTPException
 from itertools import islice
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -26,7 +25,15 @@ class AnswerServer:
     """A running server, checked before the long work."""
 
     def __init__(
-        self, url: str, model: str | None, sampling: Sampling, *, max_retries: int, timeout_s: float, api_key: str | None = None
+        self,
+        url: str,
+        model: str | None,
+        sampling: Sampling,
+        vocab_size: int,
+        *,
+        max_retries: int,
+        timeout_s: float,
+        api_key: str | None = None,
     ) -> None:
         """Ask the server for its models.
 
@@ -38,6 +45,7 @@ class AnswerServer:
         self.max_retries = max_retries
         self._timeout_s = timeout_s
         self._sampling = sampling
+        self._vocab_size = vocab_size
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         served = self._models()
         self.model = self._choose(model, list(served))
@@ -66,8 +74,8 @@ class AnswerServer:
                 "use a server that adds none"
             )
 
-    def complete(self, prompt: Prompt) -> Answer:
-        """The answer to a prompt, asked for again while the server is busy or away.
+    def complete(self, prompt: Prompt, stopping: Event) -> Answer:
+        """The answer to a prompt, asked for again while the server is busy or away and the run is not `stopping`.
 
         Raises:
             RequestFailed: it refused, or went on failing.
@@ -85,8 +93,8 @@ class AnswerServer:
                 failure = f"the server does not answer: {_reason(error)}"
             except ValueError as error:
                 failure = f"the server's answer is not JSON: {error}"
-            if attempt < self.max_retries:
-                time.sleep(waiting_s)
+            if attempt < self.max_retries and stopping.wait(waiting_s):
+                break
         raise RequestFailed(failure)
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:
@@ -113,6 +121,9 @@ class AnswerServer:
             reason, token_ids, text = choice["finish_reason"], choice.get("token_ids"), choice["text"]
             if not isinstance(text, str) or not all(type(token) is int for token in token_ids or []):
                 raise TypeError("text must be a string, token_ids integers")
+            if not all(0 <= token < self._vocab_size for token in token_ids or []):
+                raise ValueError(f"token_ids must be in [0, {self._vocab_size})")
+            text.encode()  # a lone surrogate would stop the tokenizer
             num_tokens = len(token_ids) if token_ids is not None else int(content["usage"]["completion_tokens"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             shown = json.dumps(content)[:SHOWN_CHARACTERS]
@@ -201,17 +212,22 @@ def _reason(error: Exception) -> str:
 
 
 def answer_with_server(
-    server: AnswerServer, dialogues: Iterator[Dialogue], concurrency: int
-) -> Iterator[AnsweredConversation | tuple[int, str]]:
-    """Answer conversations, at most `concurrency` at once, in the order in which they end; of one that failed, its row and why."""
-    tokenizing = Lock()  # a fast tokenizer is not to be shared by threads
+    server: AnswerServer, dialogues: Iterator[Dialogue], concurrency: int, save: Callable[[AnsweredConversation], None]
+) -> Generator[AnsweredConversation | tuple[int, str]]:
+    """Answer conversations, at most `concurrency` at once, in the order in which they end; of one that failed, its row and why.
 
-    def converse(dialogue: Dialogue) -> AnsweredConversation | tuple[int, str]:
+    When the run stops early, no further request is made, and `save` takes what ends with those on their way.
+    """
+    tokenizing, stopping = Lock(), Event()  # a fast tokenizer is not to be shared by threads
+
+    def converse(dialogue: Dialogue) -> AnsweredConversation | tuple[int, str] | None:
         with tokenizing:
             prompt = dialogue.next_prompt()
         while prompt is not None:
+            if stopping.is_set():
+                return None
             try:
-                answer = server.complete(prompt)
+                answer = server.complete(prompt, stopping)
             except RequestFailed as failure:
                 return dialogue.answered.row, str(failure)
             with tokenizing:
@@ -219,14 +235,20 @@ def answer_with_server(
                 prompt = dialogue.next_prompt()
         return dialogue.answered
 
+    running: set[Future[AnsweredConversation | tuple[int, str] | None]] = set()
     with ThreadPoolExecutor(concurrency) as pool:
-        running: set[Future[AnsweredConversation | tuple[int, str]]] = set()
         try:
             while True:
                 running |= {pool.submit(converse, dialogue) for dialogue in islice(dialogues, concurrency - len(running))}
                 if not running:
                     return
-                ended, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in ended)
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    running.remove(future)
+                    outcome = future.result()
+                    assert outcome is not None
+                    yield outcome
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            stopping.set()
+            for future in wait(running).done:
+                if future.exception() is None and isinstance(outcome := future.result(), AnsweredConversation):
+                    save(outcome)

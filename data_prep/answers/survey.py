@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tqdm import tqdm
 
 from data_prep.answers.dialogue import questions
-from data_prep.conversations import ConversationRefused, Conversations
+from data_prep.conversations import ConversationRefused, Conversations, Message
 from data_prep.prompts_report import group_refusals
 
 QUIET_ROWS = 10_000
@@ -35,6 +35,19 @@ class Survey:
         return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
+def hash_sources(conversations: Conversations, paths: Sequence[str]) -> dict[str, str]:
+    """By path or name, the hash over the conversations in it by which a survey knows them."""
+    digests = {path: hashlib.sha256() for path in paths}
+    for row, name in enumerate(conversations.names):
+        digests[conversations.origins[row][0].path].update(_line(name, conversations.messages(row)))
+    return {path: digest.hexdigest() for path, digest in digests.items()}
+
+
+def _line(name: str, messages: Sequence[Message]) -> bytes:
+    """What a conversation adds to the hash of its source."""
+    return json.dumps([name, messages]).encode() + b"\n"
+
+
 def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> Survey:
     """Read all conversations once.
 
@@ -46,7 +59,7 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
     num_rows = len(conversations.names)
     for row, name in enumerate(tqdm(conversations.names, desc="conversations", unit="row", disable=num_rows < QUIET_ROWS)):
         messages = conversations.messages(row)
-        digests[conversations.origins[row][0].path].update(json.dumps([name, messages]).encode() + b"\n")
+        digests[conversations.origins[row][0].path].update(_line(name, messages))
         try:
             groups = questions(messages)
         except ConversationRefused as refusal:

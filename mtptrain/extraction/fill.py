@@ -72,10 +72,10 @@ def fill_shards(
                     bar.update(len(states))
                 writer.finish()
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise OSError(
-            errno.ENOSPC,
+            error.errno,
             f"the disk must have room for {bytes_per_token(hidden_size, num_captured, dtype) * total / 1e9:.3f} GB of hidden states, "
             "but is full; finished shards are kept: make space and run the same command again",
             str(store_dir),

@@ -34,7 +34,7 @@ class OverlappedWriter:
         """Hand over the states of a document [n, L + 1, H], complete, on any device."""
         assert self._file is not None, "no shard was begun"
         num_bytes = states.numel() * states.element_size()
-        while self._pending and self._pending_bytes + num_bytes > MAX_PENDING_BYTES:
+        while self._pending and (self._pending[0][0].done() or self._pending_bytes + num_bytes > MAX_PENDING_BYTES):
             self._wait_for_first()
         self._pending.append((self._writing.submit(self._write, self._file, document, states), num_bytes))
         self._pending_bytes += num_bytes

@@ -1,5 +1,6 @@
 """Residual streams by vLLM: one engine per rank, in a process of its own, that takes a shard's prompts and leaves a file for each."""
 
+import errno
 import json
 import os
 import shutil
@@ -27,6 +28,8 @@ CPU_BLOCK_TOKENS = 128
 MAX_SEQS, CPU_MAX_SEQS = 256, 64
 """Prompts of one forward, and the least tokens of it that vLLM then takes."""
 LOG = "vllm.log"
+FULL_BYTES = 2**16
+"""A disk with less than this is full."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # A scheduler in a process of its own would begin while prompts still arrive: its batches, and their bits, would be chance.
@@ -181,6 +184,10 @@ class VllmStreams:
     def _raise_failure(self) -> None:
         status = self._process.wait()
         lines = (self.scratch_dir / LOG).read_text(errors="replace").splitlines()
+        if any("No space left on device" in line for line in lines) or shutil.disk_usage(self.scratch_dir).free < FULL_BYTES:
+            raise OSError(
+                errno.ENOSPC, "the disk of hidden_states.scratch_dir must hold two shards, but is full", str(self.scratch_dir)
+            )
         raise RuntimeError(
             f"vLLM: must extract hidden states of {self.target_dir}, but its process ended with status {status}; its last lines:\n"
             + "\n".join(lines[-SHOWN_LINES:])

@@ -68,11 +68,11 @@ class Eagle3Head(Head):
         num_layers = target_config.num_hidden_layers
         layers = (2, num_layers // 2, num_layers - 3) if config.capture_layers is None else tuple(config.capture_layers)
         if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] > num_layers:
+            example = str(sorted({num_layers // 4 or 1, num_layers // 2 or 1, num_layers - 1 or 1})).replace(" ", "")
             default = ", the engines' default" if config.capture_layers is None else ""
             raise ValueError(
                 f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, the target's decoder layers, "
-                f"but are {list(layers)}{default}; set them, for example head.capture_layers="
-                f"[{num_layers // 4 or 1},{num_layers // 2},{num_layers - 1}]"
+                f"but are {list(layers)}{default}; set them, for example head.capture_layers={example}"
             )
         return layers
 

@@ -10,9 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mtptrain.heads.attention import Attend, rotate
 from mtptrain.heads.base import HeadConfig
-from mtptrain.target import head_rope_parameters
-
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+from mtptrain.target import check_static_rope, head_rope_parameters
 
 SERVED_HEAD_DIMS = (64, 128)
 """Head dims that attention backends of the engines have kernels for."""
@@ -52,11 +50,7 @@ class Rope:
 
     def __init__(self, head_dim: int, target_config: PreTrainedConfig) -> None:
         rope_parameters = head_rope_parameters(target_config)
-        if rope_parameters["rope_type"] not in STATIC_ROPE_TYPES:
-            raise ValueError(
-                f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is "
-                f"{rope_parameters['rope_type']!r}, which changes with the length of the text; choose another target"
-            )
+        check_static_rope(target_config)
         rotary = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=head_dim,

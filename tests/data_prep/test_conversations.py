@@ -74,6 +74,9 @@ def test_copies_without_an_id_have_one_name_in_either_schema() -> None:
         ({"messages": []}, "no messages"),
         ({"messages": [{"role": "narrator", "content": "hi"}]}, "unknown role 'narrator'"),
         ({"conversations": [{"from": "bing", "value": "hi"}]}, "unknown role 'bing'"),
+        ({"messages": [{"role": ["user"], "content": "hi"}]}, r"unknown role \['user'\]"),
+        ({"messages": [{"role": "user", "content": "bad \ud83d"}]}, "text that is no valid Unicode"),
+        ({"messages": [{"role": "assistant", "content": "", "thinking": "\ud83d"}]}, "text that is no valid Unicode"),
         ({"messages": [{"role": "user", "content": None}]}, "content is no text but NoneType"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, "content is no text but list"),
         ({"messages": [{"role": "user", "content": "hi"}, {"from": "gpt", "value": "yes"}]}, "messages of different schemas"),
@@ -90,11 +93,18 @@ def test_a_row_that_cannot_be_rendered_is_refused_with_the_reason(row: dict[str,
 def test_refused_rows_are_kept_by_line_beside_the_usable_ones(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     odd = {"messages": [{"role": "narrator", "content": "hi"}]}
-    path.write_text(f"{json.dumps(MESSAGES)}\n\n{json.dumps(odd)}\n{json.dumps({**MESSAGES, 'id': 'last'})}\n[1]\n")
+    path.write_text(
+        f"{json.dumps(MESSAGES)}\n\n{json.dumps(odd)}\n{json.dumps({**MESSAGES, 'id': 'last'})}\n[1]\n"
+        f"{json.dumps({**MESSAGES, 'id': chr(0xD83D)})}\n"
+    )
     found = read_conversations([str(path)])
     assert len(found.names) == 2
     assert found.place(1) == f"{path}:4"
-    assert found.refused == {f"{path}:3": "unknown role 'narrator'", f"{path}:5": "no messages"}
+    assert found.refused == {
+        f"{path}:3": "unknown role 'narrator'",
+        f"{path}:5": "no messages",
+        f"{path}:6": "text that is no valid Unicode",
+    }
 
 
 def test_a_line_that_is_not_json_is_named_by_file_and_line(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from data_prep import hidden_states
-from data_prep.hidden_states import extract_hidden_states
+from data_prep.hidden_states import extract_hidden_states, scratch_bytes
 from mtptrain.config import PipelineConfig
 from mtptrain.distributed import Ranks, init_ranks
 from mtptrain.extraction import fill
@@ -200,17 +201,21 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
     assert read_store(store_dir) == undisturbed
 
 
+def work(config: PipelineConfig, rank: int, num_ranks: int, port: int) -> None:
+    """The stage as one rank of torchrun runs it."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    extract_hidden_states(config, init_ranks())
+
+
 def start_ranks(config: PipelineConfig, num_ranks: int) -> list[BaseProcess]:
-    """The stage in processes that fork from this one, which has imported everything: a run takes a second, not ten."""
-    port = str(29500 + os.getpid() % 2000)
-
-    def work(rank: int) -> None:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-        extract_hidden_states(config, init_ranks())
-
-    torch.set_num_threads(1)
-    processes = [multiprocessing.get_context("fork").Process(target=work, args=(rank,)) for rank in range(num_ranks)]
+    """The stage in processes that fork from one without threads, which has imported everything: a run takes a second, not ten."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes = [context.Process(target=work, args=(config, rank, num_ranks, port)) for rank in range(num_ranks)]
     for process in processes:
         process.start()
     return processes
@@ -229,23 +234,26 @@ def test_runs_killed_at_ten_random_moments_with_changing_ranks_leave_an_undistur
     rng = np.random.default_rng(7)
     config = prepared(f"hidden_states.store_dtype={store_dtype}", lengths=rng.integers(1, 200, 300).tolist())
     store_dir = config.stage_dir("hidden_states")
-    started = time.monotonic()
     assert end_ranks(start_ranks(config, 1)) == [0]
-    duration = time.monotonic() - started
     undisturbed = read_store(store_dir)
     shutil.rmtree(store_dir)
 
-    sizes = []
+    def count_shards() -> int:
+        return len(list(store_dir.glob("shard_*.safetensors")))
+
+    most_at_once = len(undisturbed) // 15
     for _ in range(10):
+        wanted = count_shards() + int(rng.integers(0, most_at_once))
         processes = start_ranks(config, int(rng.integers(1, 4)))
-        time.sleep(float(rng.uniform(0.2, 0.6)) * duration)
+        deadline = time.monotonic() + 120
+        while count_shards() < wanted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(float(rng.uniform(0, 0.03)))
         for process in processes:
             process.kill()
         end_ranks(processes)
-        sizes.append(len(list(store_dir.glob("shard_*.safetensors"))))
-        if (store_dir / "manifest.json").exists():
-            shutil.rmtree(store_dir)
-    assert len(set(sizes)) > 1, "the moments differ"
+        assert not (store_dir / "manifest.json").exists(), "it was finished before it was killed"
+    assert 10 < count_shards() < len(undisturbed) - 1
     assert end_ranks(start_ranks(config, 2)) == [0, 0]
     assert read_store(store_dir) == undisturbed
 
@@ -416,6 +424,16 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     assert [path.name for path in config.stage_dir("hidden_states").iterdir()] == ["plan.json"]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed, needed))
     extract_hidden_states(config, ONE_RANK)
+
+
+def test_what_vllm_leaves_beside_the_store_must_fit_too(prepared: ConfigFor) -> None:
+    config = prepared("hidden_states.backend=vllm", "hidden_states.dtype=float32")
+    shards, documents = [range(0, 3), range(3, 10)], make_documents(LENGTHS)
+    two_ranks = Ranks(rank=0, world_size=2, local_rank=0)
+    assert scratch_bytes(config, shards, documents, 64, 3, two_ranks) == 2 * 2 * (267 - 62) * 64 * 3 * 4
+    config.hidden_states.scratch_dir = "/dev/shm"
+    assert scratch_bytes(config, shards, documents, 64, 3, two_ranks) == 0
+    assert scratch_bytes(prepared(), shards, documents, 64, 3, two_ranks) == 0
 
 
 def test_what_is_there_already_needs_no_free_disk(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from mtptrain.prompt_files import DocumentEntry, Documents, Split, is_held_out, 
 from mtptrain.target import load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_config, program_command, run_program
 from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion, fake_server, make_speaking_target
+from tests.data_prep.test_renderings import QWEN3, QWEN3_BLOCKS
 
 ROOT = Path(__file__).parents[2]
 ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
@@ -294,7 +296,7 @@ def test_answers_that_are_not_rendered_as_they_were_generated_are_counted(
     config = by_server(f"target.path={target}", rows=[chat("space", 1), chat("half", 1), chat("plain", 1)])
     counts = respond(config).counts
     assert (counts.answers, counts.texts_changed, counts.tokens_changed) == (3, 1, 1)
-    assert [(row["texts_changed"], row["tokens_changed"]) for row in answered(config)] == [(1, 0), (0, 1), (0, 0)]
+    assert [(row["texts_kept"], row["tokens_changed"]) for row in answered(config)] == [([False], 0), ([True], 1), ([True], 0)]
 
 
 HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -349,11 +351,14 @@ def test_what_goes_on_failing_is_counted_named_and_alone_tried_again(
         "of chat6": lambda prompt: completion(prompt, [1], "abort"),
         "of chat7": lambda prompt: (200, {"choices": []}),
         "of chat8": lambda prompt: completion(prompt, ["a"]),  # type: ignore[list-item]
+        "of chat9": lambda prompt: completion(prompt, [5, -1]),
+        "of chat10": lambda prompt: completion(prompt, [10**6]),
+        "of chat11": lambda prompt: completion(prompt, [5], text="caf\ud83d"),
     }
     server.behave, config = answer_by_question(table, speaking_target), by_server("responses.max_retries=2")
     server.requests.clear()
     capsys.readouterr()
-    assert respond(config).failed == 6
+    assert respond(config).failed == 9
     reasons = {int(item["place"].rsplit(":", 1)[1]) - 1: item["reason"] for item in failures(config)}
     assert reasons[3] == 'the server answers 500: {"error": "out of memory"}'
     assert reasons[4] == 'the server answers 400: {"error": "no"}'
@@ -361,13 +366,15 @@ def test_what_goes_on_failing_is_counted_named_and_alone_tried_again(
     assert reasons[6] == "the server ended an answer for the reason 'abort'"
     assert reasons[7].startswith("the server's answer is no completion (ValueError")
     assert reasons[8].startswith("the server's answer is no completion (TypeError: text must be a string, token_ids integers)")
+    assert all("no completion (ValueError: token_ids must be in [0, " in reasons[row] for row in (9, 10))
+    assert "no completion (UnicodeEncodeError: " in reasons[11]
     tokenizer = load_tokenizer(speaking_target)
     asked = Counter(
         word for r in server.requests for word in tokenizer.decode(r["prompt"]).replace("<", " ").split() if "chat" in word
     )
     assert (asked["chat3"], asked["chat4"], asked["chat5"]) == (3, 1, 3), "bad requests are not repeated"
     printed = capsys.readouterr().out
-    assert "6 conversations, tried again" in printed and "1 left out: the server answers 500" in printed
+    assert "9 conversations, tried again" in printed and "1 left out: the server answers 500" in printed
     assert [row["row"] for row in answered(config)] == [row for row in range(20) if row not in reasons]
 
     server.behave = answer_by_prompt
@@ -485,7 +492,75 @@ def test_a_server_is_asked_by_one_process(by_server: ConfigFor) -> None:
         prepare_responses(by_server(), Ranks(rank=0, world_size=2, local_rank=0))
 
 
+def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_are_missing(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.behave = answer_by_question({"of chat3": lambda prompt: (400, {"error": "no"})}, speaking_target)
+    result = run_program("data_prep.responses", *overrides_for(tmp_path, speaking_target, CHATS), f"responses.url={server.url}")
+    assert result.returncode == 1 and "1 conversations failed; run data_prep.responses again" in result.stderr
+    config = by_server()
+    assert len(answered(config)) == 19
+    prepare_prompts(config)
+    assert "responses: 1 conversations failed and are missing; data_prep.responses tries" in capsys.readouterr().out
+
+
+def test_a_place_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
+    twice = f"prompts.paths=[{tmp_path}/chats.jsonl,{tmp_path}/chats.jsonl]"
+    for prepare in (respond, prepare_prompts):
+        with pytest.raises(
+            ValueError, match=r"prompts\.paths: must name each place once, but names \S+chats\.jsonl more than once"
+        ):
+            prepare(by_server(twice))
+    assert not server.requests
+
+
 # Interruptions
+
+
+def test_an_interrupt_asks_nothing_more_and_keeps_what_ends_with_the_requests_on_their_way(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path
+) -> None:
+    rows, tokenizer = [chat(f"chat{i}", 1 + i % 2 * 3) for i in range(20)], load_tokenizer(speaking_target)
+    respond(by_server(rows=rows, run="undisturbed"))
+    server.requests.clear()
+    numbers = count(1)
+
+    def interrupted(request: dict[str, Any]) -> Any:
+        if next(numbers) == 10:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)
+        return answer_by_prompt(request)
+
+    server.behave, config = interrupted, by_server("responses.concurrency=4", rows=rows)
+    with pytest.raises(KeyboardInterrupt):
+        respond(config)
+    assert 10 <= len(server.requests) <= 13, "those on their way, at most four"
+    asked = Counter(re.findall(r"of (chat\d+)", str(tokenizer.decode(request["prompt"])))[-1] for request in server.requests)
+    saved = read_lines(config.stage_dir("responses") / "answers_00000.jsonl")
+    assert {row["id"] for row in saved} == {row["id"] for row in rows if asked[row["id"]] == len(row["messages"]) // 2}
+    assert len(saved) < len(asked)
+
+    server.behave = answer_by_prompt
+    server.requests.clear()
+    respond(config)
+    assert len(server.requests) == 50 - sum(len(row["answer_tokens"]) for row in saved)
+    assert output(config) == output(by_server(rows=rows, run="undisturbed"))
+
+
+def test_an_interrupt_ends_the_waiting_between_two_tries(
+    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_server, "BACKOFF_S", 600.0)
+    monkeypatch.setattr(answer_server, "MAX_BACKOFF_S", 600.0)
+
+    def busy(request: dict[str, Any]) -> Any:
+        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        return 503, b""
+
+    server.behave = busy
+    with pytest.raises(KeyboardInterrupt):
+        respond(by_server("responses.concurrency=1"))
+    assert len(server.requests) == 1
 
 
 def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
@@ -696,10 +771,96 @@ def test_prompts_refuse_answers_that_are_missing_or_others(by_server: ConfigFor,
         prepare_prompts(config)
     respond(config)
     prepare_prompts(config)
-    other = make_speaking_target(tmp_path / "other", chat_template=GENERATION_TEMPLATE + "{# other #}")
+    other = make_speaking_target(tmp_path / "other", seed=1, chat_template=GENERATION_TEMPLATE + "{# other #}")
     with pytest.raises(
-        ValueError, match=r"chat_template_sha256 must be \w+, as in this run, but is \w+; run data_prep\.responses again"
+        ValueError,
+        match=r"weights must be \w+, as in this run, but is \w+; the hash of the chat template must be .*; run data_prep\.responses ag",
     ):
         prepare_prompts(by_server(f"target.path={other}"))
+    with pytest.raises(
+        ValueError, match=r"the hash of the conversations of \S+chats\.jsonl must be \w+, as in this run, but is \w+;"
+    ):
+        prepare_prompts(by_server(rows=[*CHATS, chat("new", 1)]))
     with pytest.raises(ValueError, match=r"prompts\.paths must be \['/elsewhere'\], as in this run, but is \["):
         prepare_prompts(by_server("prompts.paths=[/elsewhere]"))
+
+
+def test_prompts_go_on_with_answers_whose_conversations_are_gone(
+    by_server: ConfigFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = by_server()
+    respond(config)
+    (tmp_path / "chats.jsonl").unlink()
+    prepare_prompts(config)
+    assert "chats.jsonl is not there any more, so that its answers cannot be compared" in capsys.readouterr().out
+
+
+def supervised_texts(config: PipelineConfig, target: Path) -> dict[str, str]:
+    """By conversation, what counts in its documents."""
+    tokenizer, entries = load_tokenizer(target), DocumentEntry.read_all(config.stage_dir("prompts"))
+    found: dict[str, str] = {}
+    for split in Split:
+        documents = Documents.load(config.stage_dir("prompts") / f"{split}.safetensors")
+        for i, document_id in enumerate(documents.document_ids.tolist()):
+            text = tokenizer.decode(documents.tokens(i)[documents.mask(i).astype(bool)])
+            found[entries[document_id].name] = found.get(entries[document_id].name, "") + text
+    return found
+
+
+@pytest.mark.parametrize("template", [QWEN3, QWEN3_BLOCKS])
+def test_an_answer_that_was_cut_in_its_reasoning_is_not_supervised(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path, template: str
+) -> None:
+    target = make_speaking_target(tmp_path / "thinks", chat_template=template)
+    tokenizer = load_tokenizer(target)
+    cut, whole = (tokenizer(text)["input_ids"] for text in ("<think>\nI wonder", "<think>\nhmm\n</think>\n\nyes"))
+    lost = {"1 of cut": cut, "0 of never": cut}
+
+    def answer(ids: list[int]) -> Callable[[list[int]], Any]:
+        return lambda prompt: completion(prompt, ids, "length")
+
+    by_word = answer_by_question({word: answer(ids) for word, ids in lost.items()}, target)
+    is_lost = answer_by_question({word: lambda prompt: None for word in lost}, target)
+    server.behave = lambda request: by_word(request) if is_lost(request) is None else completion(request["prompt"], [*whole, EOS])
+    names = [f"{kind}{i}" for kind in ("cut", "never", "good") for i in range(6)]
+    config = by_server(f"target.path={target}", rows=[chat(name, 2) for name in names])
+    assert respond(config).counts.texts_changed == 12
+    kept = {row["id"]: row["texts_kept"] for row in answered(config)}
+    assert (kept["cut0"], kept["never0"], kept["good0"]) == ([True, False], [False], [True, True])
+    report = prepare_prompts(config)
+    found, one = supervised_texts(config, target), "<think>\nhmm\n</think>\n\nyes<|im_end|>"
+    assert {name: text.replace("<|im_end|>\n", "<|im_end|>") for name, text in found.items()} == {
+        f"{kind}{i}": one * times for kind, times in (("cut", 1), ("good", 2)) for i in range(6)
+    }
+    assert report.answers_left_out == 6
+    [refused] = report.refused
+    assert (refused.count, refused.reason) == (6, "the chat template renders no answer as it was generated")
+
+
+def test_of_several_answers_those_that_the_template_changes_are_not_supervised(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path
+) -> None:
+    strip = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|end|>{% endfor %}" + PROMPT
+    target = make_speaking_target(tmp_path / "strips", chat_template=strip)
+    tokenizer = load_tokenizer(target)
+    texts = {"0 of": "one", "1 of": " two", "2 of": "three", "3 of": " four"}
+    answers = {word: [*tokenizer(text)["input_ids"], EOS] for word, text in texts.items()}
+    server.behave = answer_by_question({word: lambda p, ids=ids: completion(p, ids) for word, ids in answers.items()}, target)
+    config = by_server(f"target.path={target}", rows=[chat(f"chat{i}", 4) for i in range(8)])
+    respond(config)
+    report = prepare_prompts(config)
+    end = tokenizer.decode([EOS])
+    assert set(supervised_texts(config, target).values()) == {f"one{end}three{end}"}
+    assert report.answers_left_out == 16
+
+
+def test_a_character_that_was_cut_is_no_part_of_its_answer(by_server: ConfigFor, server: FakeServer, speaking_target: Path) -> None:
+    tokenizer = load_tokenizer(speaking_target)
+    whole, end = tokenizer("ok \U0001f600")["input_ids"], len(tokenizer("ok ")["input_ids"])
+    assert len(whole) == end + 4, "one token a byte"
+    server.behave = lambda request: completion(request["prompt"], whole[:-2], "length")
+    config = by_server(rows=[chat(f"chat{i}", 1) for i in range(8)])
+    respond(config)
+    assert {answers_of(row)[0] for row in answered(config)} == {"ok "}
+    prepare_prompts(config)
+    assert set(supervised_texts(config, speaking_target).values()) == {"ok "}

@@ -100,6 +100,15 @@ def test_no_prompt_begins_in_the_middle_of_a_conversation(tmp_path: Path) -> Non
     assert held_out_documents(prompts_dir).document_ids.tolist() == [0]
 
 
+def test_conversations_whose_answers_all_lie_behind_their_first_window_are_refused_with_the_setting_that_helps(
+    tmp_path: Path,
+) -> None:
+    prompts_dir = write_held_out(tmp_path, ("long question", 1, 0, [0] * 5 + [1] * 20), ("another", 2, 0, [0, 1]))
+    message = r"prompts\.max_document_tokens: the first window of .* must hold its first answer, but none of 2 does; raise it"
+    with pytest.raises(ValueError, match=message):
+        held_out_documents(prompts_dir)
+
+
 def test_every_window_of_a_text_may_give_a_prompt(tmp_path: Path) -> None:
     prompts_dir = write_held_out(tmp_path, ("a", 0, 0, [1] * 100), ("a", 1, 0, [1] * 100))
     assert held_out_documents(prompts_dir).document_ids.tolist() == [0, 1]

@@ -263,7 +263,6 @@ def test_only_shards_whose_every_byte_agrees_with_their_record_are_trusted(tmp_p
     assert [has_shard(tmp_path, index) for index in range(4)] == [False, False, True, False]
     assert sorted(read_all(tmp_path)) == [
         "plan.json",
-        "shard_00000.json",
         "shard_00000.safetensors",
         "shard_00002.json",
         "shard_00002.safetensors",
@@ -350,6 +349,51 @@ def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Pa
     manifest = finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
     assert manifest == finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4), "parts may end together"
     assert read_all(directory) == read_all(tmp_path / "whole")
+
+
+def test_a_part_that_begins_while_another_finishes_keeps_what_is_there(tmp_path: Path) -> None:
+    """A part that restarts hashes its shards for minutes; the records that it would read are gone meanwhile."""
+    make_store(tmp_path / "whole")
+    shards = make_store(tmp_path / "parts")
+    (tmp_path / "parts" / "shard_00000.safetensors").unlink()
+    assert begin_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, range(0, 4, 2)) is None
+    write_shard(tmp_path / "parts", 0, shards[0])
+    assert begin_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, range(1, 4, 2)) is None
+    assert finish_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is not None
+    assert has_shard(tmp_path / "parts", 1) and has_shard(tmp_path / "parts", 3), "by the manifest"
+    write_shard(tmp_path / "parts", 3, shards[3])
+    assert finish_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is not None
+    assert read_all(tmp_path / "parts") == read_all(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+def test_no_part_finishes_over_a_shard_that_another_must_write_again(tmp_path: Path, damage: str) -> None:
+    shards = make_store(tmp_path)
+    path = tmp_path / "shard_00001.safetensors"
+    if damage == "missing":
+        path.unlink()
+        begin_store(tmp_path, IDENTITY, SHARD_TOKENS, range(0, 4, 2))
+    else:  # found by the part that owns it, after another shard went missing
+        (tmp_path / "shard_00003.safetensors").unlink()
+        flip_bit(path, -1)
+        begin_store(tmp_path, IDENTITY, SHARD_TOKENS, range(1, 4, 2))
+        assert not has_shard(tmp_path, 1)
+        write_shard(tmp_path, 3, shards[3])
+    assert finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
+    write_shard(tmp_path, 1, shards[1])
+    manifest = finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
+    assert manifest is not None
+    verify(HiddenStore(tmp_path, manifest), show_progress=False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_states_that_are_not_finite_stop_the_run_with_their_document(tmp_path: Path, dtype: str, value: float) -> None:
+    tensors = make_shard(0, range(0, 3))
+    tensors["hidden_states"][LENGTHS[0] + 1, 3] = value
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+    with pytest.raises(ValueError, match=r"shard_00000.safetensors: hidden states must be finite, but those of document 101 of"):
+        write_shard(tmp_path, 0, tensors, dtype)
 
 
 def test_a_shard_without_room_is_discarded_before_it_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

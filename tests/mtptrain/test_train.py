@@ -144,6 +144,14 @@ def test_without_validation_prompts_the_last_head_is_kept_as_the_best_and_the_ta
     assert result.returncode == 0, result.stderr[-3000:]
 
 
+def test_a_measured_best_head_is_not_replaced_by_one_that_was_not(fresh_run: Run) -> None:
+    train(fresh_run, "train.max_steps=10")
+    best = (fresh_run[0] / "train" / "best" / "head.json").read_text()
+    train(fresh_run, "train.max_steps=12", "train.validation_prompts=0")
+    assert json.loads((fresh_run[0] / "train" / "last" / "head.json").read_text())["step"] == 12
+    assert (fresh_run[0] / "train" / "best" / "head.json").read_text() == best
+
+
 def test_bf16_with_fp32_masters_trains_like_fp32(one_rank: list[dict[str, object]], fresh_run: Run) -> None:
     found = train(fresh_run, "deepspeed=zero1")
     assert found[-1]["loss"] == pytest.approx(one_rank[-1]["loss"], rel=0.02)
