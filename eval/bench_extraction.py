@@ -221,6 +221,7 @@ def bench_reading(bench: BenchConfig, directory: Path) -> Figures:
     candidates: dict[str, Callable[[], object]] = {"mapped_copy": lambda: copy_mapped(stores[StoreDtype.bfloat16])}
     for dtype, store in stores.items():
         candidates[f"batches_{dtype.value}"] = lambda store=store: read_batches(store)  # type: ignore[misc]
+    candidates["batches_fp8_undecoded"] = lambda: read_batches(stores[StoreDtype.fp8], decode_states=False)
     seconds = fastest(candidates, 5, torch.device("cpu"))
     num_bytes = bench.read_tokens // 2048 * 2048 * READ_HIDDEN_SIZE * 2
     return {f"{name}_gb_per_s": num_bytes / value / 1e9 for name, value in seconds.items()} | bench_opening(
@@ -281,10 +282,10 @@ def copy_mapped(store: HiddenStore) -> None:
         torch.cat([store.document(i).hidden_states for i in range(first, first + 4)])
 
 
-def read_batches(store: HiddenStore) -> None:
-    """As the trainer does on a CPU: four documents each, aligned for three depths, in bf16."""
+def read_batches(store: HiddenStore, decode_states: bool = True) -> None:
+    """As the trainer does: four documents each, aligned for three depths; decoded for a CPU, or left to the GPU to decode."""
     for first in range(0, store.num_documents, 4):
-        make_batch([store.document(i) for i in range(first, first + 4)], 3, decode_states=True)
+        make_batch([store.document(i) for i in range(first, first + 4)], 3, decode_states)
 
 
 def print_table(config: PipelineConfig, device: torch.device, figures: Figures) -> None:

@@ -24,6 +24,7 @@ def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Pa
         "bare_forward_tokens_per_s",
         "batches_bfloat16_gb_per_s",
         "batches_fp8_gb_per_s",
+        "batches_fp8_undecoded_gb_per_s",
         "bytes_per_token_beyond_states",
         "mapped_copy_gb_per_s",
         "open_anonymous_mb",
