@@ -5,6 +5,7 @@
 
 import os
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from mtptrain.export import check_tensors, write_head
 from mtptrain.formats import FORMATS, format_for
 from mtptrain.heads.base import Head
 from mtptrain.speculate import Sampler, speculate
-from tests.serving.cases import BF16_CASES, CASES, EVERYWHERE, HEAD_CONFIGS, PROMPTS
+from tests.serving.cases import BF16_CASES, CASES, EVERYWHERE, HEAD_CONFIGS, NOT_HERE, PROMPTS, is_served_here
 from tests.serving.conftest import OnDisk, Served
 
 README = Path(__file__).parents[2] / "README.md"
@@ -86,6 +87,10 @@ def served_by_vllm(served: dict[str, Served], head: str, family: str) -> str:
     if exact:
         return EQUAL
     (near,) = (case for case in BF16_CASES if (case.head, case.target) == (head, family))
+    if not is_served_here(near):
+        assert not os.environ.get("WRITE_SERVED_TABLE"), NOT_HERE
+        warnings.warn(f"{near}: {NOT_HERE}; the README's cell is taken as it stands", stacklevel=1)
+        return NEAR
     ours, theirs = summarise(served[str(near)].ours), served[str(near)].theirs
     assert theirs.counts is not None, theirs.error
     assert theirs.counts.acceptance_length == pytest.approx(ours.acceptance_length, rel=0.02)
