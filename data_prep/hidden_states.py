@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import hydra
@@ -92,10 +92,10 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
             )
         return
     missing = missing_shards(store_dir, own, ranks)
+    layout = (target_config.hidden_size, len(capture_layers), settings.store_dtype)
     if ranks.is_first:
         unwritten = [i for i in range(len(shards)) if i in missing or (i not in own and not is_recorded(store_dir, i))]
         scratch = scratch_bytes(config, shards, documents, target_config.hidden_size, 1 + len(capture_layers), ranks)
-        layout = (target_config.hidden_size, len(capture_layers), settings.store_dtype)
         announce(store_dir, documents, [shards[i] for i in unwritten], *layout, scratch)
         hint_ranks(ranks)
         if settings.part == 0:
@@ -105,17 +105,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     mine = {index: shards[index] for index in missing[ranks.rank :: ranks.world_size]}
     if mine:
         with open_backend(config, target_dir, target_config, capture_layers, int(documents.lengths.max()), ranks) as streams:
-            shape = (target_config.hidden_size, len(capture_layers))
-            fill_shards(
-                streams,
-                documents,
-                mine,
-                store_dir,
-                *shape,
-                settings.store_dtype,
-                f"rank {ranks.rank} of {ranks.world_size}",
-                ranks.is_first,
-            )
+            who = f"rank {ranks.rank} of {ranks.world_size}"
+            fill_shards(streams, documents, mine, store_dir, *layout, who, show=ranks.is_first)
     ranks.barrier()
     if ranks.is_first:
         manifest = finish_store(store_dir, identity, settings.shard_tokens, target_config.hidden_size, len(shards))
@@ -139,7 +130,7 @@ def open_backend(
             target_dir, layers, settings, longest, scratch_dir, device_index=ranks.local_rank, python=config.serving.python
         )
     target = load_target(target_dir, getattr(torch, settings.dtype.value), ranks.device)
-    return TransformersStreams(target, layers, settings.batch_tokens, settings.compile)
+    return nullcontext(TransformersStreams(target, layers, settings.batch_tokens, settings.compile))
 
 
 def scratch_root(config: PipelineConfig) -> Path:

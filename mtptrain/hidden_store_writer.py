@@ -126,7 +126,7 @@ class ShardFile:
         Raises:
             OSError: the disk has no room for it.
         """
-        self._path = directory / f"shard_{index:05d}.safetensors"
+        self._path = _shard_path(directory, index)
         self._temporary = _temporary_path(self._path)
         self._tokens, self._num_captured, self._dtype = tokens, num_captured, dtype
         self._row_bytes = hidden_size * STATE_BYTES[dtype]
@@ -171,8 +171,7 @@ class ShardFile:
             _write_at(self._file, self._begins[name] + first_row * self._row_bytes, _bytes_of(states))
 
     def finish(self) -> None:
-        """Sync, hash, rename, and record."""
-        os.fsync(self._file)
+        """Hash, publish, and record."""
         self._close()
         record = ShardRecord(
             file=self._path.name,
@@ -182,8 +181,7 @@ class ShardFile:
             num_bytes=self._num_bytes,
             sha256=file_sha256(self._temporary),
         )
-        self._temporary.replace(self._path)
-        _sync(self._path.parent)
+        _publish(self._temporary, self._path)
         _write_json(_record_path(self._path), asdict(record))
 
     def discard(self) -> None:
@@ -273,7 +271,7 @@ def is_recorded(directory: Path, index: int) -> bool:
 
 def _read_record(directory: Path, index: int) -> ShardRecord | None:
     try:
-        return ShardRecord(**json.loads(_record_path(_shard_path(directory, index)).read_text()))
+        return ShardRecord(**read_json(_record_path(_shard_path(directory, index))))
     except FileNotFoundError:
         return None
 

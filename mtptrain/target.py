@@ -27,6 +27,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicLayer
 
+HUB_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
+"""What the hub, or the way to it, may answer."""
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parent / "demo_target"
 
@@ -57,11 +59,16 @@ def resolve_target(path: str, revision: str | None = None) -> Path:
         return Path(path)
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(
-            f"target.path: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub "
-            f"answered: {str(error).splitlines()[0]}; correct the path or download the model first"
-        ) from error
+    except HUB_ERRORS as error:
+        raise unknown_target(path, error, "download the model first") from error
+
+
+def unknown_target(path: str, answer: Exception, advice: str) -> FileNotFoundError:
+    """What to raise where `path` is no directory and the hub gave this answer."""
+    return FileNotFoundError(
+        f"target.path: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub answered: "
+        f"{str(answer).splitlines()[0]}; correct the path or {advice}"
+    )
 
 
 def read_target_config(target_dir: Path) -> PreTrainedConfig:

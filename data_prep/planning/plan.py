@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig
 
 from data_prep.planning.costs import StepCosts, TargetCosts, head_parameters, step_costs, target_costs
@@ -22,7 +21,7 @@ from mtptrain.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.heads import HEADS
 from mtptrain.hidden_store_writer import DOCUMENT_BYTES, bytes_per_token
 from mtptrain.prompt_files import Documents, Split
-from mtptrain.target import DEMO, read_target_config, resolve_target, weight_files
+from mtptrain.target import DEMO, HUB_ERRORS, read_target_config, resolve_target, unknown_target, weight_files
 
 FITTING_SHARE = 0.8
 """Of a GPU's memory, what the target's weights may take; beyond, `load_target` spreads them over several GPUs."""
@@ -176,11 +175,8 @@ def plan_target_dir(path: str, revision: str | None) -> Path:
         return resolve_target(path, revision)
     try:
         return Path(hf_hub_download(path, "config.json", revision=revision)).parent
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(
-            f"target.path: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub answered: "
-            f"{str(error).splitlines()[0]}; correct the path or download its config.json first"
-        ) from error
+    except HUB_ERRORS as error:
+        raise unknown_target(path, error, "download its config.json first") from error
 
 
 def read_workload(config: PipelineConfig) -> Workload:

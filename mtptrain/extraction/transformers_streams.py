@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ PACKED = "mtptrain_packed"
 
 
 class TransformersStreams:
-    """The target in this process. A context manager, as every backend is."""
+    """The target in this process."""
 
     def __init__(self, target: Target, layers: tuple[int, ...], batch_tokens: int, compile_layers: bool = False) -> None:
         """Take over a target.
@@ -35,12 +34,6 @@ class TransformersStreams:
         if compile_layers:
             for layer in target.model.model.layers:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
-
-    def __enter__(self) -> "TransformersStreams":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         """For each shard in order, its prompts' streams in any order: the index of the prompt in its shard, and [n, L, H].
