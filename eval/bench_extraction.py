@@ -30,7 +30,7 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from mtptrain.batches import make_batch
+from mtptrain.batches import BatchSchedule
 from mtptrain.config import RECIPES, BenchConfig, PipelineConfig, StoreDtype, load_config
 from mtptrain.distributed import init_ranks
 from mtptrain.engines.vllm import find_python
@@ -220,8 +220,10 @@ def bench_reading(bench: BenchConfig, directory: Path) -> Figures:
     }
     candidates: dict[str, Callable[[], object]] = {"mapped_copy": lambda: copy_mapped(stores[StoreDtype.bfloat16])}
     for dtype, store in stores.items():
-        candidates[f"batches_{dtype.value}"] = lambda store=store: read_batches(store)  # type: ignore[misc]
-    candidates["batches_fp8_undecoded"] = lambda: read_batches(stores[StoreDtype.fp8], decode_states=False)
+        schedule = BatchSchedule(store, 3, 8192, 1, seed=0, decode_states=True)
+        candidates[f"batches_{dtype.value}"] = lambda schedule=schedule: read_batches(schedule)  # type: ignore[misc]
+    undecoded = BatchSchedule(stores[StoreDtype.fp8], 3, 8192, 1, seed=0)
+    candidates["batches_fp8_undecoded"] = lambda: read_batches(undecoded)
     seconds = fastest(candidates, 5, torch.device("cpu"))
     num_bytes = bench.read_tokens // 2048 * 2048 * READ_HIDDEN_SIZE * 2
     return {f"{name}_gb_per_s": num_bytes / value / 1e9 for name, value in seconds.items()} | bench_opening(
@@ -282,10 +284,10 @@ def copy_mapped(store: HiddenStore) -> None:
         torch.cat([store.document(i).hidden_states for i in range(first, first + 4)])
 
 
-def read_batches(store: HiddenStore, decode_states: bool = True) -> None:
-    """As the trainer does: four documents each, aligned for three depths; decoded for a CPU, or left to the GPU to decode."""
-    for first in range(0, store.num_documents, 4):
-        make_batch([store.document(i) for i in range(first, first + 4)], 3, decode_states)
+def read_batches(schedule: BatchSchedule) -> None:
+    """An epoch as training gets it: four documents a batch, aligned for three depths."""
+    num_tokens = sum(batch.num_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
+    assert num_tokens == schedule.store.manifest.num_tokens, "an epoch is the whole store"
 
 
 def print_table(config: PipelineConfig, device: torch.device, figures: Figures) -> None:

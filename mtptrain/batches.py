@@ -66,7 +66,33 @@ class Batch:
         )
 
 
-def make_batch(documents: Sequence[StoredDocument], ttt_steps: int, decode_states: bool = False) -> Batch:
+class StateBuffers:
+    """Memory of batches that are done with, for the states of those to come: on a CPU, fresh pages cost more than a copy into them."""
+
+    def __init__(self, batch_tokens: int) -> None:
+        self._batch_tokens = batch_tokens
+        self._free: list[torch.Tensor] = []
+
+    def take(self, num_tokens: int, row_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """[num_tokens, *row_shape], filled with anything."""
+        wanted = (dtype, row_shape)
+        fitting = (
+            i for i, buffer in enumerate(self._free) if (buffer.dtype, buffer.shape[1:]) == wanted and len(buffer) >= num_tokens
+        )
+        found = next(fitting, None)
+        if found is None:
+            return torch.empty(max(num_tokens, self._batch_tokens), *row_shape, dtype=dtype)[:num_tokens]
+        return self._free.pop(found)[:num_tokens]
+
+    def give_back(self, batch: Batch) -> None:
+        """Nothing may read the states of this batch from now on."""
+        states = (batch.hidden_states, batch.aux_hidden_states)
+        self._free += [x if x._base is None else x._base for x in states if x is not None]
+
+
+def make_batch(
+    documents: Sequence[StoredDocument], ttt_steps: int, decode_states: bool = False, buffers: StateBuffers | None = None
+) -> Batch:
     """Pack documents, longest first, and align every depth by design: the draft of token j at depth k counts only if tokens
     j-1-k .. j all lie in one generated span of one document.
 
@@ -74,6 +100,7 @@ def make_batch(documents: Sequence[StoredDocument], ttt_steps: int, decode_state
         documents: of one store.
         ttt_steps: T.
         decode_states: those of eight bits here and now, for a batch that stays on the CPU.
+        buffers: where the states are to lie; in memory of their own without.
     """
     documents = sorted(documents, key=lambda document: len(document.input_ids), reverse=True)
     lengths = [len(document.input_ids) for document in documents]
@@ -92,8 +119,8 @@ def make_batch(documents: Sequence[StoredDocument], ttt_steps: int, decode_state
     is_teacher = torch.zeros_like(generated)
     for depth in range(ttt_steps):
         is_teacher |= torch.roll(is_draft[depth], 1 + depth)
-    hidden_states, hidden_states_scales = pack_states(documents, "hidden_states", decode_states)
-    aux_hidden_states, aux_hidden_states_scales = pack_states(documents, "aux_hidden_states", decode_states)
+    hidden_states, hidden_states_scales = pack_states(documents, "hidden_states", decode_states, buffers)
+    aux_hidden_states, aux_hidden_states_scales = pack_states(documents, "aux_hidden_states", decode_states, buffers)
     assert hidden_states is not None
     return Batch(
         hidden_states=hidden_states,
@@ -110,21 +137,22 @@ def make_batch(documents: Sequence[StoredDocument], ttt_steps: int, decode_state
 
 
 def pack_states(
-    documents: Sequence[StoredDocument], name: str, decode_states: bool
+    documents: Sequence[StoredDocument], name: str, decode_states: bool, buffers: StateBuffers | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """States [N, ..., H] of all documents behind each other, and the scales [N, ...] of those that are still e4m3."""
     states = [part for document in documents if (part := getattr(document, name)) is not None]
     scales = [part for document in documents if (part := getattr(document, scales_of(name))) is not None]
     if not states:
         return None, None
-    if not scales:
-        return torch.cat(states), None
-    if not decode_states:
-        return torch.cat(states), torch.cat(scales)
-    packed = torch.empty(sum(map(len, states)), *states[0].shape[1:], dtype=torch.bfloat16)
-    for out, values, document_scales in zip(packed.split([len(part) for part in states]), states, scales, strict=True):
-        decode_into(out, values, document_scales)
-    return packed, None
+    buffers = buffers or StateBuffers(0)
+    lengths, row_shape = [len(part) for part in states], states[0].shape[1:]
+    if scales and decode_states:
+        packed = buffers.take(sum(lengths), row_shape, torch.bfloat16)
+        for out, values, document_scales in zip(packed.split(lengths), states, scales, strict=True):
+            decode_into(out, values, document_scales)
+        return packed, None
+    packed = torch.cat(states, out=buffers.take(sum(lengths), row_shape, states[0].dtype))
+    return packed, torch.cat(scales) if scales else None
 
 
 def pack_documents(lengths: np.ndarray, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
@@ -167,6 +195,7 @@ class BatchSchedule:
         self.batch_tokens = batch_tokens
         self.micro_batches_per_step = micro_batches_per_step
         self.seed = seed
+        self._buffers = StateBuffers(batch_tokens)
         self._epoch, self._first_batch = 0, 0  # of the epoch in _packed
         self._packed = pack_documents(store.document_lengths, batch_tokens, seed, epoch=0)
         self.steps_per_epoch = len(self._packed) // micro_batches_per_step
@@ -188,12 +217,17 @@ class BatchSchedule:
         """This rank's batches of a step."""
         first = step * self.micro_batches_per_step
         return [
-            make_batch([self.store.document(i) for i in self._documents_of(batch)], self.ttt_steps, self.decode_states)
+            make_batch(
+                [self.store.document(i) for i in self._documents_of(batch)], self.ttt_steps, self.decode_states, self._buffers
+            )
             for batch in range(first + rank, first + self.micro_batches_per_step, world_size)
         ]
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
-        """This rank's batches of steps first_step .. last_step - 1, each read while the step before it runs."""
+        """This rank's batches of steps first_step .. last_step - 1, each read while the step before it runs.
+
+        The states of a step's batches are overwritten once those of the next step are asked for.
+        """
         with ThreadPoolExecutor(max_workers=1) as reader:
             coming = reader.submit(self.micro_batches, first_step, rank, world_size) if first_step < last_step else None
             for step in range(first_step, last_step):
@@ -201,3 +235,5 @@ class BatchSchedule:
                 ready = coming.result()
                 coming = reader.submit(self.micro_batches, step + 1, rank, world_size) if step + 1 < last_step else None
                 yield ready
+                for batch in ready:
+                    self._buffers.give_back(batch)

@@ -1,10 +1,14 @@
 """Alignment of packed batches (design: a draft counts only if tokens j-1-k .. j lie in one generated span), and their order."""
 
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from mtptrain.batches import Batch, make_batch, pack_documents
+from mtptrain.batches import Batch, BatchSchedule, make_batch, pack_documents
 from mtptrain.fp8 import decode, encode
 from mtptrain.hidden_store import StoredDocument
 
@@ -106,3 +110,36 @@ def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens(dec
     assert torch.equal(on_device.hidden_states, torch.cat([expected[i] for i in order]))
     assert on_device.aux_hidden_states is not None
     assert torch.equal(on_device.aux_hidden_states, torch.cat([expected_aux[i] for i in order]))
+
+
+def fp8_document(document_id: int, length: int) -> StoredDocument:
+    values, scales = encode(torch.randn(length, 8, generator=torch.Generator().manual_seed(document_id)))
+    ids = torch.full((length,), document_id, dtype=torch.int32)
+    return StoredDocument(document_id, ids, torch.ones(length, dtype=torch.uint8), values, None, scales, None)
+
+
+class Store:
+    """Documents of 5 to 14 tokens, in memory."""
+
+    directory = Path("in memory")
+
+    def __init__(self, make: Callable[[int, int], StoredDocument]) -> None:
+        self.documents = [make(i, 5 + i % 10) for i in range(40)]
+        self.document_lengths = np.array([len(document.input_ids) for document in self.documents])
+
+    def document(self, index: int) -> StoredDocument:
+        return self.documents[index]
+
+
+@pytest.mark.parametrize("make", [fp8_document, lambda i, length: document(i, [1] * length)])
+def test_memory_of_states_is_used_again_but_never_before_its_step_is_over(make: Callable[[int, int], StoredDocument]) -> None:
+    store = Store(make)
+    schedule = BatchSchedule(store, T, 16, 2, seed=0, decode_states=True)  # type: ignore[arg-type]
+    addresses = set()
+    for batches in schedule.prefetch(0, 3 * schedule.steps_per_epoch, 0, 1):
+        time.sleep(0.002)  # the next step is read meanwhile
+        for batch in batches:
+            alone = make_batch([store.documents[i] for i in batch.document_ids], T, decode_states=True)
+            assert torch.equal(batch.hidden_states, alone.hidden_states)
+            addresses.add(batch.hidden_states.data_ptr())
+    assert len(addresses) == 2 * 2, "the step at hand and the one to come"
