@@ -38,6 +38,7 @@ from mtptrain.extraction.fill import Streams, fill_shards, num_tokens
 from mtptrain.extraction.overlapped_writer import OverlappedWriter
 from mtptrain.extraction.transformers_streams import PACKED, TransformersStreams, packed_forward, token_budget_batches
 from mtptrain.extraction.vllm_streams import VllmStreams
+from mtptrain.flops import matmul_peak
 from mtptrain.heads import HEADS
 from mtptrain.hidden_store import HiddenStore
 from mtptrain.hidden_store_writer import begin_store, finish_store, shard_ranges
@@ -205,14 +206,6 @@ def bench_vllm(config: PipelineConfig, documents: Documents, layers: tuple[int, 
     return {"vllm_tokens_per_s": num_tokens(documents, [range(len(documents))]) / seconds["vllm"]}
 
 
-def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of ten products of [2048, 2048] matrices, of [8192, 8192] on a GPU."""
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
-    seconds = fastest({"product": lambda: a @ b}, 10, device)["product"]
-    return float(2 * size**3 / seconds)
-
-
 def bench_reading(bench: BenchConfig, directory: Path) -> Figures:
     """GB/s of states that training gets from disk, in bf16, beside a copy of the mapped shards of a bf16 store."""
     stores = {
@@ -220,7 +213,7 @@ def bench_reading(bench: BenchConfig, directory: Path) -> Figures:
     }
     candidates: dict[str, Callable[[], object]] = {"mapped_copy": lambda: copy_mapped(stores[StoreDtype.bfloat16])}
     for dtype, store in stores.items():
-        schedule = BatchSchedule(store, 3, 8192, 1, seed=0, decode_states=True)
+        schedule = BatchSchedule(store, 3, 8192, 1, seed=0, for_gpu=False)
         candidates[f"batches_{dtype.value}"] = lambda schedule=schedule: read_batches(schedule)  # type: ignore[misc]
     undecoded = BatchSchedule(stores[StoreDtype.fp8], 3, 8192, 1, seed=0)
     candidates["batches_fp8_undecoded"] = lambda: read_batches(undecoded)
@@ -286,7 +279,7 @@ def copy_mapped(store: HiddenStore) -> None:
 
 def read_batches(schedule: BatchSchedule) -> None:
     """An epoch as training gets it: four documents a batch, aligned for three depths."""
-    num_tokens = sum(batch.num_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
+    num_tokens = sum(batch.document_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
     assert num_tokens == schedule.store.manifest.num_tokens, "an epoch is the whole store"
 
 

@@ -1,39 +1,50 @@
 """Packed batches for training: which documents lie in which batch, and the aligned tensors of one batch.
 
-The order of batches depends on the seed and the epoch alone, never on the number of ranks: step s of an epoch takes
-`micro_batches_per_step` batches in a row, and rank r of W computes those with index r, r + W, ... among them.
+The documents of a step depend on the seed and the epoch alone, never on the number of ranks: a step has `micro_batches_per_step`
+batches of about equal cost, and rank r of W computes those with index r, r + W, ... among them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mtptrain.fp8 import decode, decode_into
 from mtptrain.heads.attention import Packing
 from mtptrain.hidden_store import HiddenStore, StoredDocument, scales_of
 
+X = TypeVar("X")
+
+TOKEN_COST = 1 / 16
+"""Of a token that gives keys alone, where a row that drafts costs 1."""
+PAIR_COST = 1 / 32_768
+"""Of a row's attention to one token, likewise."""
+
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole documents packed without padding, and what each depth of each row reads and predicts."""
+    """Documents packed without padding, each up to the last token that a draft needs, and what its rows read and predict."""
 
     hidden_states: torch.Tensor
     """Last layer before the final norm [N, H], as stored until `to` decodes it."""
     aux_hidden_states: torch.Tensor | None
     """Captured residual streams [N, L, H], for heads that read them; likewise."""
     next_ids: torch.Tensor
-    """i64[T, N]: depth k of row t reads token t + 1 + k; 0 behind the end of a document, where nothing counts."""
+    """i64[N]: the token after each, which depth 0 reads."""
+    row_ids: torch.Tensor
+    """i64[T, M]: depth k of row t reads token t + 1 + k; 0 behind the end of a document, where nothing counts."""
     is_draft: torch.Tensor
-    """bool[T, N]: depth k of row t is a draft that serving makes, so it counts."""
-    supervised_positions: torch.Tensor
-    """i64[M]: positions t + 1 + k of at least one draft, whose target distribution teaches."""
+    """bool[T, M]: depth k of a row is a draft that serving makes, so it counts."""
     num_drafts: torch.Tensor
     """f32[T]: drafts that count, by depth."""
     packing: Packing
     document_ids: tuple[int, ...]
+    document_tokens: int
+    """Of the whole documents, what is left out included."""
     hidden_states_scales: torch.Tensor | None = None
     """f32[N], where the states are e4m3."""
     aux_hidden_states_scales: torch.Tensor | None = None
@@ -43,38 +54,55 @@ class Batch:
     def num_tokens(self) -> int:
         return self.hidden_states.shape[0]
 
+    @property
+    def num_rows(self) -> int:
+        return self.row_ids.shape[1]
+
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """On a device, the states in `dtype`: eight bits cross the bus as eight bits."""
-
-        def move(x: torch.Tensor) -> torch.Tensor:
-            return x.to(device, non_blocking=True)
-
-        def states(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-            return move(x).to(dtype) if scales is None else decode(move(x), move(scales), dtype)
-
-        return Batch(
-            hidden_states=states(self.hidden_states, self.hidden_states_scales),
+        moved = map_tensors(self, lambda x: x.to(device, non_blocking=True))
+        aux_hidden_states = moved.aux_hidden_states
+        return replace(
+            moved,
+            hidden_states=_decoded(moved.hidden_states, moved.hidden_states_scales, dtype),
             aux_hidden_states=(
-                None if self.aux_hidden_states is None else states(self.aux_hidden_states, self.aux_hidden_states_scales)
+                None if aux_hidden_states is None else _decoded(aux_hidden_states, moved.aux_hidden_states_scales, dtype)
             ),
-            next_ids=move(self.next_ids),
-            is_draft=move(self.is_draft),
-            supervised_positions=move(self.supervised_positions),
-            num_drafts=move(self.num_drafts),
-            packing=Packing(self.packing.runs, move(self.packing.positions)),
-            document_ids=self.document_ids,
+            hidden_states_scales=None,
+            aux_hidden_states_scales=None,
         )
 
 
-class StateBuffers:
-    """Memory of batches that are done with, for the states of those to come: on a CPU, fresh pages cost more than a copy into them."""
+def _decoded(states: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return states.to(dtype) if scales is None else decode(states, scales, dtype)
 
-    def __init__(self, batch_tokens: int) -> None:
+
+def map_tensors(x: X, function: Callable[[torch.Tensor], torch.Tensor]) -> X:
+    """The same dataclass, or tuple of such, with every tensor replaced."""
+    if isinstance(x, torch.Tensor):
+        return function(x)  # type: ignore[return-value]
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{field.name: map_tensors(getattr(x, field.name), function) for field in fields(x)})
+    if isinstance(x, tuple) and any(is_dataclass(part) for part in x):
+        return tuple(map_tensors(part, function) for part in x)  # type: ignore[return-value]
+    return x
+
+
+class StateBuffers:
+    """Memory of batches that are done with, for the states of those to come: on a CPU, fresh pages cost more than a copy into them.
+
+    For a GPU it is pinned, and torch itself uses that again once the copies from it are done.
+    """
+
+    def __init__(self, batch_tokens: int, for_gpu: bool = False) -> None:
         self._batch_tokens = batch_tokens
+        self._for_gpu = for_gpu
         self._free: list[torch.Tensor] = []
 
     def take(self, num_tokens: int, row_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """[num_tokens, *row_shape], filled with anything."""
+        if self._for_gpu:
+            return torch.empty(num_tokens, *row_shape, dtype=dtype, pin_memory=True)
         wanted = (dtype, row_shape)
         fitting = (
             i for i, buffer in enumerate(self._free) if (buffer.dtype, buffer.shape[1:]) == wanted and len(buffer) >= num_tokens
@@ -86,6 +114,8 @@ class StateBuffers:
 
     def give_back(self, batch: Batch) -> None:
         """Nothing may read the states of this batch from now on."""
+        if self._for_gpu:
+            return
         states = (batch.hidden_states, batch.aux_hidden_states)
         self._free += [x if x._base is None else x._base for x in states if x is not None]
 
@@ -93,8 +123,8 @@ class StateBuffers:
 def make_batch(
     documents: Sequence[StoredDocument], ttt_steps: int, decode_states: bool = False, buffers: StateBuffers | None = None
 ) -> Batch:
-    """Pack documents, longest first, and align every depth by design: the draft of token j at depth k counts only if tokens
-    j-1-k .. j all lie in one generated span of one document.
+    """Pack documents and align every depth by design: the draft of token j at depth k counts only if tokens j-1-k .. j all lie in
+    one generated span of one document. Documents without a draft are left out.
 
     Args:
         documents: of one store.
@@ -102,46 +132,59 @@ def make_batch(
         decode_states: those of eight bits here and now, for a batch that stays on the CPU.
         buffers: where the states are to lie; in memory of their own without.
     """
-    documents = sorted(documents, key=lambda document: len(document.input_ids), reverse=True)
-    lengths = [len(document.input_ids) for document in documents]
-    input_ids = torch.cat([document.input_ids for document in documents]).long()  # [N]
-    generated = torch.cat([document.loss_mask for document in documents]).bool()
-    packing = Packing.of(lengths)
-    tokens_left = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths)) - packing.positions  # own one included
-
-    def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
-        """x[t + by], zero behind the end of t's document."""
-        return torch.where(tokens_left > by, torch.roll(x, -by), torch.zeros_like(x))
-
-    next_ids = torch.stack([ahead(input_ids, 1 + depth) for depth in range(ttt_steps)])  # [T, N]
-    span = ahead(generated, 1)  # token t + 1 is generated, and all since
-    is_draft = torch.stack([span := span & ahead(generated, 2 + depth) for depth in range(ttt_steps)])
-    is_teacher = torch.zeros_like(generated)
-    for depth in range(ttt_steps):
-        is_teacher |= torch.roll(is_draft[depth], 1 + depth)
-    hidden_states, hidden_states_scales = pack_states(documents, "hidden_states", decode_states, buffers)
-    aux_hidden_states, aux_hidden_states_scales = pack_states(documents, "aux_hidden_states", decode_states, buffers)
-    assert hidden_states is not None
+    kept: list[StoredDocument] = []
+    spans: list[tuple[int, int, int]] = []  # document, first row, rows
+    used = []
+    for document in sorted(documents, key=lambda document: len(document.input_ids), reverse=True):
+        first_rows, counts = draft_spans(document.loss_mask.numpy())
+        if len(counts):
+            spans += [(len(kept), int(first), int(count)) for first, count in zip(first_rows, counts, strict=True)]
+            kept.append(document)
+            used.append(int(first_rows[-1] + counts[-1]) + 1)  # the last row's teacher is the token behind it
+    packing = Packing.of(used, spans)
+    ends = torch.tensor([count for *_, count in spans], dtype=torch.long).cumsum(0)
+    of_row = torch.repeat_interleave(torch.arange(len(spans)), ends.diff(prepend=torch.zeros(1, dtype=torch.long)))  # [M], its span
+    rows_left = ends[of_row] - torch.arange(len(of_row))  # in the span, the row itself included
+    depths = torch.arange(ttt_steps)
+    # Ids of whole documents, each with T zeros behind it: no depth reads from the next document.
+    ids = torch.cat([torch.empty(0), *(torch.nn.functional.pad(document.input_ids, (0, ttt_steps)) for document in kept)]).long()
+    starts = torch.tensor([0, *(len(document.input_ids) + ttt_steps for document in kept)]).cumsum(0)[:-1]
+    tokens = torch.repeat_interleave(starts, torch.tensor(used, dtype=torch.long)) + packing.positions  # [N], among `ids`
+    hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, buffers)
+    aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, buffers)
+    assert hidden_states is not None, "no document has a draft"
+    is_draft = rows_left > depths[:, None]  # [T, M]
     return Batch(
         hidden_states=hidden_states,
         aux_hidden_states=aux_hidden_states,
-        next_ids=next_ids,
+        next_ids=ids[tokens + 1],
+        row_ids=ids[tokens[packing.rows] + 1 + depths[:, None]],
         is_draft=is_draft,
-        supervised_positions=is_teacher.nonzero()[:, 0],
         num_drafts=is_draft.sum(1, dtype=torch.float32),
         packing=packing,
-        document_ids=tuple(document.document_id for document in documents),
+        document_ids=tuple(document.document_id for document in kept),
+        document_tokens=sum(len(document.input_ids) for document in kept),
         hidden_states_scales=hidden_states_scales,
         aux_hidden_states_scales=aux_hidden_states_scales,
     )
 
 
+def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First row and number of rows of each span of a document that drafts: from row t, tokens t + 1 and t + 2 must be generated."""
+    drafts = (loss_mask[1:-1] & loss_mask[2:]).astype(np.int8)
+    edges = np.diff(drafts, prepend=0, append=0)
+    first_rows = np.flatnonzero(edges == 1)
+    return first_rows, np.flatnonzero(edges == -1) - first_rows
+
+
 def pack_states(
-    documents: Sequence[StoredDocument], name: str, decode_states: bool, buffers: StateBuffers | None
+    documents: Sequence[StoredDocument], used: Sequence[int], name: str, decode_states: bool, buffers: StateBuffers | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """States [N, ..., H] of all documents behind each other, and the scales [N, ...] of those that are still e4m3."""
-    states = [part for document in documents if (part := getattr(document, name)) is not None]
-    scales = [part for document in documents if (part := getattr(document, scales_of(name))) is not None]
+    """States [N, ..., H] of the first `used` tokens of each document, and the scales [N, ...] of those that are still e4m3."""
+    states, scales = (
+        [part[:count] for document, count in zip(documents, used, strict=True) if (part := getattr(document, field)) is not None]
+        for field in (name, scales_of(name))
+    )
     if not states:
         return None, None
     buffers = buffers or StateBuffers(0)
@@ -155,8 +198,32 @@ def pack_states(
     return packed, torch.cat(scales) if scales else None
 
 
-def pack_documents(lengths: np.ndarray, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Document indices of every batch of an epoch: a shuffle, cut where the next document would pass `batch_tokens`.
+def document_costs(store: HiddenStore) -> NDArray[np.float64]:
+    """What each document costs in training, in rows that draft [D]; 0 where it has none."""
+    costs = np.zeros(len(store.document_lengths))
+    for index in range(len(costs)):
+        first_rows, counts = draft_spans(store.document(index).loss_mask.numpy())
+        if len(counts):
+            pairs = (counts * (first_rows + counts / 2)).sum()
+            costs[index] = counts.sum() + TOKEN_COST * (first_rows[-1] + counts[-1]) + PAIR_COST * pairs
+    return costs
+
+
+def pack_documents(
+    lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, micro_batches: int, seed: int, epoch: int
+) -> list[list[list[int]]]:
+    """Document indices of every micro-batch of every step of an epoch.
+
+    Documents come in an order shuffled by seed and epoch. Each goes to the cheapest micro-batch of the step that has room; the step
+    ends where none has. Documents that cost nothing are left out, and so is a last step that does not reach every micro-batch.
+
+    Args:
+        lengths: tokens of each document [D].
+        costs: of each document [D].
+        batch_tokens: of one micro-batch at most.
+        micro_batches: of a step.
+        seed: of the run.
+        epoch: from 0.
 
     Raises:
         ValueError: a document is longer than a batch.
@@ -166,15 +233,47 @@ def pack_documents(lengths: np.ndarray, batch_tokens: int, seed: int, epoch: int
             f"train.batch_tokens: must be at least the longest document, {lengths.max()} tokens, but is {batch_tokens}; raise it or "
             "lower prompts.max_document_tokens and run data_prep.prompts and data_prep.hidden_states again"
         )
-    batches: list[list[int]] = [[]]
-    room = batch_tokens
+    steps: list[list[list[int]]] = []
+    step: list[list[int]] = [[] for _ in range(micro_batches)]
+    spent, room = np.zeros(micro_batches), np.full(micro_batches, batch_tokens)
     for index in np.random.default_rng([seed, epoch]).permutation(len(lengths)):
-        if lengths[index] > room:
-            batches.append([])
-            room = batch_tokens
-        batches[-1].append(int(index))
-        room -= int(lengths[index])
-    return batches
+        if not costs[index]:
+            continue
+        if not (room >= lengths[index]).any():
+            steps.append(step)
+            step = [[] for _ in range(micro_batches)]
+            spent, room = np.zeros(micro_batches), np.full(micro_batches, batch_tokens)
+        chosen = int(np.where(room >= lengths[index], spent, np.inf).argmin())
+        step[chosen].append(int(index))
+        spent[chosen] += costs[index]
+        room[chosen] -= lengths[index]
+    return [*steps, step] if all(step) else steps
+
+
+def balance(
+    step: list[list[int]], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64
+) -> list[list[int]]:
+    """The same documents, swapped between the dearest micro-batch and a cheaper one while that brings the two nearer."""
+    parts = [list(indices) for indices in step]
+    for _ in range(swaps):
+        dear, *others = sorted(parts, key=lambda part: -costs[part].sum())
+        if not any(_swap(dear, cheap, lengths, costs, batch_tokens) for cheap in reversed(others)):
+            break
+    return parts
+
+
+def _swap(dear: list[int], cheap: list[int], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> bool:
+    """Swap the pair of documents that brings two micro-batches nearest, where one does so by a hundredth of their difference."""
+    gap = costs[dear].sum() - costs[cheap].sum()
+    moved = costs[dear][:, None] - costs[cheap]  # from dear to cheap, by each swap
+    longer = lengths[dear][:, None] - lengths[cheap]
+    fits = (longer <= batch_tokens - lengths[cheap].sum()) & (-longer <= batch_tokens - lengths[dear].sum())
+    left = np.where(fits, np.abs(gap - 2 * moved), np.inf)
+    i, j = np.unravel_index(left.argmin(), left.shape)
+    if left[i, j] > 0.99 * gap:
+        return False
+    dear[i], cheap[j] = cheap[j], dear[i]
+    return True
 
 
 class BatchSchedule:
@@ -187,41 +286,49 @@ class BatchSchedule:
         batch_tokens: int,
         micro_batches_per_step: int,
         seed: int,
-        decode_states: bool = False,
+        for_gpu: bool = True,
     ) -> None:
         self.store = store
-        self.decode_states = decode_states
+        self.for_gpu = for_gpu
         self.ttt_steps = ttt_steps
         self.batch_tokens = batch_tokens
         self.micro_batches_per_step = micro_batches_per_step
         self.seed = seed
-        self._buffers = StateBuffers(batch_tokens)
-        self._epoch, self._first_batch = 0, 0  # of the epoch in _packed
-        self._packed = pack_documents(store.document_lengths, batch_tokens, seed, epoch=0)
-        self.steps_per_epoch = len(self._packed) // micro_batches_per_step
+        self.costs = document_costs(store)
+        self._buffers = StateBuffers(batch_tokens, for_gpu and torch.cuda.is_available())
+        self._epoch, self._first_step = 0, 0  # of the epoch in _packed
+        self._packed = self._pack(epoch=0)
+        self.steps_per_epoch = len(self._packed)
         if self.steps_per_epoch == 0:
             raise ValueError(
-                f"train.micro_batches_per_step: must be at most the number of batches, but is {micro_batches_per_step} with "
-                f"{len(self._packed)} batches of {batch_tokens} tokens in {store.directory}; lower it or train.batch_tokens"
+                f"train.micro_batches_per_step: must be at most the number of documents that train, but is {micro_batches_per_step} "
+                f"with {np.count_nonzero(self.costs)} of them in {store.directory}; lower it"
             )
 
-    def _documents_of(self, batch: int) -> list[int]:
-        """Document indices of a batch, counted over all epochs."""
-        while batch >= self._first_batch + len(self._packed):
-            self._first_batch += len(self._packed)
+    def _pack(self, epoch: int) -> list[list[list[int]]]:
+        lengths = self.store.document_lengths
+        return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, self.seed, epoch)
+
+    def documents_of(self, step: int) -> list[list[int]]:
+        """Document indices of each micro-batch of a step, counted over all epochs."""
+        while step >= self._first_step + len(self._packed):
+            self._first_step += len(self._packed)
             self._epoch += 1
-            self._packed = pack_documents(self.store.document_lengths, self.batch_tokens, self.seed, self._epoch)
-        return self._packed[batch - self._first_batch]
+            self._packed = self._pack(self._epoch)
+        documents = self._packed[step - self._first_step]
+        return balance(documents, self.store.document_lengths, self.costs, self.batch_tokens)
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
         """This rank's batches of a step."""
-        first = step * self.micro_batches_per_step
         return [
-            make_batch(
-                [self.store.document(i) for i in self._documents_of(batch)], self.ttt_steps, self.decode_states, self._buffers
-            )
-            for batch in range(first + rank, first + self.micro_batches_per_step, world_size)
+            self._pinned(make_batch([self.store.document(i) for i in documents], self.ttt_steps, not self.for_gpu, self._buffers))
+            for documents in self.documents_of(step)[rank::world_size]
         ]
+
+    def _pinned(self, batch: Batch) -> Batch:
+        """For a GPU, so that copies to it run beside the step."""
+        is_pinned = self.for_gpu and torch.cuda.is_available()
+        return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if is_pinned else batch
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
         """This rank's batches of steps first_step .. last_step - 1, each read while the step before it runs.

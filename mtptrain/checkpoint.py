@@ -1,7 +1,8 @@
 """Checkpoints of a training run: head, optimizer, schedule, RNG and the step, which is the position in the data.
 
-DeepSpeed writes the files of `checkpoints/step_00000100/`, each rank its part; `complete.json` is written last, by rank 0, and a
-checkpoint without it does not count. The best head by acceptance lies in `best/` and is never rotated away.
+`checkpoints/step_00000100/state.safetensors` holds whole fp32 tensors, whatever the number of ranks and the ZeRO stage: each weight,
+and its two Adam moments. `complete.json` is written last, by rank 0, and a checkpoint without it does not count. The best head by
+acceptance lies in `best/` and is never rotated away.
 """
 
 import json
@@ -11,14 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from safetensors.torch import load_file
 
 from mtptrain.distributed import Ranks
 from mtptrain.run_dir import write_json
+from mtptrain.tensor_files import write_tensors
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 MARKER = "complete.json"
+STATE = "state.safetensors"
+RUN = ("run.rng", "run.step", "run.best_acceptance_length")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
+"""Behind a parameter's name: the weight itself, and its moments."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +51,42 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 def save_checkpoint(
     engine: "DeepSpeedEngine", directory: Path, progress: Progress, facts: dict[str, object], keep: int, ranks: Ranks
 ) -> None:
-    """Write a checkpoint on all ranks, then remove all but the newest `keep`.
+    """Gather the state of all ranks, write it on rank 0, then remove all checkpoints but the newest `keep`.
 
     Args:
         facts: settings by name that must be the same for the run to go on from it.
     """
-    tag = f"step_{progress.step:08d}"
-    client_state = {"step": progress.step, "best_acceptance_length": progress.best_acceptance_length, "rng": torch.get_rng_state()}
-    engine.save_checkpoint(directory, tag=tag, client_state=client_state, save_latest=False)
-    ranks.barrier()
+    folder = directory / f"step_{progress.step:08d}"
+    state = gather_state(engine, keep_here=ranks.is_first)
     if ranks.is_first:
-        write_json(directory / tag / MARKER, facts)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        run = torch.get_rng_state(), torch.tensor(progress.step), torch.tensor(progress.best_acceptance_length, dtype=torch.float64)
+        write_tensors(folder / STATE, state | dict(zip(RUN, run, strict=True)))
+        write_json(folder / MARKER, facts)
         for old in complete_checkpoints(directory)[:-keep]:
             (old / MARKER).unlink()  # first, so that a kill in between leaves no half checkpoint that counts
             shutil.rmtree(old)
     ranks.barrier()
+
+
+def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
+    """Every weight and Adam moment in fp32, by parameter name, on the CPU; all ranks take part, and those that keep nothing get {}."""
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in engine.module.named_parameters():
+        whole = parameter_state(engine, parameter)
+        if keep_here:
+            state |= {name + suffix: tensor.detach().cpu() for suffix, tensor in zip(SUFFIXES, whole, strict=True)}
+    return state
+
+
+def parameter_state(engine: "DeepSpeedEngine", parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A whole parameter and its moments."""
+    if not hasattr(parameter, "_hp_mapping"):  # DeepSpeed left the optimizer as it is
+        moments = engine.optimizer.state[parameter]
+        return parameter, moments["exp_avg"], moments["exp_avg_sq"]
+    first, second = (safe_get_full_optimizer_state(parameter, key) for key in MOMENTS)
+    return safe_get_full_fp32_param(parameter), first, second
 
 
 def check_checkpoint(directory: Path, facts: dict[str, object]) -> None:
@@ -75,18 +110,50 @@ def check_checkpoint(directory: Path, facts: dict[str, object]) -> None:
 
 
 def load_checkpoint(engine: "DeepSpeedEngine", directory: Path) -> Progress:
-    """Go on from the newest complete checkpoint; a run without one starts at step 0.
+    """Go on from the newest complete checkpoint, with any number of ranks; a run without one starts at step 0.
 
     Raises:
-        RuntimeError: DeepSpeed could not load it.
+        RuntimeError: it does not hold this head.
     """
     found = complete_checkpoints(directory)
     if not found:
         return Progress()
-    path, client_state = engine.load_checkpoint(directory, tag=found[-1].name)
-    if path is None:
+    path = found[-1] / STATE
+    state = load_file(path)
+    wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in SUFFIXES} | set(RUN)
+    if state.keys() != wanted:
         raise RuntimeError(
-            f"{found[-1]}: the checkpoint must load, but DeepSpeed refused it; remove the folder to go on from an older one"
+            f"{path}: must hold the weights and moments of this head, but differs in {sorted(state.keys() ^ wanted)[:5]}; remove the "
+            "folder to go on from an older one"
         )
-    torch.set_rng_state(client_state["rng"])
-    return Progress(client_state["step"], client_state["best_acceptance_length"])
+    rng, step, best = (state.pop(name) for name in RUN)
+    torch.set_rng_state(rng)
+    restore_state(engine, state, int(step))
+    return Progress(int(step), float(best))
+
+
+@torch.no_grad()
+def restore_state(engine: "DeepSpeedEngine", state: dict[str, torch.Tensor], step: int) -> None:
+    """Put weights and moments where the engine keeps them, each rank its part, and the schedule at `step`."""
+    optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
+    for group in optimizer.param_groups:
+        for flat in group["params"]:  # parameters, or this rank's part of all of them behind each other
+            zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
+            optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
+    if engine.optimizer is not optimizer:
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in engine.module.named_parameters():
+        weight, *moments = (state[name + suffix].to(parameter.device) for suffix in SUFFIXES)
+        parameter.copy_(weight)
+        if hasattr(parameter, "_hp_mapping"):
+            safe_set_full_fp32_param(parameter, weight)
+        for key, moment in zip(MOMENTS, moments, strict=True):
+            if hasattr(parameter, "_hp_mapping"):
+                safe_set_full_optimizer_state(parameter, moment, key)
+            else:
+                optimizer.state[parameter][key].copy_(moment)
+    engine.global_steps = step
+    schedule = engine.lr_scheduler
+    schedule.last_epoch, schedule._step_count = step, step + 1
+    for group, base, rate in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = base * rate(step)

@@ -15,6 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import HeadConfig
+from mtptrain.losses import LossKind
 
 
 def _recipes_dir() -> str:
@@ -212,8 +213,19 @@ class TrainConfig:
     """0 does not clip."""
     depth_decay: float = 0.8
     """Weight of depth k in the loss is depth_decay ** k, then normalised to sum to one."""
+    loss: LossKind = LossKind.kl
+    lk_eta: float = 3.0
+    """Of `loss=lk`: how fast the weight goes from KL to the chance of rejection while that falls."""
+    feature_weight: float = 0.0
+    """Of the smooth L1 distance between the head's states and the target's post-norm states, beside the loss (EAGLE-1's)."""
     loss_chunk_rows: int = 1024
     """Rows of one [rows, V] block of logits."""
+    compile: bool = False
+    """torch.compile the elementwise work of the step: faster, after half a minute of compiling."""
+    recompute: bool = False
+    """Keep few activations for the backward pass and compute the rest again: long documents fit, at about a quarter more time."""
+    profile: bool = False
+    """Write a trace of three steps to `run_dir/train/trace_<rank>.json`, for chrome://tracing or Perfetto."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     validate_every: int = 0
@@ -385,6 +397,8 @@ def _check(config: PipelineConfig) -> None:
         "train.weight_decay": (config.train.weight_decay, 0.0),
         "train.clip_norm": (config.train.clip_norm, 0.0),
         "train.depth_decay": (config.train.depth_decay, 0.0),
+        "train.lk_eta": (config.train.lk_eta, 0.0),
+        "train.feature_weight": (config.train.feature_weight, 0.0),
         "train.validate_every": (config.train.validate_every, 0),
         "train.validation_prompts": (config.train.validation_prompts, 0),
         "train.validation_new_tokens": (config.train.validation_new_tokens, 1),

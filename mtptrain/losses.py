@@ -6,56 +6,81 @@ states is written in the forward pass: no logits outlive their block of rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from mtptrain.fusing import fused
+
+
+class LossKind(StrEnum):
+    kl = "kl"
+    """Forward KL from the target's distribution to the head's."""
+    lk = "lk"
+    """w KL + (1 - w) TV with w = exp(-eta a), where a = sum min(p, q) is the draft's chance to be accepted (arXiv 2602.23881)."""
+    ce = "ce"
+    """Cross-entropy with the target's most likely token; one outside the head's vocabulary teaches nothing."""
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Which loss, and how it is computed."""
+
+    kind: LossKind = LossKind.kl
+    lk_eta: float = 3.0
+    feature_weight: float = 0.0
+    """Of the smooth L1 distance between the head's state and the target's post-norm state, mean over H, added to the loss."""
+    chunk_rows: int = 1024
+    """Rows C of one block of logits [C, V]."""
+
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over the supervised drafts of a batch, by depth; divide by `Batch.num_drafts` summed over ranks."""
+    """Sums over the drafts of a batch that count, by depth; divide by `Batch.num_drafts` summed over ranks."""
 
     loss: torch.Tensor
-    """f32[], the sum over depths of scale * KL; carries the gradient."""
+    """f32[], the sum over depths of scale * loss; carries the gradient."""
+    losses: torch.Tensor  # f32[T]
     kl: torch.Tensor  # f32[T], nats
     agreement: torch.Tensor  # f32[T], drafts whose most likely token is the target's
+    overlap: torch.Tensor  # f32[T], of sum min(p, q), the chance of a sampled draft to be accepted
 
 
-def kl_to_target(
+def draft_losses(
     states: torch.Tensor,
     lm_head: torch.Tensor,
     target_states: torch.Tensor,
     target_logits: Callable[[torch.Tensor], torch.Tensor],
-    supervised_positions: torch.Tensor,
     is_draft: torch.Tensor,
     scale: torch.Tensor,
-    chunk_rows: int,
+    settings: LossSettings,
     draft_token_ids: torch.Tensor | None = None,
 ) -> LossSums:
-    """Forward KL from the target's distribution to the head's.
+    """Compare every draft with the target's distribution.
 
-    Depth k of row t is taught by the target's distribution at position t + 1 + k. A head with a vocabulary of its own is taught by
-    the target's probabilities as they are, not renormalised: the mass that it cannot draft is added to the loss, and a target
-    token outside is a miss.
+    Row i's depth k is taught where row i + k's depth 0 is: rows of a span lie behind each other. A head with a vocabulary of its
+    own is taught by the target's probabilities as they are, not renormalised: the mass that it cannot draft is added to the KL,
+    and a target token outside is a miss.
 
     Args:
-        states: of the head [T, N, H].
+        states: of the head [T, M, H].
         lm_head: the head's [D, H] or the target's frozen [V, H].
-        target_states: post-norm states of the target [N, H].
+        target_states: post-norm states of the target that teach depth 0 of the rows [M, H].
         target_logits: gives the target's logits [C, V] of its states [C, H].
-        supervised_positions: positions of teachers, those with at least one draft [M].
-        is_draft: where depth k of row t counts, bool [T, N].
+        is_draft: where depth k of row i counts, bool [T, M]; a row that counts at a depth counts at all before.
         scale: weight of each depth's sum in the loss [T].
-        chunk_rows: rows C of one block of logits.
+        settings: the loss.
         draft_token_ids: the target's ids of the head's vocabulary i64[D], where it has one of its own.
     """
-    loss, kl, agreement = _ChunkedKl.apply(  # type: ignore[no-untyped-call]
-        states, lm_head, target_states, target_logits, supervised_positions, is_draft, scale, chunk_rows, draft_token_ids
+    loss, sums = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        states, lm_head, target_states, target_logits, is_draft, scale, settings, draft_token_ids
     )
-    return LossSums(loss, kl, agreement)
+    return LossSums(loss, *sums.unbind())
 
 
-class _ChunkedKl(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
@@ -63,32 +88,39 @@ class _ChunkedKl(torch.autograd.Function):
         lm_head: torch.Tensor,
         target_states: torch.Tensor,
         target_logits: Callable[[torch.Tensor], torch.Tensor],
-        supervised_positions: torch.Tensor,
         is_draft: torch.Tensor,
         scale: torch.Tensor,
-        chunk_rows: int,
+        settings: LossSettings,
         draft_token_ids: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_depths, num_tokens, _ = states.shape
-        grad_states = torch.zeros_like(torch.cat([states, states[:, :1]], 1))  # one more row, for rows that do not count
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_depths, num_rows, _ = states.shape
+        grad_states = torch.empty_like(states)
         grad_lm_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
-        kl, agreement = states.new_zeros(2, num_depths, dtype=torch.float32)
-        for positions in supervised_positions.split(chunk_rows):
-            teacher = Teacher.of(target_logits(target_states[positions]), draft_token_ids)
-            for depth in range(num_depths):
-                rows = positions - 1 - depth
-                counts = is_draft[depth, rows.clamp(min=0)] & (rows >= 0)  # [C]
-                row_states = states[depth, rows.clamp(min=0)]  # [C, H]
-                row_kl, agrees, grad_logits = teacher.compare(F.linear(row_states, lm_head).float())
-                kl[depth] += (row_kl * counts).sum()
-                agreement[depth] += (agrees & counts).sum()
-                grad_rows = grad_logits.to(lm_head.dtype)  # [C, D]
-                grad_states[depth].index_copy_(0, torch.where(counts, rows, num_tokens), grad_rows @ lm_head)
+        sums = states.new_zeros(4, num_depths, dtype=torch.float32)
+        for depth in range(num_depths):  # the last rows have no teacher: nothing counts there
+            grad_states[depth, max(0, num_rows - depth) :] = 0
+        for first in range(0, num_rows, settings.chunk_rows):
+            last = min(first + settings.chunk_rows, num_rows)
+            taught = target_states[first:last]
+            teacher = teach(target_logits(taught), draft_token_ids)
+            for depth in range(min(num_depths, last)):
+                skip = max(0, depth - first)  # positions that no row reaches at this depth
+                rows = slice(first + skip - depth, last - depth)
+                row_states, counts = states[depth, rows], is_draft[depth, rows]
+                row_sums, grad_logits = compare(
+                    F.linear(row_states, lm_head), counts, teacher.behind(skip), settings.kind, settings.lk_eta
+                )
+                grad_states[depth, rows] = grad_logits @ lm_head
                 if grad_lm_head is not None:
-                    grad_lm_head += (grad_rows * counts[:, None]).T @ row_states * scale[depth]
-        ctx.save_for_backward(grad_states[:, :num_tokens], scale, *([] if grad_lm_head is None else [grad_lm_head]))
-        ctx.mark_non_differentiable(kl, agreement)
-        return (kl * scale).sum(), kl, agreement
+                    grad_lm_head += grad_logits.T @ row_states * scale[depth]
+                if settings.feature_weight:
+                    feature_sum, grad = compare_features(row_states, counts, taught[skip:], settings.feature_weight)
+                    row_sums[0] += feature_sum
+                    grad_states[depth, rows] += grad
+                sums[:, depth] += row_sums
+        ctx.save_for_backward(grad_states, scale, *([] if grad_lm_head is None else [grad_lm_head]))
+        ctx.mark_non_differentiable(sums)
+        return (sums[0] * scale).sum(), sums
 
     @staticmethod
     def backward(
@@ -97,11 +129,10 @@ class _ChunkedKl(torch.autograd.Function):
         grad_states, scale, *grad_lm_head = ctx.saved_tensors  # type: ignore[attr-defined]
         dtype = grad_states.dtype
         grad_own = (grad_lm_head[0] * grad_loss).to(dtype) if grad_lm_head else None
-        return grad_states * (grad_loss * scale)[:, None, None].to(dtype), grad_own, *[None] * 7
+        return grad_states * (grad_loss * scale)[:, None, None].to(dtype), grad_own, *[None] * 6
 
 
-@dataclass(frozen=True)
-class Teacher:
+class Teacher(NamedTuple):
     """The target's distribution at a block of positions over the head's vocabulary, in fp32, shared by all depths."""
 
     probs: torch.Tensor  # [C, D]
@@ -109,31 +140,68 @@ class Teacher:
     tokens: torch.Tensor  # [C], the most likely ones; -1 outside the head's vocabulary
     mass: torch.Tensor | None  # [C], of the target within the head's vocabulary; None where it is the target's
 
-    @staticmethod
-    def of(logits: torch.Tensor, draft_token_ids: torch.Tensor | None = None) -> "Teacher":
-        """From the target's logits [C, V]."""
-        logprobs = logits.float().log_softmax(-1)
-        tokens, mass = logprobs.argmax(-1), None
-        if draft_token_ids is not None:
-            is_in = draft_token_ids == tokens[:, None]  # [C, D]
-            tokens = torch.where(is_in.any(-1), is_in.int().argmax(-1), -1)
-            logprobs = logprobs[:, draft_token_ids]
-            mass = logprobs.exp().sum(-1)
-        probs = logprobs.exp()
-        return Teacher(probs, (probs * logprobs).sum(-1), tokens, mass)
+    def behind(self, skip: int) -> "Teacher":
+        """Without the first positions."""
+        mass = None if self.mass is None else self.mass[skip:]
+        return Teacher(self.probs[skip:], self.negative_entropy[skip:], self.tokens[skip:], mass)
 
-    def compare(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A draft's logits [C, D] with the teacher.
 
-        Returns:
-            KL(teacher || softmax(logits)) plus the teacher's mass that cannot be drafted [C], whether the most likely tokens
-            agree [C], and the gradient of the first [C, D].
-        """
-        probs, largest = logits.softmax(-1), logits.amax(-1)
-        lse = largest - probs.amax(-1).log()
-        agrees = (logits.gather(-1, self.tokens.clamp(min=0)[:, None])[:, 0] == largest) & (self.tokens >= 0)
-        cross_entropy = -torch.linalg.vecdot(self.probs, logits)
-        if self.mass is None:
-            return self.negative_entropy + cross_entropy + lse, agrees, probs.sub_(self.probs)
-        kl = self.negative_entropy + cross_entropy + self.mass * lse + (1 - self.mass)
-        return kl, agrees, probs.mul_(self.mass[:, None]).sub_(self.probs)
+@fused
+def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
+    """From the target's logits [C, V]."""
+    logprobs = logits.float().log_softmax(-1)
+    tokens, mass = logprobs.argmax(-1), None
+    if draft_token_ids is not None:
+        is_in = draft_token_ids == tokens[:, None]  # [C, D]
+        tokens = torch.where(is_in.any(-1), is_in.int().argmax(-1), -1)
+        logprobs = logprobs[:, draft_token_ids]
+        mass = logprobs.exp().sum(-1)
+    probs = logprobs.exp()
+    return Teacher(probs, (probs * logprobs).sum(-1), tokens, mass)
+
+
+@fused
+def compare(
+    logits: torch.Tensor, counts: torch.Tensor, teacher: Teacher, kind: LossKind, lk_eta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts' logits [C, D] with their teacher; rows whose `counts` is false give nothing.
+
+    Returns:
+        Sums over rows of the loss, KL, agreement and overlap [4], and the gradient of the first by the logits [C, D] in their dtype.
+    """
+    probs, negative_entropy, tokens, mass = teacher
+    wide = logits.float()
+    logprobs = wide.log_softmax(-1)
+    drafted = logprobs.exp()  # [C, D]
+    outside = 0.0 if mass is None else 1 - mass  # [C], what cannot be drafted
+    kl = negative_entropy - (probs * logprobs).sum(-1) + outside
+    overlap = torch.minimum(probs, drafted).sum(-1)
+    is_known = tokens >= 0
+    own_logits = wide.gather(-1, tokens.clamp(min=0)[:, None])  # [C, 1]
+    agrees = (own_logits[:, 0] == wide.amax(-1)) & is_known
+    if kind == LossKind.ce:
+        own_logprobs = logprobs.gather(-1, tokens.clamp(min=0)[:, None])[:, 0]
+        loss = torch.where(is_known, -own_logprobs, 0.0)
+        is_token = torch.arange(wide.shape[-1], device=wide.device) == tokens[:, None]
+        grad = (drafted - is_token.float()) * is_known[:, None]
+    else:
+        grad_kl = (drafted if mass is None else drafted * mass[:, None]) - probs
+        loss, grad = kl, grad_kl
+        if kind == LossKind.lk:
+            weight = torch.exp(-lk_eta * overlap)
+            loss = weight * kl + (1 - weight) * (1 - overlap)
+            short = torch.where(drafted < probs, drafted, 0.0)  # where the draft falls short, min(p, q) is q
+            grad_tv = drafted * short.sum(-1, keepdim=True) - short
+            grad = weight[:, None] * grad_kl + (1 - weight)[:, None] * grad_tv
+    rows = torch.stack([loss, kl, agrees.float(), overlap])  # [4, C]
+    return (rows * counts).sum(-1), (grad * counts[:, None]).to(logits.dtype)
+
+
+def compare_features(
+    states: torch.Tensor, counts: torch.Tensor, target_states: torch.Tensor, weight: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum over rows of the smooth L1 distance of states [C, H], mean over H, and its gradient."""
+    difference = states.float() - target_states.float()
+    distance = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").mean(-1)
+    grad = difference.clamp(-1, 1) * (counts[:, None] * (weight / states.shape[-1]))
+    return (distance * counts).sum() * weight, grad.to(states.dtype)

@@ -10,9 +10,12 @@ On SIGTERM or SIGUSR1 it ends the step that it is in, saves a checkpoint and exi
 goes on from there.
 """
 
+import json
+import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -26,6 +29,7 @@ from mtptrain.checkpoint import Progress, check_checkpoint, complete_checkpoints
 from mtptrain.config import RECIPES, PipelineConfig, Resume, load_config
 from mtptrain.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
 from mtptrain.draft_vocab import d2t_sha256, read_draft_vocab
+from mtptrain.flops import StepFlops, matmul_peak
 from mtptrain.head_files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.base import Head
 from mtptrain.hidden_store import MANIFEST, HiddenStore, expected_identity, open_store, verify
@@ -33,7 +37,7 @@ from mtptrain.identity import file_sha256
 from mtptrain.prompt_files import Split
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.target import FrozenParts, load_frozen_parts, read_target_config, resolve_target
-from mtptrain.tracking import Meter, Tracking
+from mtptrain.tracking import METRICS, PHASES, Meter, Tracer, Tracking
 from mtptrain.trainer import Trainer, check_batch_ranks, check_deepspeed
 from mtptrain.validation import Validation
 from mtptrain.warm_start import load_init
@@ -59,6 +63,7 @@ class Run:
     schedule: BatchSchedule
     num_steps: int
     trainer: Trainer
+    meter: Meter
     validation: Validation | None
     """None where `train.validation_prompts` is 0."""
     progress: Progress
@@ -91,10 +96,10 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         config.train.batch_tokens,
         config.train.micro_batches_per_step,
         config.seed,
-        decode_states=ranks.device.type == "cpu",
+        for_gpu=ranks.device.type == "cuda",
     )
     validation = Validation(config, target_dir, ranks) if config.train.validation_prompts else None
-    facts = resume_facts(config, store, head, ranks)
+    facts = resume_facts(config, store, head)
     check_resume(config)
     check_checkpoint(config.stage_dir("train") / "checkpoints", facts)
     if ranks.is_first:
@@ -103,8 +108,10 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     num_steps = config.train.max_steps or config.train.epochs * schedule.steps_per_epoch
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
     progress = load_checkpoint(trainer.engine, config.stage_dir("train") / "checkpoints")
+    flops = StepFlops.of(head, len(parts.lm_head), config.head.ttt_steps)
+    meter = Meter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}
-    return Run(schedule, num_steps, trainer, validation, progress, facts, head_facts)
+    return Run(schedule, num_steps, trainer, meter, validation, progress, facts, head_facts)
 
 
 def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: Path, prompts_sha256: str) -> None:
@@ -123,13 +130,11 @@ def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: P
             head.lm_head.weight.copy_(parts.lm_head if ids is None else parts.lm_head[ids])
 
 
-def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head, ranks: Ranks) -> dict[str, object]:
+def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict[str, object]:
     """What gives a checkpoint its meaning: the head, and which documents a step takes."""
     return {
-        "the number of ranks": ranks.world_size,
         "head": asdict(config.head),
         "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),
-        "deepspeed": config.deepspeed,
         "seed": config.seed,
         **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},
         "the sha256 of the hidden states' manifest": file_sha256(store.directory / MANIFEST),
@@ -146,6 +151,9 @@ OPTIMISATION_SETTINGS = (
     "betas",
     "clip_norm",
     "depth_decay",
+    "loss",
+    "lk_eta",
+    "feature_weight",
 )
 
 
@@ -162,46 +170,68 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
     """Train to the last step, or to the one in which a signal came, with metrics, validation and checkpoints on the way."""
     stage_dir, settings, progress = config.stage_dir("train"), config.train, run.progress
     tracking = Tracking(stage_dir, config, progress.step) if ranks.is_first else None
-    meter = Meter(ranks.device)
     bar = tqdm(total=run.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
+    tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
+    shown: dict[str, str] = {}
+    run.meter.restart()
     for batches in run.schedule.prefetch(progress.step, run.num_steps, ranks.rank, ranks.world_size):
-        meter.data_arrived()
+        run.meter.data_arrived()
         metrics = run.trainer.step(batches)
-        meter.step_done(batches)
+        run.meter.step_done(batches)
+        tracer.step_done()
         progress = Progress(progress.step + 1, progress.best_acceptance_length)
         bar.update()
         is_last = progress.step == run.num_steps
         if is_last or any(is_due(progress.step, n) for n in (settings.log_every, settings.validate_every, settings.save_every)):
-            record = run.trainer.describe(metrics, progress.step, batches) | meter.read(ranks)
-            bar.set_postfix(loss=f"{record['loss']:.3f}", tokens_per_s=f"{record['tokens_per_s']:,.0f}")
+            record = run.trainer.describe(metrics, progress.step) | run.meter.read(ranks)
+            shown |= in_progress_bar(record)
+            bar.set_postfix(shown)
             if tracking is not None:
                 tracking.write(progress.step, record)
         if is_last or is_due(progress.step, settings.validate_every):
-            progress = (
+            progress, measured = (
                 validate(config, run, progress, tracking) if run.validation else keep_unmeasured(config, run, progress, ranks)
             )
-            meter.restart()
+            shown |= measured
+            run.meter.restart()
         stopped_by = None if is_last else stop.agreed()
         if is_last or stopped_by or is_due(progress.step, settings.save_every):
+            run.trainer.check_finite(progress.step)
             checkpoint_dir = stage_dir / "checkpoints"
             save_checkpoint(run.trainer.engine, checkpoint_dir, progress, run.resume_facts, settings.keep_checkpoints, ranks)
-            meter.restart()
+            run.meter.restart()
         if stopped_by:
             if ranks.is_first:
                 tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command goes on from here")
             break
     bar.close()
+    tracer.close()
     if tracking is not None:
         tracking.close()
     return progress
+
+
+def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
+    return {
+        "loss": f"{record['loss']:.3f}",
+        "tok/s": f"{record['tokens_per_s']:,.0f}",
+        "supervised/s": f"{record['supervised_tokens_per_s']:,.0f}",
+        "data": f"{record['data_wait_share']:.0%}",
+        "limit": f"{record['share_of_limit']:.0%}",
+        "GB": f"{record['peak_bytes'] / 1e9:.1f}",
+    }
 
 
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None) -> Progress:
-    """Measure the head's acceptance; rank 0 keeps it as `last`, and as `best` where it is."""
+def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None) -> tuple[Progress, dict[str, str]]:
+    """Measure the head's acceptance; rank 0 keeps it as `last`, and as `best` where it is.
+
+    Returns:
+        Where the run stands, and what the progress bar shows of it.
+    """
     assert run.validation is not None, "nothing measures"
     stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
     acceptance = run.validation.measure(head_state)
@@ -218,16 +248,17 @@ def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tra
         )
         for directory in [stage_dir / "last"] + [stage_dir / "best"] * is_best:
             save_head(directory, head_state, config.head, {"step": progress.step, **measured, **run.head_facts})
-    return Progress(progress.step, max(progress.best_acceptance_length, acceptance.acceptance_length))
+    best = max(progress.best_acceptance_length, acceptance.acceptance_length)
+    return Progress(progress.step, best), {"acceptance": f"{acceptance.acceptance_length:.3f}"}
 
 
-def keep_unmeasured(config: PipelineConfig, run: Run, progress: Progress, ranks: Ranks) -> Progress:
+def keep_unmeasured(config: PipelineConfig, run: Run, progress: Progress, ranks: Ranks) -> tuple[Progress, dict[str, str]]:
     """Rank 0 keeps the head as `last`, and as `best` unless an earlier one was measured."""
     if ranks.is_first:
         head_state = run.trainer.engine.module.state_dict()
         for name in ("last", "best") if not progress.best_acceptance_length else ("last",):
             save_head(config.stage_dir("train") / name, head_state, config.head, {"step": progress.step, **run.head_facts})
-    return progress
+    return progress, {}
 
 
 def print_summary(stage_dir: Path, progress: Progress) -> None:
@@ -235,9 +266,38 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
     table = Table(title="mtptrain.train", show_header=False)
     table.add_row("steps", f"{progress.step:,}")
     table.add_row("best acceptance length", f"{best:.3f}" if best else "not measured: run eval.acceptance")
+    for name, value in speed_rows(stage_dir / METRICS):
+        table.add_row(name, value)
     table.add_row("best head", str(stage_dir / "best"))
-    table.add_row("metrics", str(stage_dir / "metrics.jsonl"))
+    table.add_row("metrics", str(stage_dir / METRICS))
     Console().print(table)
+
+
+def speed_rows(metrics: Path) -> list[tuple[str, str]]:
+    """What the run did with its time, from its records: the medians over the run, and what limits it."""
+    records = [record for line in metrics.read_text().splitlines() if "tokens_per_s" in (record := json.loads(line))]
+    median = {name: statistics.median(record[name] for record in records) for name in records[-1] if name in MEASURED}
+    shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}
+    longest = max(shares, key=lambda name: shares[name])
+    shown = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares.items())
+    return [
+        ("tokens", f"{sum(record['tokens'] for record in records):,.0f}"),
+        ("tokens/s", f"{median['tokens_per_s']:,.0f}, {median['supervised_tokens_per_s']:,.0f} supervised"),
+        ("of the matmul peak", f"{median['share_of_limit']:.1%}"),
+        ("time", shown),
+        ("limited by", LIMITS[longest]),
+        ("peak memory", f"{records[-1]['peak_bytes'] / 1e9:.2f} GB"),
+    ]
+
+
+MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "share_of_limit", "data_wait_share", *(f"{name}_share" for name in PHASES))
+LIMITS = {
+    "data_wait": "reading: a faster disk, or hidden_states.store_dtype=fp8",
+    "forward": "the head's layer",
+    "loss": "products with the vocabulary: a draft vocabulary (eagle3) would shorten them",
+    "backward": "the head's layer, backward",
+    "optimizer": "the optimizer: larger train.batch_tokens, or more micro-batches per step",
+}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -12,17 +13,21 @@ from deepspeed.ops import __compatible_ops__
 from mtptrain.batches import Batch
 from mtptrain.config import TrainConfig
 from mtptrain.distributed import Ranks, prepare_single_process
+from mtptrain.fusing import fuse
 from mtptrain.heads.base import Head
-from mtptrain.losses import kl_to_target
+from mtptrain.losses import LossSettings, LossSums, draft_losses
 from mtptrain.target import FrozenParts
+from mtptrain.tracking import PhaseClock
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """Sums over ranks of one step, on the device: reading them waits for it."""
 
+    losses: torch.Tensor  # f32[T]
     kl: torch.Tensor  # f32[T]
     agreement: torch.Tensor  # f32[T]
+    overlap: torch.Tensor  # f32[T]
     num_drafts: torch.Tensor  # f32[T]
 
     def by_depth(self, name: str) -> list[float]:
@@ -50,9 +55,15 @@ class Trainer:
         self.config = config
         self.num_steps = num_steps
         self.dtype = torch.bfloat16 if deepspeed_config.get("bf16", {}).get("enabled") else torch.float32
+        check_device(ranks.device, self.dtype)
         self.parts = parts.to(ranks.device, self.dtype)
+        self.loss_settings = LossSettings(config.loss, config.lk_eta, config.feature_weight, config.loss_chunk_rows)
+        self.clock = PhaseClock(ranks.device)
+        self._unread: list[tuple[tuple[int, ...], torch.Tensor]] = []  # documents and loss of steps not yet checked
+        head.recompute = config.recompute
+        fuse(config.compile)
         optimizer = torch.optim.AdamW(
-            head.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
+            head.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
         )
         is_wrapped = self.dtype is not torch.float32 or deepspeed_config.get("zero_optimization", {}).get("stage", 0) > 0
         if not is_wrapped:
@@ -82,53 +93,77 @@ class Trainer:
 
     def step(self, batches: Sequence[Batch]) -> StepMetrics:
         """One optimizer step over this rank's batches: the loss is divided once, by the drafts of all ranks and batches."""
+        document_ids = tuple(document_id for batch in batches for document_id in batch.document_ids)
         batches = [batch.to(self.ranks.device, self.dtype) for batch in batches]
         num_drafts = self.ranks.sum(torch.stack([batch.num_drafts for batch in batches]).sum(0))  # f32[T]
         weights = self.config.depth_decay ** torch.arange(len(num_drafts), dtype=torch.float32, device=num_drafts.device)
         scale = weights / weights.sum() / num_drafts.clamp(min=1)
-        kl, agreement = torch.zeros_like(num_drafts), torch.zeros_like(num_drafts)
-        head: Head = self.engine.module
+        sums = num_drafts.new_zeros(4, len(num_drafts))
         for batch in batches:
+            losses = self._losses(batch, scale)
+            with self.clock.phase("backward"):
+                # DeepSpeed averages gradients over ranks; ours are parts of one sum.
+                self.engine.backward(losses.loss * self.ranks.world_size, scale_wrt_gas=False)
+            with self.clock.phase("optimizer"):
+                self.engine.step()
+            sums += torch.stack([losses.losses, losses.kl, losses.agreement, losses.overlap])
+        self._unread.append((document_ids, sums[0].sum()))
+        losses_at, kl, agreement, overlap = self.ranks.sum(sums)
+        return StepMetrics(losses_at, kl, agreement, overlap, num_drafts)
+
+    def _losses(self, batch: Batch, scale: torch.Tensor) -> LossSums:
+        head: Head = self.engine.module
+        with self.clock.phase("forward"):
             target_states = self.parts.final_norm(batch.hidden_states)  # [N, H]
             read_states = target_states if batch.aux_hidden_states is None else batch.aux_hidden_states  # [N, H] or [N, L, H]
-            states = self.engine(read_states, self.parts.embed(batch.next_ids), batch.packing)  # [T, N, H]
-            sums = kl_to_target(
+            embeddings = [self.parts.embed(batch.next_ids), *(self.parts.embed(ids) for ids in batch.row_ids[1:])]
+            states = self.engine(read_states, embeddings, batch.packing)  # [T, M, H]
+        with self.clock.phase("loss"):
+            return draft_losses(
                 states,
                 self.parts.lm_head if head.lm_head is None else head.lm_head.weight,
-                target_states,
+                target_states[batch.packing.rows + 1],
                 self.parts.logits,
-                batch.supervised_positions,
                 batch.is_draft,
                 scale,
-                self.config.loss_chunk_rows,
+                self.loss_settings,
                 head.draft_token_ids,
             )
-            # DeepSpeed averages gradients over ranks; ours are parts of one sum.
-            self.engine.backward(sums.loss * self.ranks.world_size, scale_wrt_gas=False)
-            self.engine.step()
-            kl += sums.kl
-            agreement += sums.agreement
-        return StepMetrics(self.ranks.sum(kl), self.ranks.sum(agreement), num_drafts)
 
-    def describe(self, metrics: StepMetrics, step: int, batches: Sequence[Batch]) -> dict[str, Any]:
+    def check_finite(self, step: int) -> None:
+        """Of all steps since the last time: asked together, for the answer waits for the device.
+
+        Raises:
+            RuntimeError: a loss is not finite.
+        """
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        is_finite = torch.stack([loss for _, loss in unread]).isfinite().tolist()
+        first_step = step - len(unread) + 1
+        bad = [(first_step + i, self.ranks.rank, ids) for i, (ids, _) in enumerate(unread) if not is_finite[i]]
+        bad_of_all = sorted(chain.from_iterable(self.ranks.gather(bad)))
+        if bad_of_all:
+            bad_step, rank, document_ids = bad_of_all[0]
+            raise RuntimeError(
+                f"train: the loss must be finite, but is not at step {bad_step}, with documents {list(document_ids)} on rank {rank}; "
+                "lower train.lr, or look at these documents; the last checkpoint is as it was"
+            )
+
+    def describe(self, metrics: StepMetrics, step: int) -> dict[str, Any]:
         """The record of step `step` (from 1) for `metrics.jsonl`.
 
         Raises:
-            RuntimeError: the loss is not finite.
+            RuntimeError: the loss of this step, or of one since the last record, is not finite.
         """
-        kl_at = metrics.by_depth("kl")
-        weights = [self.config.depth_decay**depth for depth in range(len(kl_at))]
-        loss = sum(weight * kl for weight, kl in zip(weights, kl_at, strict=True)) / sum(weights)
-        if not math.isfinite(loss):
-            documents = [document_id for batch in batches for document_id in batch.document_ids]
-            raise RuntimeError(
-                f"train: the loss must be finite, but is {loss} at step {step}, with documents {documents} on rank {self.ranks.rank}; "
-                "lower train.lr, or look at these documents; the last checkpoint is as it was"
-            )
+        self.check_finite(step)
+        losses = metrics.by_depth("losses")
+        weights = [self.config.depth_decay**depth for depth in range(len(losses))]
         return {
-            "loss": loss,
-            "kl_at": kl_at,
+            "loss": sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights),
+            "kl_at": metrics.by_depth("kl"),
             "agreement_at": metrics.by_depth("agreement"),
+            "overlap_at": metrics.by_depth("overlap"),
             "lr": self.config.lr * warmup_cosine(step - 1, self.config.warmup_steps, self.num_steps, self.config.min_lr_ratio),
             "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
         }
@@ -162,6 +197,14 @@ def check_deepspeed(config: dict[str, Any]) -> None:
             raise ValueError(
                 f"deepspeed.{name}: must not be set, but is {config[name]}: the trainer sets it from train.*; remove it"
             )
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError where the device has no attention kernel for the dtype."""
+    if device.type == "cuda" and dtype is torch.float32:
+        raise ValueError(
+            "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention has no fp32; set deepspeed=zero1"
+        )
 
 
 def check_batch_ranks(micro_batches_per_step: int, world_size: int) -> None:

@@ -4,7 +4,6 @@ that have shapes but no data.
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from mtptrain.head_files import build_head
 from mtptrain.heads.attention import Packing
 from mtptrain.heads.base import Head, HeadConfig
-from mtptrain.losses import kl_to_target
+from mtptrain.losses import LossSettings, draft_losses
 from mtptrain.target import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
 
 aten = torch.ops.aten
@@ -84,8 +83,7 @@ def step_costs(
     lengths: Sequence[int],
     supervised_share: float,
     chunk_rows: int,
-    *,
-    on_gpu: bool = False,
+    recompute: bool = False,
 ) -> StepCosts:
     """Run the trainer's step on tensors without data, and count what it does.
 
@@ -96,14 +94,13 @@ def step_costs(
         lengths: tokens of each document in the micro-batch.
         supervised_share: of the tokens, those that teach.
         chunk_rows: `train.loss_chunk_rows`.
-        on_gpu: with the attention over depths that GPUs run, where it is another than that of CPUs, whose memory is linear.
+        recompute: `train.recompute`.
     """
     memory = _PeakMemory()
-    counter = FlopCounterMode(display=False, custom_mapping=_CAUSAL_ATTENTION)
-    device = torch.device("meta" if on_gpu else "cpu")
-    without_data: AbstractContextManager[Any] = nullcontext() if on_gpu else FakeTensorMode()
-    with without_data, device, _DefaultDtype(dtype):
+    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
+    with FakeTensorMode(), _DefaultDtype(dtype):
         head = build_head(config, target_config)
+        head.recompute = recompute
         parts = _frozen_parts(target_config)
         with counter, memory:
             _step(head, parts, config.ttt_steps, target_config.hidden_size, lengths, supervised_share, chunk_rows)
@@ -113,22 +110,25 @@ def step_costs(
 def _step(
     head: Head, parts: FrozenParts, depths: int, hidden_size: int, lengths: Sequence[int], supervised_share: float, chunk_rows: int
 ) -> None:
-    """As `Trainer.step` does it, for one micro-batch."""
-    num_tokens = sum(lengths)
-    num_supervised = max(1, round(num_tokens * supervised_share))
+    """As `Trainer.step` does it, for one micro-batch whose documents end with their answers."""
+    rows = [max(1, round((length - 1) * supervised_share)) for length in lengths]
+    packing = Packing.of(
+        lengths, [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))]
+    )
+    num_tokens, num_rows = sum(lengths), sum(rows)
     target_states = parts.final_norm(torch.empty(num_tokens, hidden_size))  # [N, H]
     aux = torch.empty(num_tokens, len(head.capture_layers), hidden_size) if head.capture_layers else None  # [N, L, H]
-    next_ids = torch.empty(depths, num_tokens, dtype=torch.long)
-    states = head(target_states if aux is None else aux, parts.embed(next_ids), Packing.of(list(lengths)))  # [T, N, H]
-    sums = kl_to_target(
+    row_ids = torch.empty(depths, num_rows, dtype=torch.long)
+    embeddings = [parts.embed(torch.empty(num_tokens, dtype=torch.long)), *(parts.embed(ids) for ids in row_ids[1:])]
+    states = head(target_states if aux is None else aux, embeddings, packing)  # [T, M, H]
+    sums = draft_losses(
         states,
         parts.lm_head if head.lm_head is None else head.lm_head.weight,
-        target_states,
+        target_states[packing.rows + 1],
         parts.logits,
-        torch.empty(num_supervised, dtype=torch.long),
-        torch.empty(depths, num_tokens, dtype=torch.bool),
+        torch.empty(depths, num_rows, dtype=torch.bool),
         torch.empty(depths, dtype=torch.float32),
-        chunk_rows,
+        LossSettings(chunk_rows=chunk_rows),
         head.draft_token_ids,
     )
     sums.loss.backward()
@@ -182,15 +182,17 @@ class _PeakMemory(TorchDispatchMode):
         self._alive_bytes -= num_bytes
 
 
-def _forward_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value) // 2  # causal
+def _forward_flops(query: Any, key: Any, value: Any, _dropout: float = 0.0, is_causal: bool = False, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value) // (2 if is_causal else 1)
 
 
-def _backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value) // 2
+def _backward_flops(
+    grad: Any, query: Any, key: Any, value: Any, _out: Any, _lse: Any, _dropout: float = 0.0, is_causal: bool = False, **__: Any
+) -> int:
+    return sdpa_backward_flop_count(grad, query, key, value) // (2 if is_causal else 1)
 
 
-_CAUSAL_ATTENTION = {
+_ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
 }

@@ -58,9 +58,7 @@ class TrainMemory:
     frozen_parts: int
     """The target's embeddings, final norm and lm_head."""
     activations: int
-    """Peak of forward, loss and backward over one micro-batch, with attention in linear memory."""
-    gpu_activations: int
-    """Likewise, with the attention that GPUs run today."""
+    """Peak of forward, loss and backward over one micro-batch."""
     validation_target: int
     """The whole target, in `acceptance.dtype`; 0 where `train.validation_prompts` is 0."""
 
@@ -139,7 +137,6 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             target,
             num_parameters,
             activations=worst.peak_bytes,
-            gpu_activations=micro_batch_costs(config, target_config, longest, workload, on_gpu=True).peak_bytes,
         ),
         num_steps=trained_tokens // (config.train.batch_tokens * config.train.micro_batches_per_step),
         hidden_states=estimate(
@@ -238,7 +235,7 @@ def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
 
 
 def micro_batch_costs(
-    config: PipelineConfig, target_config: PreTrainedConfig, document_tokens: int, workload: Workload, on_gpu: bool = False
+    config: PipelineConfig, target_config: PreTrainedConfig, document_tokens: int, workload: Workload
 ) -> StepCosts:
     """Of one full micro-batch of documents of this length."""
     size = config.train.batch_tokens
@@ -246,7 +243,7 @@ def micro_batch_costs(
     lengths = [length] * (size // length) + [size % length] * (size % length > 0)
     share = workload.supervised_tokens / max(1, workload.tokens)
     chunk_rows = config.train.loss_chunk_rows
-    return step_costs(config.head, target_config, _train_dtype(config), lengths, share, chunk_rows, on_gpu=on_gpu)
+    return step_costs(config.head, target_config, _train_dtype(config), lengths, share, chunk_rows, config.train.recompute)
 
 
 def train_memory(
@@ -255,7 +252,6 @@ def train_memory(
     target: TargetCosts,
     num_parameters: int,
     activations: int,
-    gpu_activations: int,
 ) -> TrainMemory:
     """Bytes on each GPU, of a head with so many parameters.
 
@@ -272,7 +268,6 @@ def train_memory(
         optimizer=state // (num_gpus if stage >= 1 else 1),
         frozen_parts=target_config.hidden_size * (target_config.vocab_size * tables + 1) * width,
         activations=activations,
-        gpu_activations=gpu_activations,
         validation_target=target.num_parameters * _itemsize(config.acceptance.dtype.value)
         if config.train.validation_prompts
         else 0,

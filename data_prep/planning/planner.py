@@ -163,11 +163,12 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     memory, room = plan.memory, config.planner.gpu_memory_gb * 1e9
     without_target = memory.state - memory.validation_target + memory.activations
     warnings = []
+    recompute = "" if config.train.recompute else "set train.recompute=true, or "
     if without_target > room:
         warnings.append(
             f"train.batch_tokens: training must fit {_gb(room)} of each GPU, but takes {_gb(without_target)}, {_gb(memory.activations)} of "
-            f"them for activations; lower it from {config.train.batch_tokens}, with prompts.max_document_tokens, or head.ttt_steps from "
-            f"{config.head.ttt_steps}"
+            f"them for activations; {recompute}lower it from {config.train.batch_tokens}, with prompts.max_document_tokens, or "
+            f"head.ttt_steps from {config.head.ttt_steps}"
         )
     elif without_target + memory.validation_target > room:
         bf16 = "" if config.acceptance.dtype is Dtype.bfloat16 else "acceptance.dtype=bfloat16, "
@@ -176,12 +177,6 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
             f"train.validation_prompts: the target must fit beside training, for validation on every GPU, but takes {needed} where {left} "
             f"are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 and measure the last head with "
             "eval.acceptance, or take GPUs with more memory"
-        )
-    if memory.state + memory.gpu_activations > room and memory.gpu_activations > 1.01 * memory.activations:
-        warnings.append(
-            f"prompts.max_document_tokens: attention over depths must be linear in memory for documents of "
-            f"{plan.workload.longest_tokens:,} tokens, but on GPUs it is dense, which takes {_gb(memory.gpu_activations)} for "
-            f"activations in place of {_gb(memory.activations)}; lower it"
         )
     return warnings
 

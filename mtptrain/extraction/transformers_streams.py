@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -9,7 +10,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mtptrain.heads.attention import Packing
 from mtptrain.target import Target
 
 PACKED = "mtptrain_packed"
@@ -104,9 +104,13 @@ class PackedDocuments:
 
     @staticmethod
     def of(lengths: list[int], device: torch.device) -> "PackedDocuments":
-        packing = Packing.of(lengths)
+        runs, start = [], 0
+        for length, run in groupby(lengths):
+            runs.append((start, count := len(list(run)), length))
+            start += count * length
+        positions = torch.cat([torch.arange(length) for length in lengths])
         offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-        return PackedDocuments(packing.runs, packing.positions.to(device), offsets.to(device), max(lengths))
+        return PackedDocuments(tuple(runs), positions.to(device), offsets.to(device), max(lengths))
 
 
 def packed_attention(

@@ -1,40 +1,91 @@
 """Attention of heads: over the depths in training, over the cache in decoding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import torch
 import torch.nn.functional as F
 
+from mtptrain.fusing import fused
 from mtptrain.target import PositionCache
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Rotated query and key, and value, [..., heads, head_dim] -> what the query found [..., heads, head_dim]."""
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Queries and keys of one attention kernel: the queries of segment i see the keys of segment i."""
+
+    keys: torch.Tensor  # i64[S], which of the N tokens
+    queries: torch.Tensor | None  # i64[Q], which of the M rows; None for all
+    lengths: tuple[tuple[int, int], ...]  # of each segment: queries, keys
+    query_offsets: torch.Tensor  # i32[segments + 1]
+    key_offsets: torch.Tensor  # i32[segments + 1]
+    is_causal: bool
+    """Query i of a segment sees its keys 0 .. i; all of them otherwise."""
+
+    @staticmethod
+    def of(spans: Sequence[tuple[range, range]], is_causal: bool, is_all: bool) -> "Segments":
+        """From rows and tokens of each segment."""
+        lengths = tuple((len(rows), len(tokens)) for rows, tokens in spans)
+        return Segments(
+            keys=_indices([tokens for _, tokens in spans]),
+            queries=None if is_all else _indices([rows for rows, _ in spans]),
+            lengths=lengths,
+            query_offsets=torch.tensor([0, *accumulate(queries for queries, _ in lengths)], dtype=torch.int32),
+            key_offsets=torch.tensor([0, *accumulate(keys for _, keys in lengths)], dtype=torch.int32),
+            is_causal=is_causal,
+        )
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the documents lie in N packed tokens."""
+    """N packed tokens, of which M rows draft: those of one span lie behind each other, spans in order."""
 
-    runs: tuple[tuple[int, int, int], ...]
-    """Neighbours of equal length, as (first token, number of documents, tokens of each): one attention call serves a run."""
     positions: torch.Tensor  # i64[N], of each token in its document
+    rows: torch.Tensor  # i64[M], tokens from which drafts start
+    segments: tuple[Segments, ...]
+    """Inside each span, causal; and all of its document before it, for spans that have something before."""
+
+    @property
+    def num_pairs(self) -> float:
+        """Of a row and a token that it sees."""
+        seen = ((q * (k + 1) / 2 if part.is_causal else q * k) for part in self.segments for q, k in part.lengths)
+        return sum(seen)
 
     @staticmethod
-    def of(lengths: list[int]) -> "Packing":
-        runs: list[tuple[int, int, int]] = []
-        start = 0
-        for length in lengths:
-            if runs and runs[-1][2] == length:
-                first, count, _ = runs[-1]
-                runs[-1] = (first, count + 1, length)
-            else:
-                runs.append((start, 1, length))
-            start += length
-        return Packing(tuple(runs), torch.cat([torch.arange(length) for length in lengths]))
+    def of(lengths: Sequence[int], spans: Sequence[tuple[int, int, int]] | None = None) -> "Packing":
+        """Of documents of these lengths.
+
+        Args:
+            lengths: tokens of each document.
+            spans: (document, first token in it, number of tokens) whose rows draft, in order; every token unless given.
+        """
+        spans = [(i, 0, length) for i, length in enumerate(lengths)] if spans is None else spans
+        starts = [0, *accumulate(lengths)]
+        first_rows = [0, *accumulate(count for *_, count in spans)]
+        inside, before = [], []
+        for row, (document, first, count) in zip(first_rows, spans, strict=False):
+            rows, token = range(row, row + count), starts[document] + first
+            inside.append((rows, range(token, token + count)))
+            if first:
+                before.append((rows, range(starts[document], token)))
+        segments = [Segments.of(inside, is_causal=True, is_all=True)]
+        if before:
+            segments.append(Segments.of(before, is_causal=False, is_all=len(before) == len(inside)))
+        return Packing(
+            positions=_indices([range(length) for length in lengths]),
+            rows=segments[0].keys,
+            segments=tuple(segments),
+        )
+
+
+def _indices(ranges: Sequence[range]) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(part.start, part.stop) for part in ranges)])
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -53,65 +104,91 @@ def cached_attention(
     return out.transpose(1, 2)  # [B, S, heads, head_dim]
 
 
-def depth_attention(query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], packing: Packing) -> torch.Tensor:
+def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """x[rows] for different rows; the gradient is written, where that of indexing is added up row by row."""
+    if len(rows) == len(x):
+        return x
+    taken: torch.Tensor = _TakeRows.apply(x, rows)  # type: ignore[no-untyped-call]
+    return taken
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = len(x)  # type: ignore[attr-defined]
+        return x[rows]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (rows,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return _scatter(grad, rows, ctx.num_rows), None  # type: ignore[attr-defined]
+
+
+def _scatter(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    whole = x.new_zeros(num_rows, *x.shape[1:])
+    whole[rows] = x
+    return whole
+
+
+def depth_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
+    packing: Packing,
+) -> torch.Tensor:
     """Attention of one depth's rows over what an engine has cached when it drafts at that depth.
 
-    Row t sees the depth-0 keys of its document at positions up to its own, which are built from the target's states, and the
-    keys that the row itself made at the depths since.
+    A row sees the depth-0 keys of its document at positions up to its own, which are built from the target's states, and the
+    keys that the row itself made at the depths since. Documents do not see each other.
 
     Args:
-        query: rotated queries of depth k [N, heads, head_dim].
-        keys: rotated keys of depths 0 .. k, each [N, kv heads, head_dim].
-        values: likewise.
-        packing: where the documents lie; they do not see each other.
+        query: rotated queries of depth k [M, heads, head_dim].
+        key: rotated keys of depth 0, of all tokens [N, kv heads, head_dim].
+        value: likewise.
+        own_keys: rotated keys of depths 1 .. k, each of the rows [M, kv heads, head_dim].
+        own_values: likewise.
+        packing: where documents and rows lie.
 
     Returns:
-        [N, heads, head_dim].
+        [M, heads, head_dim].
     """
-    groups = query.shape[1] // keys[0].shape[1]
-    if query.device.type != "cpu":
-        return dense_depth_attention(query, keys, values, packing)
-    own_keys = torch.stack(keys[1:]) if len(keys) > 1 else query.new_empty(0, *keys[0].shape)  # [k, N, kv heads, head_dim]
-    own_values = torch.stack(values[1:]) if len(values) > 1 else own_keys
-    out: torch.Tensor = _MergedAttention.apply(  # type: ignore[no-untyped-call]
-        query, _repeat(keys[0], groups), _repeat(values[0], groups), _repeat(own_keys, groups), _repeat(own_values, groups), packing
-    )
+    no_keys = key.new_empty(0, len(query), *key.shape[1:])
+    own = [torch.stack(list(parts)) if parts else no_keys for parts in (own_keys, own_values)]  # [k, M, kv heads, head_dim]
+    out: torch.Tensor = _MergedAttention.apply(query, key, value, *own, packing)  # type: ignore[no-untyped-call]
     return out
 
 
-def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Each of the kv heads once per query head that reads it."""
-    return x.repeat_interleave(groups, dim=-2) if groups > 1 else x
-
-
 class _MergedAttention(torch.autograd.Function):
-    """Flash attention over the depth-0 keys, merged with the few own keys by their log-sum-exp; memory is linear in N.
+    """Flash attention over the depth-0 keys, merged with the few own keys by log-sum-exp; memory is linear in N.
 
     The backward is exact: flash's own backward computes P = exp(QK - lse) and dS = P * (dO V - rowsum(dO * O)), so calling it with
-    the *merged* output and lse gives the depth-0 part of the merged softmax; the own part is the same formula by hand.
+    the *merged* output and lse gives each part of the merged softmax; the own part is the same formula by hand.
     """
 
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
-        query: torch.Tensor,  # [N, heads, head_dim]
-        key: torch.Tensor,  # [N, heads, head_dim]
+        query: torch.Tensor,  # [M, heads, head_dim]
+        key: torch.Tensor,  # [N, kv heads, head_dim]
         value: torch.Tensor,
-        own_keys: torch.Tensor,  # [k, N, heads, head_dim]
+        own_keys: torch.Tensor,  # [k, M, kv heads, head_dim]
         own_values: torch.Tensor,
         packing: Packing,
     ) -> torch.Tensor:
-        out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, heads]
-        for run in packing.runs:
-            run_out, run_lse = _flash(_documents(query, run), _documents(key, run), _documents(value, run), 0.0, True)
-            _documents(out, run).copy_(run_out)
-            _documents(lse[..., None], run).copy_(run_lse[..., None])
+        inside, *before = packing.segments
+        out, lse = _flash(query, key[inside.keys], value[inside.keys], inside)  # [M, heads, head_dim], f32[M, heads]
+        for part in before:
+            rows = part.queries
+            found = _flash(query if rows is None else query[rows], key[part.keys], value[part.keys], part)
+            if rows is None:
+                out, lse = _merge(out, lse, *found)
+            else:
+                out[rows], lse[rows] = _merge(out[rows], lse[rows], *found)
         if len(own_keys):
-            scores = _own_scores(query, own_keys)  # [k, N, heads]
-            merged_lse = torch.logaddexp(lse, scores.logsumexp(0))
-            own = ((scores - merged_lse).exp()[..., None] * own_values).sum(0)
-            out = (out * (lse - merged_lse).exp()[..., None] + own).to(query.dtype)
-            lse = merged_lse
+            out, lse = _merge_own(out, lse, query, own_keys, own_values)
         ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse)
         ctx.packing = packing  # type: ignore[attr-defined]
         return out
@@ -119,49 +196,142 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, own_keys, own_values, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        grads = [torch.empty_like(query) for _ in range(3)]  # of query, key, value
-        for run in ctx.packing.runs:  # type: ignore[attr-defined]
-            inputs = [_documents(x, run) for x in (grad_out, query, key, value, out)]
-            run_lse = _documents(lse[..., None], run)[..., 0].contiguous()
-            for grad, run_grad in zip(grads, _flash_backward(*inputs, run_lse, 0.0, True), strict=True):
-                _documents(grad, run).copy_(run_grad)
+        inside, *before = ctx.packing.segments  # type: ignore[attr-defined]
+        grad_query, *grads = _flash_backward(grad_out, query, key[inside.keys], value[inside.keys], out, lse, inside)
+        grad_key, grad_value = (_scatter(grad, inside.keys, len(key)) for grad in grads)
+        for part in before:
+            grad, of_query, of_out, of_lse = (x if part.queries is None else x[part.queries] for x in (grad_out, query, out, lse))
+            found = _flash_backward(grad, of_query, key[part.keys], value[part.keys], of_out, of_lse, part)
+            grad_query = grad_query + found[0] if part.queries is None else grad_query.index_add_(0, part.queries, found[0])
+            grad_key.index_add_(0, part.keys, found[1])
+            grad_value.index_add_(0, part.keys, found[2])
         if not len(own_keys):
-            return *grads, torch.zeros_like(own_keys), torch.zeros_like(own_values), None
-        probs = (_own_scores(query, own_keys) - lse).exp()  # [k, N, heads]
-        delta = (grad_out.float() * out.float()).sum(-1)  # [N, heads]
-        grad_scores = probs * ((grad_out * own_values).float().sum(-1) - delta) * query.shape[-1] ** -0.5
-        grads[0] = (grads[0] + (grad_scores[..., None] * own_keys).sum(0)).to(query.dtype)
-        grad_own_keys = (grad_scores[..., None] * query).to(query.dtype)
-        grad_own_values = (probs[..., None] * grad_out).to(query.dtype)
-        return *grads, grad_own_keys, grad_own_values, None
+            return grad_query, grad_key, grad_value, own_keys, own_values, None
+        grad_query, *own_grads = _own_backward(grad_out, grad_query, query, own_keys, own_values, out, lse)
+        return grad_query, grad_key, grad_value, *own_grads, None
 
 
-def _documents(x: torch.Tensor, run: tuple[int, int, int]) -> torch.Tensor:
-    """A run of equally long documents in packed [N, heads, head_dim], as a view [documents, heads, tokens, head_dim]."""
-    start, count, length = run
-    return x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each segment's queries [Q, heads, head_dim] over its keys [S, kv heads, head_dim], and its lse f32[Q, heads]."""
+    if query.is_cuda:
+        longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
+        offsets = segments.query_offsets, segments.key_offsets
+        out, lse, *_ = aten._flash_attention_forward(query, key, value, *offsets, *longest, 0.0, segments.is_causal, False)
+        return out, lse.transpose(0, 1).contiguous()
+    groups = query.shape[1] // key.shape[1]
+    outs, lses = [query[:0]], [query.new_empty(0, query.shape[1], dtype=torch.float32)]
+    for queries, keys in _runs(segments):
+        tensors = _batch(query, queries), _repeat(_batch(key, keys), groups), _repeat(_batch(value, keys), groups)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, segments.is_causal)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+        lses.append(lse.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs[1:] or outs), torch.cat(lses[1:] or lses)
+
+
+def _flash_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value as `_flash` got them."""
+    if query.is_cuda:
+        longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
+        offsets = segments.query_offsets, segments.key_offsets
+        unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of a dropout
+        tensors = grad_out.contiguous(), query, key, value, out, lse.transpose(0, 1).contiguous()
+        grads = aten._flash_attention_backward(*tensors, *offsets, *longest, 0.0, segments.is_causal, unused, unused[:0])
+        return grads[0], grads[1], grads[2]
+    groups = query.shape[1] // key.shape[1]
+    found: tuple[list[torch.Tensor], ...] = ([query[:0]], [key[:0]], [value[:0]])
+    for queries, keys in _runs(segments):
+        of_keys = _repeat(_batch(key, keys), groups), _repeat(_batch(value, keys), groups)
+        run_lse = _batch(lse, queries).contiguous()  # [segments, heads, queries]
+        run_grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _batch(grad_out, queries), _batch(query, queries), *of_keys, _batch(out, queries), run_lse, 0.0, segments.is_causal
+        )
+        for parts, grad in zip(found, run_grads, strict=True):
+            parts.append(grad.transpose(1, 2).flatten(0, 1))
+    grad_query, grad_key, grad_value = (torch.cat(parts[1:] or parts) for parts in found)
+    if groups > 1:
+        grad_key, grad_value = (grad.unflatten(1, (-1, groups)).sum(2) for grad in (grad_key, grad_value))
+    return grad_query, grad_key, grad_value
+
+
+Run = tuple[int, int, int]
+"""Neighbouring segments of equal length: first row, number of segments, rows of each."""
+
+
+def _runs(segments: Segments) -> Iterator[tuple[Run, Run]]:
+    """Of queries and of keys: one kernel call of a CPU serves a run."""
+    first_query = first_key = 0
+    for (queries, keys), run in groupby(segments.lengths):
+        count = len(list(run))
+        yield (first_query, count, queries), (first_key, count, keys)
+        first_query, first_key = first_query + count * queries, first_key + count * keys
+
+
+def _batch(x: torch.Tensor, run: Run) -> torch.Tensor:
+    """A run of packed [Q, heads, ...] as a view [segments, heads, rows, ...]."""
+    first, count, length = run
+    return x[first : first + count * length].unflatten(0, (count, length)).transpose(1, 2)
+
+
+def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Each of the kv heads [segments, kv heads, ...] once per query head that reads it."""
+    return x.repeat_interleave(groups, dim=1) if groups > 1 else x
+
+
+@fused
+def _merge(
+    out: torch.Tensor, lse: torch.Tensor, more_out: torch.Tensor, more_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two parts of one softmax, [M, heads, head_dim] and f32[M, heads] each."""
+    whole = torch.logaddexp(lse, more_lse)
+    merged = out * (lse - whole).exp()[..., None] + more_out * (more_lse - whole).exp()[..., None]
+    return merged.to(out.dtype), whole
+
+
+@fused
+def _merge_own(
+    out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, own_keys: torch.Tensor, own_values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With the own keys of each row [k, M, kv heads, head_dim]."""
+    scores = _own_scores(query, own_keys)  # [k, M, kv heads, groups]
+    grouped_lse = lse.unflatten(1, scores.shape[2:])
+    whole = torch.logaddexp(grouped_lse, scores.logsumexp(0))
+    own = ((scores - whole).exp()[..., None] * own_values[:, :, :, None].float()).sum(0)  # [M, kv heads, groups, head_dim]
+    merged = out.unflatten(1, scores.shape[2:]) * (grouped_lse - whole).exp()[..., None] + own
+    return merged.flatten(1, 2).to(out.dtype), whole.flatten(1)
+
+
+@fused
+def _own_backward(
+    grad_out: torch.Tensor,
+    grad_query: torch.Tensor,
+    query: torch.Tensor,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The own keys' part added to the gradient of the query, and the gradients of own keys and values."""
+    scores = _own_scores(query, own_keys)  # [k, M, kv heads, groups]
+    heads = scores.shape[2:]
+    grad, grouped = grad_out.unflatten(1, heads).float(), query.unflatten(1, heads).float()  # [M, kv heads, groups, head_dim]
+    probs = (scores - lse.unflatten(1, heads)).exp()
+    delta = (grad * out.unflatten(1, heads).float()).sum(-1)
+    grad_scores = probs * ((grad * own_values[:, :, :, None].float()).sum(-1) - delta) * query.shape[-1] ** -0.5
+    of_query = grad_query + (grad_scores[..., None] * own_keys[:, :, :, None].float()).sum(0).flatten(1, 2)
+    of_keys = (grad_scores[..., None] * grouped).sum(3)
+    of_values = (probs[..., None] * grad).sum(3)
+    return of_query.to(query.dtype), of_keys.to(own_keys.dtype), of_values.to(own_values.dtype)
 
 
 def _own_scores(query: torch.Tensor, own_keys: torch.Tensor) -> torch.Tensor:
-    return (query * own_keys).float().sum(-1) * query.shape[-1] ** -0.5  # [k, N, heads]
-
-
-def dense_depth_attention(
-    query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], packing: Packing
-) -> torch.Tensor:
-    """`depth_attention` by its definition, one document at a time: the reference, and the path of devices without the CPU kernel."""
-    groups = query.shape[1] // keys[0].shape[1]
-    keys, values = [_repeat(key, groups) for key in keys], [_repeat(value, groups) for value in values]
-    outs = []
-    for first, count, length in packing.runs:
-        for start in range(first, first + count * length, length):
-            rows = slice(start, start + length)
-            scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys[0][rows].float())
-            future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-            own = [(query[rows].float() * key[rows].float()).sum(-1).T[..., None] for key in keys[1:]]  # [heads, length, 1]
-            weights = (torch.cat([scores.masked_fill(future, float("-inf")), *own], -1) * query.shape[-1] ** -0.5).softmax(-1)
-            out = torch.einsum("hqk,khd->qhd", weights[..., :length], values[0][rows].float())
-            for depth, value in enumerate(values[1:]):
-                out = out + weights[..., length + depth].T[..., None] * value[rows].float()
-            outs.append(out.to(query.dtype))
-    return torch.cat(outs)
+    """f32[k, M, kv heads, groups]."""
+    grouped = query.unflatten(1, (own_keys.shape[2], -1)).float()
+    return (grouped * own_keys[:, :, :, None].float()).sum(-1) * query.shape[-1] ** -0.5

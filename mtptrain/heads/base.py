@@ -1,20 +1,29 @@
 """What every head has in common.
 
-Shapes, here and everywhere: B batch, S sequence, N packed tokens, H hidden size, L captured layers, V target vocabulary,
+Shapes, here and everywhere: B batch, S sequence, N packed tokens, M rows that draft, H hidden size, L captured layers, V target vocabulary,
 D draft vocabulary, K drafted tokens, T depths (`ttt_steps`).
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.attention import Attend, Packing, cached_attention, depth_attention
+from mtptrain.fusing import fused
+from mtptrain.heads.attention import Packing, cached_attention, depth_attention, take_rows
 from mtptrain.target import FrozenParts, PositionCache
+
+if TYPE_CHECKING:
+    from mtptrain.heads.layers import Attention
+
+R = TypeVar("R")
+FourTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -36,8 +45,8 @@ class HeadConfig:
 class Head(nn.Module, ABC):
     """A draft head: one class per file, listed in `HEADS`.
 
-    A head says how it starts from the target's states (`fuse`), what one depth computes (`layer`) and what turns states into
-    tokens (`logits`); which keys a depth sees is the same for all.
+    A head says how it starts from the target's states (`fuse`), what one depth computes before and after its attention
+    (`attention_inputs`, `outputs`) and what turns states into tokens (`logits`); which keys a depth sees is the same for all.
     """
 
     Config: ClassVar[type[Any]]
@@ -46,6 +55,9 @@ class Head(nn.Module, ABC):
     """i64[D], added to a draft token's id to give the target's: of heads with a vocabulary of their own."""
     lm_head: nn.Linear | None
     """The head's own [D, H]; the target's frozen one where there is none."""
+    self_attn: "Attention"
+    recompute: bool = False
+    """Keep the inputs of each part of a depth alone until the backward pass, and compute the rest again."""
 
     @abstractmethod
     def __init__(self, config: Any, target_config: PreTrainedConfig) -> None:
@@ -68,44 +80,54 @@ class Head(nn.Module, ABC):
         return target_states
 
     @abstractmethod
-    def layer(
-        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One depth of rows of any leading shape.
+    def attention_inputs(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One depth of rows of any leading shape, up to its attention.
 
         Args:
             hidden_states: fused states of the target, or the states recycled from the depth before [..., H].
             embeddings: of the token after each row's [..., H].
-            positions: of the rows [...].
-            attend: looks up the keys that the rows see.
+
+        Returns:
+            The residual stream [..., H], and what queries, keys and values are projected from.
+        """
+
+    @abstractmethod
+    def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest of a depth.
+
+        Args:
+            residual: of `attention_inputs` [..., H].
+            attended: what the queries found [..., heads * head_dim].
 
         Returns:
             States for `logits` [..., H], and states to feed back [..., H].
         """
 
-    def forward(self, target_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """Training: the states of every depth.
+    def forward(self, target_states: torch.Tensor, embeddings: Sequence[torch.Tensor], packing: Packing) -> torch.Tensor:
+        """Training: the states of every depth, at the rows that draft; the other tokens give depth-0 keys and values alone.
 
         Args:
             target_states: what `fuse` takes, of N packed tokens [N, H] or [N, L, H].
-            embeddings: of the tokens that the depths read [T, N, H]; depth k of row t reads token t + 1 + k.
-            packing: where the documents lie.
+            embeddings: of the tokens that the depths read, depth k of row t token t + 1 + k: T tensors, depth 0 of all tokens
+                [N, H], then of the M rows [M, H].
+            packing: where documents and rows lie.
 
         Returns:
-            States [T, N, H]; `logits` of depth k at row t predict token t + 2 + k.
+            States [T, M, H]; `logits` of depth k at row t predict token t + 2 + k.
         """
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            keys.append(key)
-            values.append(value)
-            return depth_attention(query, keys, values, packing)
-
-        recycled = self.fuse(target_states)
-        states = []
-        for depth, depth_embeddings in enumerate(embeddings):
-            depth_states, recycled = self.layer(recycled, depth_embeddings, packing.positions + depth, attend)
+        rows, positions = packing.rows, packing.positions[packing.rows]
+        residual, attention_input, key, value = self._run(self._begin, target_states, embeddings[0], packing.positions)
+        residual, attention_input = take_rows(residual, rows), take_rows(attention_input, rows)
+        query = self._run(self.self_attn.queries, attention_input, positions)
+        attended = depth_attention(query, key, value, [], [], packing)
+        depth_states, recycled = self._run(self._finish, residual, attended)
+        states, own_keys, own_values = [depth_states], [], []
+        for depth, depth_embeddings in enumerate(embeddings[1:], start=1):
+            residual, query, own_key, own_value = self._run(self._project, recycled, depth_embeddings, positions + depth)
+            own_keys.append(own_key)
+            own_values.append(own_value)
+            attended = depth_attention(query, key, value, own_keys, own_values, packing)
+            depth_states, recycled = self._run(self._finish, residual, attended)
             states.append(depth_states)
         return torch.stack(states)
 
@@ -121,9 +143,35 @@ class Head(nn.Module, ABC):
             cache: of this head.
 
         Returns:
-            As `layer`, each [B, S, H].
+            As `outputs`, each [B, S, H].
         """
-        return self.layer(hidden_states, embeddings, positions, lambda q, k, v: cached_attention(q, k, v, positions, cache))
+        residual, query, key, value = self._project(hidden_states, embeddings, positions)
+        return self._finish(residual, cached_attention(query, key, value, positions, cache))
+
+    @fused
+    def _begin(self, target_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor) -> FourTensors:
+        """Depth 0 of all tokens: residual stream, attention input, keys, values."""
+        residual, attention_input = self.attention_inputs(self.fuse(target_states), embeddings)
+        return residual, attention_input, *self.self_attn.keys_values(attention_input, positions)
+
+    @fused
+    def _project(self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor) -> FourTensors:
+        """One depth of rows: residual stream, query, key, value."""
+        residual, attention_input = self.attention_inputs(hidden_states, embeddings)
+        query = self.self_attn.queries(attention_input, positions)
+        return residual, query, *self.self_attn.keys_values(attention_input, positions)
+
+    @fused
+    def _finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest of a depth, from what its queries found [..., heads, head_dim]."""
+        return self.outputs(residual, attended.flatten(-2))
+
+    def _run(self, function: Callable[..., R], *args: torch.Tensor) -> R:
+        """Call; where `recompute` is set, what it computes on the way is computed again in the backward pass."""
+        if not self.recompute:
+            return function(*args)
+        result: R = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+        return result
 
     def logits(self, states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
         """Of the head's own vocabulary, or the target's [..., D]."""

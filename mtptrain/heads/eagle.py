@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.attention import Attend
 from mtptrain.heads.base import Head, HeadConfig
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
@@ -33,11 +32,13 @@ class EagleHead(Head):
         self.mlp = SwiGlu(dims.hidden_size, dims.intermediate_size)
         initialise(self, dims.hidden_size, target_config.num_hidden_layers)
 
-    def layer(
-        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One depth; see `Head.layer`."""
+    def attention_inputs(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head.attention_inputs`."""
         x = self.fc(torch.cat([embeddings, hidden_states], dim=-1))  # [..., H]
-        x = x + self.self_attn(x, positions, attend)
+        return x, x
+
+    def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head.outputs`."""
+        x = residual + self.self_attn.o_proj(attended)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return x, x

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.attention import Attend
 from mtptrain.heads.base import Head, HeadConfig
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
@@ -87,13 +86,15 @@ class Eagle3Head(Head):
         fused: torch.Tensor = self.fc(streams)
         return fused
 
-    def layer(
-        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One depth; see `Head.layer`."""
+    def attention_inputs(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head.attention_inputs`."""
         normed = self.hidden_norm(hidden_states)
         residual = normed if self.norm_before_residual else hidden_states
-        x = residual + self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], dim=-1), positions, attend)
+        return residual, torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+
+    def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head.outputs`."""
+        x = residual + self.self_attn.o_proj(attended)
         x = x + self.mlp(self.post_attention_layernorm(x))
         states = self.norm(x)
         return states, states if self.norm_output else x

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mtptrain.heads.attention import Attend, rotate
+from mtptrain.heads.attention import rotate
 from mtptrain.heads.base import HeadConfig
 from mtptrain.target import check_static_rope, head_rope_parameters
 
@@ -119,7 +119,7 @@ def _default_heads(hidden_size: int, target_heads: int) -> int:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention without biases: projections and RoPE; where keys come from is the caller's."""
+    """Grouped-query attention without biases: projections and RoPE; which keys a query sees is the caller's."""
 
     def __init__(self, input_size: int, dims: HeadDims, target_config: PreTrainedConfig) -> None:
         super().__init__()
@@ -131,14 +131,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, dims.hidden_size, bias=False)
         self.rope = Rope(dims.head_dim, target_config)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Rows [..., input size] at positions [...] -> [..., H]."""
-        query, key, value = (
-            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [..., heads, head_dim]
-        cos, sin = self.rope.tables(positions, x.dtype)
-        out: torch.Tensor = self.o_proj(attend(rotate(query, cos, sin), rotate(key, cos, sin), value).flatten(-2))
-        return out
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotated queries [..., heads, head_dim] of rows [..., input size] at positions [...]."""
+        return rotate(self._heads(self.q_proj(x)), *self.rope.tables(positions, x.dtype))
+
+    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys and values [..., kv heads, head_dim], likewise."""
+        return rotate(self._heads(self.k_proj(x)), *self.rope.tables(positions, x.dtype)), self._heads(self.v_proj(x))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
 def initialise(head: nn.Module, hidden_size: int, target_layers: int) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.attention import Attend
 from mtptrain.heads.base import Head, HeadConfig
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
@@ -36,12 +35,14 @@ class MtpHead(Head):
         self.norm = RmsNorm(hidden_size, eps)
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
-    def layer(
-        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One depth; see `Head.layer`. The normed state is both read by lm_head and fed back."""
+    def attention_inputs(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head.attention_inputs`."""
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden_states)], dim=-1))  # [..., H]
-        x = x + self.self_attn(self.input_layernorm(x), positions, attend)
+        return x, self.input_layernorm(x)
+
+    def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head.outputs`."""
+        x = residual + self.self_attn.o_proj(attended)
         x = x + self.mlp(self.post_attention_layernorm(x))
         normed = self.norm(x)
-        return normed, normed
+        return normed, normed  # read by lm_head, and fed back

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtptrain.batches import Batch, BatchSchedule, make_batch, pack_documents
+from mtptrain.batches import Batch, BatchSchedule, balance, make_batch, pack_documents
 from mtptrain.fp8 import decode, encode
 from mtptrain.hidden_store import StoredDocument
 
@@ -30,6 +30,10 @@ DOCUMENTS = {
 }
 
 
+USED = [6, 10, 0, 7]
+"""Tokens of each that a draft needs."""
+
+
 def batch() -> Batch:
     return make_batch([document(i, mask) for i, mask in DOCUMENTS.items()], T)
 
@@ -46,10 +50,19 @@ def plain_drafts() -> set[tuple[int, int, int, int]]:
     return drafts
 
 
+def owners(made: Batch) -> list[int]:
+    """The document of every packed token."""
+    order = [i for i in sorted(DOCUMENTS, key=lambda i: -len(DOCUMENTS[i])) if i in made.document_ids]
+    return [order[i] for i in ((made.packing.positions == 0).cumsum(0) - 1).tolist()]
+
+
 def test_exactly_the_drafts_that_serving_makes_count_and_each_reads_its_token() -> None:
-    made = batch()
-    owners = [i for i in sorted(DOCUMENTS, key=lambda i: -len(DOCUMENTS[i])) for _ in DOCUMENTS[i]]
-    found = {(owners[n], int(made.packing.positions[n]), k, int(made.next_ids[k, n])) for k, n in made.is_draft.nonzero().tolist()}
+    made, of_token = batch(), owners(batch())
+    tokens = made.packing.rows.tolist()
+    found = {
+        (of_token[tokens[row]], int(made.packing.positions[tokens[row]]), k, int(made.row_ids[k, row]))
+        for k, row in made.is_draft.nonzero().tolist()
+    }
     assert found == plain_drafts()
     assert made.num_drafts.tolist() == [sum(draft[2] == k for draft in found) for k in range(T)]
 
@@ -60,36 +73,91 @@ def test_the_first_draft_of_an_answer_counts_and_the_one_before_does_not() -> No
     assert rows == [2, 3, 4, 8]
 
 
-def test_teachers_are_the_positions_before_drafted_tokens() -> None:
+def test_a_draft_is_taught_where_the_row_so_many_later_has_its_first_teacher() -> None:
+    """What the loss relies on: depth k of row t is taught at t + 1 + k, and rows of a span lie behind each other."""
     made = batch()
-    expected = {n + 1 + k for k, n in made.is_draft.nonzero().tolist()}
-    assert set(made.supervised_positions.tolist()) == expected
+    teachers = made.packing.rows + 1
+    for k, row in made.is_draft.nonzero().tolist():
+        assert teachers[row + k] == made.packing.rows[row] + 1 + k
 
 
-def test_nothing_is_read_from_behind_the_end_of_a_document() -> None:
+def test_only_tokens_that_a_draft_needs_are_packed() -> None:
+    """Up to the teacher of the last row; documents without a draft not at all."""
     made = batch()
-    for n, position in enumerate(made.packing.positions.tolist()):
-        document_id = int(made.hidden_states[n, 0].item()) // 100
+    assert made.document_ids == (2, 4, 1) and made.document_tokens == 27
+    assert [owners(made).count(i) for i in (1, 2, 4)] == [6, 10, 7]
+    assert made.hidden_states[:, 0].float().div(100).floor().tolist() == owners(made)
+    assert made.packing.positions.tolist() == [p for count in (10, 7, 6) for p in range(count)]
+
+
+def test_every_token_reads_the_next_one_and_nothing_is_read_from_behind_the_end_of_a_document() -> None:
+    made, of_token = batch(), owners(batch())
+    positions = made.packing.positions.tolist()
+    for n, position in enumerate(positions):
+        assert int(made.next_ids[n]) == 100 * of_token[n] + position + 1
+    for row, n in enumerate(made.packing.rows.tolist()):
         for k in range(T):
-            token = int(made.next_ids[k, n])
-            assert token == (100 * document_id + position + 1 + k if position + 1 + k < len(DOCUMENTS[document_id]) else 0)
+            is_inside = positions[n] + 1 + k < len(DOCUMENTS[of_token[n]])
+            assert int(made.row_ids[k, row]) == (100 * of_token[n] + positions[n] + 1 + k if is_inside else 0)
 
 
-def test_an_epoch_packs_every_document_once_within_the_budget_and_in_another_order_than_the_next() -> None:
+def pack(lengths: np.ndarray, micro_batches: int = 1, epoch: int = 0, costs: np.ndarray | None = None) -> list[list[list[int]]]:
+    return pack_documents(lengths, lengths.astype(float) if costs is None else costs, 64, micro_batches, seed=0, epoch=epoch)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_an_epoch_packs_every_document_once_within_the_budget_and_in_another_order_than_the_next(micro_batches: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 60, 200)
-    first, second = pack_documents(lengths, 64, seed=0, epoch=0), pack_documents(lengths, 64, seed=0, epoch=1)
+    first, second = pack(lengths, micro_batches), pack(lengths, micro_batches, epoch=1)
     for packed in (first, second):
-        assert sorted(i for indices in packed for i in indices) == list(range(200))
-        assert all(lengths[indices].sum() <= 64 for indices in packed)
+        seen = sorted(i for step in packed for indices in step for i in indices)
+        assert seen == sorted(set(seen)) and len(seen) > 200 - 8 * micro_batches
+        assert all(lengths[indices].sum() <= 64 for step in packed for indices in step)
     assert first != second
-    assert first == pack_documents(lengths, 64, seed=0, epoch=0)
+    assert first == pack(lengths, micro_batches)
+
+
+def test_documents_that_cost_nothing_are_left_out() -> None:
+    costs = np.array([1.0, 0.0, 2.0])
+    assert sorted(i for step in pack(np.array([5, 6, 7]), costs=costs) for indices in step for i in indices) == [0, 2]
+
+
+def test_the_micro_batches_of_a_step_cost_about_the_same() -> None:
+    """By what trains, not by tokens: one answer in ten documents is long."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(4, 12, 2000)
+    costs = np.where(rng.random(2000) < 0.1, 20.0, 1.0) * rng.random(2000)
+    steps = pack_documents(lengths, costs, 256, 8, seed=0, epoch=0)
+    for step in steps:
+        balanced = balance(step, lengths, costs, 256)
+        assert sorted(i for indices in balanced for i in indices) == sorted(i for indices in step for i in indices)
+        assert all(lengths[indices].sum() <= 256 for indices in balanced)
+        spent = [costs[indices].sum() for indices in balanced]
+        assert max(spent) < 1.1 * np.mean(spent)
+    assert (
+        max(
+            max(costs[indices].sum() for indices in step) / costs[[i for indices in step for i in indices]].sum() * 8
+            for step in steps
+        )
+        > 1.5
+    )
 
 
 def test_a_document_longer_than_a_batch_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"train\.batch_tokens: must be at least the longest document, 70 tokens, but is 64; raise it"
     ):
-        pack_documents(np.array([3, 70]), 64, seed=0, epoch=0)
+        pack(np.array([3, 70]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_step_has_the_same_documents_for_any_number_of_ranks(world_size: int) -> None:
+    schedule = BatchSchedule(Store(fp8_document), T, 16, 4, seed=0, for_gpu=False)  # type: ignore[arg-type]
+    for step in range(2 * schedule.steps_per_epoch):
+        shared = [schedule.micro_batches(step, rank, world_size) for rank in range(world_size)]
+        assert {len(batches) for batches in shared} == {4 // world_size}
+        ids = sorted(i for batches in shared for batch in batches for i in batch.document_ids)
+        assert ids == sorted(i for indices in schedule.documents_of(step) for i in indices)
 
 
 @pytest.mark.parametrize("decode_states", [False, True])
@@ -103,13 +171,13 @@ def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens(dec
         documents.append(StoredDocument(i, plain.input_ids, plain.loss_mask, values, aux_values, scales, aux_scales))
         expected.append(decode(values, scales, torch.float32))
         expected_aux.append(decode(aux_values, aux_scales, torch.float32))
-    order = sorted(range(len(documents)), key=lambda i: -len(expected[i]))
+    order = [1, 3, 0]  # the third has no draft
     made = make_batch(documents, T, decode_states)
     assert (made.hidden_states_scales is None) == (made.aux_hidden_states_scales is None) == decode_states
     on_device = made.to(torch.device("cpu"), torch.float32)
-    assert torch.equal(on_device.hidden_states, torch.cat([expected[i] for i in order]))
+    assert torch.equal(on_device.hidden_states, torch.cat([expected[i][: USED[i]] for i in order]))
     assert on_device.aux_hidden_states is not None
-    assert torch.equal(on_device.aux_hidden_states, torch.cat([expected_aux[i] for i in order]))
+    assert torch.equal(on_device.aux_hidden_states, torch.cat([expected_aux[i][: USED[i]] for i in order]))
 
 
 def fp8_document(document_id: int, length: int) -> StoredDocument:
@@ -134,7 +202,7 @@ class Store:
 @pytest.mark.parametrize("make", [fp8_document, lambda i, length: document(i, [1] * length)])
 def test_memory_of_states_is_used_again_but_never_before_its_step_is_over(make: Callable[[int, int], StoredDocument]) -> None:
     store = Store(make)
-    schedule = BatchSchedule(store, T, 16, 2, seed=0, decode_states=True)  # type: ignore[arg-type]
+    schedule = BatchSchedule(store, T, 16, 2, seed=0, for_gpu=False)  # type: ignore[arg-type]
     addresses = set()
     for batches in schedule.prefetch(0, 3 * schedule.steps_per_epoch, 0, 1):
         time.sleep(0.002)  # the next step is read meanwhile

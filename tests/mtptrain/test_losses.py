@@ -4,22 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtptrain.losses import LossSums, kl_to_target
+from mtptrain.losses import LossKind, LossSettings, LossSums, draft_losses
 
-T, N, H, V = 3, 40, 16, 50
+T, M, H, V = 3, 40, 16, 50
 
 
-def inputs(supervised: float) -> tuple[torch.Tensor, ...]:
+def inputs(last_rows: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Spans that end with these rows; rows behind the last do not count."""
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(T, N, H, generator=generator).requires_grad_()
-    target_states, lm_head = torch.randn(N, H, generator=generator), torch.randn(V, H, generator=generator)
-    is_draft = torch.rand(T, N, generator=generator) < supervised
-    for depth in range(T):
-        is_draft[depth, N - 1 - depth :] = False  # no teacher behind the end
-    is_teacher = torch.zeros(N, dtype=torch.bool)
-    for depth in range(T):
-        is_teacher |= torch.roll(is_draft[depth], 1 + depth)
-    return states, target_states, lm_head, is_teacher.nonzero()[:, 0], is_draft
+    states = torch.randn(T, M, H, generator=generator).requires_grad_()
+    target_states, lm_head = torch.randn(M, H, generator=generator), torch.randn(V, H, generator=generator)
+    rows_left = torch.tensor([next((last - row + 1 for last in last_rows if last >= row), 0) for row in range(M)])
+    return states, target_states, lm_head, rows_left > torch.arange(T)[:, None]
 
 
 def plain_kl(states: torch.Tensor, target_states: torch.Tensor, lm_head: torch.Tensor, is_draft: torch.Tensor) -> torch.Tensor:
@@ -28,7 +24,7 @@ def plain_kl(states: torch.Tensor, target_states: torch.Tensor, lm_head: torch.T
     for depth in range(T):
         rows = is_draft[depth].nonzero()[:, 0]
         logprobs = (states[depth, rows] @ lm_head.T).log_softmax(-1)
-        sums.append(F.kl_div(logprobs, teacher[rows + 1 + depth], reduction="sum", log_target=True))
+        sums.append(F.kl_div(logprobs, teacher[rows + depth], reduction="sum", log_target=True))
     return torch.stack(sums)
 
 
@@ -36,22 +32,23 @@ def run_kl(
     states: torch.Tensor,
     target_states: torch.Tensor,
     lm_head: torch.Tensor,
-    positions: torch.Tensor,
     is_draft: torch.Tensor,
     chunk_rows: int = 16,
     scale: torch.Tensor | None = None,
 ) -> LossSums:
     """With the target's own lm_head."""
     scale = torch.ones(T) if scale is None else scale
-    return kl_to_target(states, lm_head, target_states, lambda x: x @ lm_head.T, positions, is_draft, scale, chunk_rows)
+    return draft_losses(
+        states, lm_head, target_states, lambda x: x @ lm_head.T, is_draft, scale, LossSettings(chunk_rows=chunk_rows)
+    )
 
 
-@pytest.mark.parametrize("supervised", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("last_rows", [(), (0, 1, 5, 20), (39,)])
 @pytest.mark.parametrize("chunk_rows", [7, 1000])
-def test_chunked_kl_and_its_gradient_equal_the_plain_formula(supervised: float, chunk_rows: int) -> None:
-    states, target_states, lm_head, positions, is_draft = inputs(supervised)
+def test_chunked_kl_and_its_gradient_equal_the_plain_formula(last_rows: tuple[int, ...], chunk_rows: int) -> None:
+    states, target_states, lm_head, is_draft = inputs(last_rows)
     weights = torch.tensor([0.5, 0.3, 0.2])
-    ours = run_kl(states, target_states, lm_head, positions, is_draft, chunk_rows, weights)
+    ours = run_kl(states, target_states, lm_head, is_draft, chunk_rows, weights)
     reference = plain_kl(states, target_states, lm_head, is_draft)
     torch.testing.assert_close(ours.kl, reference, atol=1e-4, rtol=1e-5)
     (our_grad,) = torch.autograd.grad(ours.loss, states)
@@ -61,36 +58,36 @@ def test_chunked_kl_and_its_gradient_equal_the_plain_formula(supervised: float, 
 
 
 def test_agreement_counts_drafts_whose_most_likely_token_is_the_targets() -> None:
-    states, target_states, lm_head, positions, is_draft = inputs(1.0)
+    states, target_states, lm_head, is_draft = inputs((20, 39))
     with torch.no_grad():
-        states[0, : N - 1] = target_states[1:]  # depth 0 knows the answer
-    ours = run_kl(states, target_states, lm_head, positions, is_draft)
+        states[0] = target_states  # depth 0 knows the answer
+    ours = run_kl(states, target_states, lm_head, is_draft)
     assert ours.agreement[0] == is_draft[0].sum()
     assert ours.kl[0].abs() < 1e-3
     assert ours.agreement[1] < 0.2 * is_draft[1].sum()
 
 
 def test_a_teacher_shifted_by_one_is_caught() -> None:
-    states, target_states, lm_head, positions, is_draft = inputs(1.0)
-    shifted = run_kl(states, torch.roll(target_states, 1, 0), lm_head, positions, is_draft).kl
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    shifted = run_kl(states, torch.roll(target_states, 1, 0), lm_head, is_draft).kl
     assert (shifted - plain_kl(states, target_states, lm_head, is_draft)).abs().min() > 1.0
 
 
 @pytest.mark.parametrize("chunk_rows", [7, 1000])
 def test_a_draft_vocabulary_is_taught_by_the_targets_probabilities_as_they_are(chunk_rows: int) -> None:
     """Trap 11: renormalised inside the draft vocabulary, a head that misses every token looks perfect."""
-    states, target_states, lm_head, positions, is_draft = inputs(1.0)
+    states, target_states, lm_head, is_draft = inputs((20, 39))
     ids = torch.arange(0, V, 3)  # 17 of 50 tokens
     own = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(1)).requires_grad_()
     weights = torch.tensor([0.5, 0.3, 0.2])
-    ours = kl_to_target(
-        states, own, target_states, lambda x: x @ lm_head.T, positions, is_draft, weights, chunk_rows, draft_token_ids=ids
+    ours = draft_losses(
+        states, own, target_states, lambda x: x @ lm_head.T, is_draft, weights, LossSettings(chunk_rows=chunk_rows), ids
     )
     teacher = (target_states @ lm_head.T).softmax(-1)
     reference, agreement = [], []
     for depth in range(T):
         rows = is_draft[depth].nonzero()[:, 0]
-        wanted = teacher[rows + 1 + depth]
+        wanted = teacher[rows + depth]
         logits = states[depth, rows] @ own.T
         inside = wanted[:, ids]
         kl = (inside * (inside.log() - logits.log_softmax(-1))).sum(-1) + (1 - inside.sum(-1))
@@ -105,12 +102,31 @@ def test_a_draft_vocabulary_is_taught_by_the_targets_probabilities_as_they_are(c
 
 
 def test_a_target_token_outside_the_draft_vocabulary_is_a_miss() -> None:
-    states, target_states, lm_head, positions, is_draft = inputs(1.0)
+    states, target_states, lm_head, is_draft = inputs((20, 39))
     wanted = (target_states @ lm_head.T).argmax(-1)
     outside = torch.tensor([token for token in range(V) if token not in set(wanted.tolist())])
     assert len(outside) > 5
     scale = torch.ones(T)
-    ours = kl_to_target(
-        states, lm_head[outside], target_states, lambda x: x @ lm_head.T, positions, is_draft, scale, 16, draft_token_ids=outside
-    )
+    ours = draft_losses(states, lm_head[outside], target_states, lambda x: x @ lm_head.T, is_draft, scale, LossSettings(), outside)
     assert ours.agreement.tolist() == [0, 0, 0]
+
+
+def test_the_lk_loss_is_kl_where_drafts_are_refused_and_the_chance_of_refusal_where_they_are_accepted() -> None:
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    kl = run_kl(states, target_states, lm_head, is_draft)
+    for eta, expected in ((0.0, kl.kl), (1e4, is_draft.sum(1) - kl.overlap)):
+        lk = draft_losses(
+            states, lm_head, target_states, lambda x: x @ lm_head.T, is_draft, torch.ones(T), LossSettings(LossKind.lk, eta)
+        )
+        torch.testing.assert_close(lk.losses, expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(lk.kl, kl.kl)
+
+
+def test_overlap_is_the_chance_that_a_sampled_draft_is_accepted() -> None:
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    p, q = (target_states @ lm_head.T).softmax(-1), (states.detach() @ lm_head.T).softmax(-1)
+    expected = [
+        sum(float(torch.minimum(p[row + depth], q[depth, row]).sum()) for row in is_draft[depth].nonzero()[:, 0].tolist())
+        for depth in range(T)
+    ]
+    assert run_kl(states, target_states, lm_head, is_draft).overlap.tolist() == pytest.approx(expected, rel=1e-5)

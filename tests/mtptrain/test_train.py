@@ -161,7 +161,7 @@ def test_a_run_that_diverges_stops_before_it_saves_and_names_its_documents(fresh
     settings = ("train.lr=1e30", "train.warmup_steps=0", "train.save_every=2", "train.log_every=10")
     result = run_program("mtptrain.train", *fresh_run[1], *settings)
     assert result.returncode != 0
-    assert "train: the loss must be finite, but is nan at step 2, with documents [" in result.stderr
+    assert "train: the loss must be finite, but is not at step 2, with documents [" in result.stderr
     assert not list((fresh_run[0] / "train/checkpoints").glob("step_*"))
 
 
@@ -185,7 +185,7 @@ def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_me
             "train.micro_batches_per_step: must be a multiple of the number of ranks, 2, but is 3",
         ),
         (("train.batch_tokens=64",), 1, "train.batch_tokens: must be at least the longest document, 128 tokens, but is 64"),
-        (("train.micro_batches_per_step=5000",), 1, "must be at most the number of batches, but is 5000"),
+        (("train.micro_batches_per_step=5000",), 1, "must be at most the number of documents that train, but is 5000"),
         (("hidden_states.dtype=bfloat16",), 1, "the computing dtype"),
         (("acceptance.prompt_tokens=400",), 1, "acceptance.prompt_tokens: held-out documents must hold a prompt of 400 tokens"),
         (
@@ -215,16 +215,13 @@ def test_a_flipped_byte_in_a_shard_is_named_before_training_touches_it(fresh_run
     assert not (fresh_run[0] / "train").exists()
 
 
-def test_a_checkpoint_of_another_number_of_ranks_or_another_order_of_data_is_refused_and_kept(fresh_run: Run) -> None:
+def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_and_kept(fresh_run: Run) -> None:
     train(fresh_run, "train.max_steps=2")
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
     assert "to go on from this checkpoint, train.lr must be 0.003, but is 1e-06; set it as it was" in result.stderr
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "seed=1", num_ranks=2)
     assert result.returncode != 0
-    assert (
-        "to go on from this checkpoint, the number of ranks must be 1, but is 2; seed must be 0, but is 1; set it as"
-        in result.stderr
-    )
+    assert "to go on from this checkpoint, seed must be 0, but is 1; set it as" in result.stderr
     result = run_program("mtptrain.train", *fresh_run[1], "train.resume=never")
     assert "train.resume: must be auto where checkpoints exist, but is never" in result.stderr
     assert (fresh_run[0] / "train/checkpoints/step_00000002/complete.json").is_file()

@@ -200,7 +200,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
     target_states = (states.hidden_states if states.aux_hidden_states is None else states.aux_hidden_states)[:, :num_rows]
-    embeddings = torch.stack([target.parts.embed(tokens[:, 1 + depth :][:, :num_rows]).flatten(0, 1) for depth in range(depths)])
+    embeddings = [target.parts.embed(tokens[:, 1 + depth :][:, :num_rows]).flatten(0, 1) for depth in range(depths)]
     labels = torch.stack([tokens[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)])  # [T, N]
     if head.d2t is not None:
         frequent = torch.bincount(labels.flatten(), minlength=target.config.vocab_size).argsort(descending=True, stable=True)

@@ -62,9 +62,11 @@ def packed_inputs(head: Head) -> tuple[torch.Tensor, torch.Tensor, Packing]:
     return hidden_states, embeddings, Packing.of(LENGTHS)
 
 
-def depth_embeddings(embeddings: torch.Tensor, shift: int = 1) -> torch.Tensor:
-    """What depth k of row t reads: the embedding of token t + shift + k."""
-    return torch.stack([torch.roll(embeddings, -(shift + depth), 0) for depth in range(DEPTHS)])
+def depth_embeddings(embeddings: torch.Tensor, shift: int = 1, packing: Packing | None = None) -> list[torch.Tensor]:
+    """What depth k of row t reads: the embedding of token t + shift + k; of the rows, but at depth 0 of all tokens."""
+    rows = Packing.of(LENGTHS).rows if packing is None else packing.rows
+    shifted = [torch.roll(embeddings, -(shift + depth), 0) for depth in range(DEPTHS)]
+    return [shifted[0], *(x[rows] for x in shifted[1:])]
 
 
 def serve(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, row: int) -> list[torch.Tensor]:
@@ -132,7 +134,7 @@ def test_an_alignment_shifted_by_one_position_is_caught(name: str) -> None:
 def test_a_document_that_sees_its_neighbour_is_caught(name: str) -> None:
     head = random_head(name)
     hidden_states, embeddings, packing = packed_inputs(head)
-    one_document = replace(packing, runs=((0, 1, sum(LENGTHS)),))
+    one_document = replace(packing, segments=Packing.of([sum(LENGTHS)]).segments)
     assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), one_document)) > 1e-2
 
 
@@ -149,6 +151,32 @@ def test_a_document_is_not_touched_by_what_its_neighbours_hold(name: str) -> Non
     assert torch.equal(before[:, 9:], after[:, 9:])
 
 
+SOME_ROWS = ((0, 2, 3), (0, 6, 2), (1, 0, 4), (2, 4, 1))
+"""Spans as (document, first token, rows): two of one document, one from the start, one row alone."""
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_that_draft_alone_get_what_they_get_among_all(name: str, recompute: bool) -> None:
+    """States and every gradient: tokens that do not draft give keys and values, and nothing more is needed of them."""
+    head = random_head(name)
+    head.recompute = recompute
+    hidden_states, embeddings, packing = packed_inputs(head)
+    few = Packing.of(LENGTHS, SOME_ROWS)
+    states = head(hidden_states, depth_embeddings(embeddings, packing=few), few)
+    head.recompute = False
+    among_all = head(hidden_states, depth_embeddings(embeddings), packing)[:, few.rows]
+    torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)
+    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
+    parameters = [parameter for name, parameter in head.named_parameters() if name != "lm_head.weight"]
+    for ours, reference in zip(
+        torch.autograd.grad((states * weights).mean(), parameters),
+        torch.autograd.grad((among_all * weights).mean(), parameters),
+        strict=True,
+    ):
+        assert (ours - reference).abs().max() <= 5e-5 * reference.abs().max()
+
+
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_training_with_each_depths_own_full_attention_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +186,9 @@ def test_training_with_each_depths_own_full_attention_is_caught(name: str, monke
     head = random_head(name)
     hidden_states, embeddings, packing = packed_inputs(head)
     real = module.depth_attention
-    monkeypatch.setattr(module, "depth_attention", lambda q, keys, values, packing: real(q, keys[-1:], values[-1:], packing))
+    monkeypatch.setattr(
+        module, "depth_attention", lambda q, k, v, own_k, own_v, packing: real(q, [k, *own_k][-1], [v, *own_v][-1], [], [], packing)
+    )
     assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), packing)) > 1e-2
 
 

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from mtptrain.heads.attention import Packing, dense_depth_attention, depth_attention, rotate
+from mtptrain.heads.attention import Packing, depth_attention, rotate
 from mtptrain.heads.layers import RmsNorm, Rope
+from tests.mtptrain.heads.dense import dense_depth_attention
 
 ROPES: dict[str, dict[str, object]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -23,35 +26,53 @@ ROPES: dict[str, dict[str, object]] = {
 }
 
 
-def inputs(num_tokens: int, depths: int) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(depths)
-
-    def leaf(heads: int) -> torch.Tensor:
-        return torch.randn(num_tokens, heads, 64, generator=generator).requires_grad_()
-
-    return leaf(4), [leaf(2) for _ in range(depths)], [leaf(2) for _ in range(depths)]
+def spans_of(draw: st.DrawFn, document: int, length: int) -> list[tuple[int, int, int]]:
+    """Of one document, with at least one token between two of them."""
+    edges = draw(st.lists(st.integers(0, length), unique=True, max_size=6).map(sorted))
+    return [(document, first, last - first) for first, last in zip(edges[::2], edges[1::2], strict=False)]
 
 
-@pytest.mark.parametrize("lengths", [[7, 7, 5, 1], [1, 1, 1], [40]], ids=str)
-@pytest.mark.parametrize("depths", [1, 2, 5])
-def test_merged_attention_and_all_its_gradients_equal_dense_attention(lengths: list[int], depths: int) -> None:
-    query, keys, values = inputs(sum(lengths), depths)
-    packing = Packing.of(lengths)
-    merged, dense = (attention(query, keys, values, packing) for attention in (depth_attention, dense_depth_attention))
-    torch.testing.assert_close(merged, dense, atol=2e-6, rtol=0)
-    weights = torch.randn(merged.shape, generator=torch.Generator().manual_seed(9))
+@st.composite
+def packings(draw: st.DrawFn) -> Packing:
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    spans = [span for document, length in enumerate(lengths) for span in spans_of(draw, document, length)]
+    return Packing.of(lengths, spans or [(0, 0, 1)])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(packing=packings(), depths=st.integers(0, 4), kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 99))
+def test_merged_attention_and_all_its_gradients_equal_dense_attention(
+    packing: Packing, depths: int, kv_heads: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaf(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, 64, generator=generator).requires_grad_()
+
+    num_tokens, num_rows = len(packing.positions), len(packing.rows)
+    query, key, value = leaf(num_rows, 4), leaf(num_tokens, kv_heads), leaf(num_tokens, kv_heads)
+    own_keys, own_values = ([leaf(num_rows, kv_heads) for _ in range(depths)] for _ in range(2))
+    inputs = [query, key, value, *own_keys, *own_values]
+    merged, dense = (
+        attention(query, key, value, own_keys, own_values, packing) for attention in (depth_attention, dense_depth_attention)
+    )
+    torch.testing.assert_close(merged, dense, atol=5e-6, rtol=0)
+    weights = torch.randn(merged.shape, generator=generator)
     for ours, reference in zip(
-        torch.autograd.grad(merged, [query, *keys, *values], weights),
-        torch.autograd.grad(dense, [query, *keys, *values], weights),
-        strict=True,
+        torch.autograd.grad(merged, inputs, weights), torch.autograd.grad(dense, inputs, weights), strict=True
     ):
-        torch.testing.assert_close(ours, reference, atol=5e-6, rtol=1e-5)
+        torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
 
 
-def test_neighbours_of_equal_length_share_a_run() -> None:
-    packing = Packing.of([3, 3, 2, 2, 3])
-    assert packing.runs == ((0, 2, 3), (6, 2, 2), (10, 1, 3))
-    assert packing.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 0, 1, 0, 1, 2]
+def test_a_packing_says_where_documents_and_rows_lie() -> None:
+    packing = Packing.of([3, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
+    assert packing.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert packing.rows.tolist() == [1, 2, 3, 5, 6]
+    inside, before = packing.segments
+    assert inside.lengths == ((2, 2), (1, 1), (2, 2)) and inside.queries is None
+    assert before.lengths == ((2, 1), (2, 2)) and before.queries is not None
+    assert before.queries.tolist() == [0, 1, 3, 4] and before.keys.tolist() == [0, 3, 4]
+    assert packing.num_pairs == (2 + 3) + 1 + (3 + 4)
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())

@@ -1,0 +1,66 @@
+"""What a training step needs, in FLOPs of its formula, and what a device can do."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mtptrain.batches import Batch
+from mtptrain.heads.base import Head
+
+INPUT_PROJECTIONS = ("eh_proj", "fc")
+"""Of the target's states: read at depth 0 by every token."""
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Of forward, loss and backward: products with weights, and attention; nothing that is computed twice counts twice."""
+
+    per_token: int
+    """Of each of N tokens: what gives its depth-0 key and value."""
+    per_row: int
+    """Of each of M rows: all depths, their T drafts and one teacher."""
+    per_pair: int
+    """Of each row and each token that it sees, at all depths."""
+
+    @staticmethod
+    def of(head: Head, vocab_size: int, depths: int) -> "StepFlops":
+        """Of a head for a target with V tokens, trained over T depths: 2 FLOPs per weight forward, 4 backward.
+
+        The target's states need no gradient, so a projection that reads them bare costs 2 fewer.
+        """
+        weights = {name: module.weight.numel() for name, module in head.named_modules() if isinstance(module, nn.Linear)}
+        hidden_size = int(head.self_attn.o_proj.out_features)
+        own_vocab = weights.pop("lm_head", None)
+        first = sum(weights.pop(name, 0) for name in INPUT_PROJECTIONS)
+        keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
+        has_bare_input = all(getattr(head, norm, None) is None for norm in ("enorm", "fc_norm", "input_norm"))
+        again = 0 if head.capture_layers else first  # read anew at each depth; fused streams are not
+        draft = (own_vocab * 6) if own_vocab else vocab_size * hidden_size * 4
+        return StepFlops(
+            per_token=first * (4 if has_bare_input else 6) + keys * 6,
+            per_row=depths * (6 * (sum(weights.values()) - keys) + draft)
+            + (depths - 1) * 6 * (again + keys)
+            + 2 * vocab_size * hidden_size,
+            per_pair=depths * 12 * int(head.self_attn.o_proj.in_features),
+        )
+
+    def of_batch(self, batch: Batch) -> float:
+        return self.per_token * batch.num_tokens + self.per_row * batch.num_rows + self.per_pair * batch.packing.num_pairs
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of ten products of [2048, 2048] matrices, of [8192, 8192] on a GPU."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(10):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)

@@ -1,0 +1,29 @@
+"""Elementwise work fused by torch.compile, where the trainer asks for it; the same functions run plainly everywhere else."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_is_on = False
+
+
+def fuse(on: bool) -> None:
+    """Run `fused` functions compiled from now on, or plainly."""
+    global _is_on
+    _is_on = on
+
+
+def fused(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of tensors without side effects; results differ by rounding at most."""
+    compiled = torch.compile(function, dynamic=True)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (compiled if _is_on else function)(*args, **kwargs)
+
+    return call
