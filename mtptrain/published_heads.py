@@ -43,7 +43,7 @@ KNOWN = {
 """Head and format by the class that config.json names."""
 PLAIN_LLAMA = "LlamaForCausalLM"
 """What config.json says in the repositories of EAGLE's authors."""
-NOT_OF_THE_WEIGHTS = ("name", "ttt_steps", "init_from")
+NOT_OF_THE_WEIGHTS = ("name", "ttt_steps", "init_from", "start_from_target")
 """Settings of a head that its weights do not depend on, or that are compared first."""
 
 

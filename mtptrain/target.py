@@ -230,6 +230,18 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     return FrozenParts.of(config, tensors)
 
 
+def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
+    """Read the target's last decoder layer: tensors in fp32 by their names inside the layer, norms as what they multiply by."""
+    config = read_target_config(target_dir)
+    prefix, offset = f"model.layers.{config.num_hidden_layers - 1}.", float(config.model_type in OFFSET_NORM_MODEL_TYPES)
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(target_dir):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            tensors |= {name.removeprefix(prefix): file.get_tensor(name).float() for name in names}
+    return {name: tensor + offset * name.endswith("norm.weight") for name, tensor in tensors.items()}
+
+
 def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
     if tensor_names:
         named = sorted(tensor_names)[:3]

@@ -40,7 +40,7 @@ from mtptrain.target import FrozenParts, load_frozen_parts, read_target_config, 
 from mtptrain.tracking import METRICS, PHASES, Meter, Tracer, Tracking
 from mtptrain.trainer import Trainer, check_batch_ranks, check_deepspeed
 from mtptrain.validation import Validation
-from mtptrain.warm_start import load_init
+from mtptrain.warm_start import load_init, start_from_target
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
@@ -83,6 +83,9 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
     identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)
     parts = load_frozen_parts(target_dir)
+    if config.head.start_from_target:
+        check_one_start(config.head.init_from)
+        start_from_target(head, target_dir)
     if config.head.init_from is None:
         initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), identity.prompts_sha256)
     else:
@@ -112,6 +115,13 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     meter = Meter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}
     return Run(schedule, num_steps, trainer, meter, validation, progress, facts, head_facts)
+
+
+def check_one_start(init_from: str | None) -> None:
+    if init_from is not None:
+        raise ValueError(
+            f"head.start_from_target: must be false where head.init_from says where to start, but is true with {init_from}; choose one"
+        )
 
 
 def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: Path, prompts_sha256: str) -> None:

@@ -17,7 +17,7 @@ from mtptrain.head_files import build_head, check_head_target, fill_head, load_h
 from mtptrain.heads.base import Head, HeadConfig
 from mtptrain.identity import file_sha256, weights_fingerprint
 from mtptrain.published_heads import PublishedHead, effective_settings, read_published
-from mtptrain.target import head_rope_parameters, load_frozen_parts, read_target_config
+from mtptrain.target import head_rope_parameters, load_frozen_parts, load_last_layer, read_target_config
 
 REPEATED = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head", "shared_head.head.weight": "lm_head"}
 """Tensors that a head's file may repeat from its target, and which of the frozen parts they are."""
@@ -59,6 +59,43 @@ def trained_or_initial_head(
         check_head_target(published.directory, target_dir)
     head = fill_head(build_head(config, target_config), state, dtype, device)
     return RunHead(head, published.directory, weights_fingerprint(published.directory), is_trained=False)
+
+
+@torch.no_grad()
+def start_from_target(head: Head, target_dir: Path) -> None:
+    """Give a random head the target's last decoder layer and final norm, as far as their shapes agree, and let it pass on the target's
+    states.
+
+    Projections of head `eagle3` also read the embedding, in their first columns, which stay random; `fc` or `eh_proj` gets the
+    identity for the state (the last captured stream) on top of half of its random weights.
+
+    Raises:
+        ValueError: no projection of the target's layer has the shape that the head's has.
+    """
+    layer, parts, copied = load_last_layer(target_dir), load_frozen_parts(target_dir), []
+    for name, parameter in head.named_parameters():
+        found = layer.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
+        if name == "norm.weight":
+            parameter.copy_(parts.norm_weight.float() + parts.has_offset_norm)
+        elif found is not None and has_shape_of(parameter, found):
+            parameter[..., -found.shape[-1] :].copy_(found)
+            copied.append(name)
+    if not any(name.endswith("proj.weight") for name in copied):
+        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(layer.items())[:4])
+        raise ValueError(
+            f"head.start_from_target: the target's last layer must have projections of the head's shapes, but {target_dir} has {sizes}; "
+            "set head.start_from_target=false"
+        )
+    fuse = dict(head.named_parameters()).get("eh_proj.weight", dict(head.named_parameters()).get("fc.weight"))
+    assert fuse is not None, "a head without a projection of the target's states"
+    hidden_size = fuse.shape[0]
+    fuse.mul_(0.5)
+    fuse[:, -hidden_size:].add_(torch.eye(hidden_size))
+
+
+def has_shape_of(parameter: torch.Tensor, found: torch.Tensor) -> bool:
+    """Alike, or with columns for the embedding before."""
+    return parameter.shape[:-1] == found.shape[:-1] and parameter.shape[-1] in (found.shape[-1], 2 * found.shape[-1])
 
 
 def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:

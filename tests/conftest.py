@@ -137,10 +137,14 @@ def make_target(
     return directory
 
 
+PLAIN = ("train.compile=false", "head.start_from_target=false")
+"""Compiling takes longer than a tiny run does, and random heads are what most tests are about."""
+
+
 def make_config(*overrides: str) -> PipelineConfig:
     """The quickstart recipe with overrides, as a program sees it."""
     with initialize_config_dir(RECIPES, version_base="1.3"):
-        return load_config(compose("pipeline", ["recipe=quickstart", *overrides]))
+        return load_config(compose("pipeline", ["recipe=quickstart", *PLAIN, *overrides]))
 
 
 @pytest.fixture(scope="session")
@@ -163,7 +167,7 @@ def program_command(module: str, *overrides: str, num_ranks: int = 1) -> list[st
     launcher = [sys.executable, "-m"]
     if num_ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
-    return [*launcher, module, "recipe=quickstart", *overrides]
+    return [*launcher, module, "recipe=quickstart", *PLAIN, *overrides]
 
 
 def run_program(module: str, *overrides: str, num_ranks: int = 1) -> subprocess.CompletedProcess[str]:

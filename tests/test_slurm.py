@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import TINY_SETTINGS, run_program, write_text_files
+from tests.conftest import PLAIN, TINY_SETTINGS, run_program, write_text_files
 from tests.data_prep.speaking import fake_server, make_speaking_target
 
 ROOT = Path(__file__).parents[1]
@@ -227,7 +227,7 @@ class Chain:
     """Of the extraction's second task."""
 
 
-SETTINGS = (*TINY_SETTINGS, "train.max_steps=120", "train.validate_every=40", "deepspeed=zero1", "deepspeed.bf16.enabled=false")
+SETTINGS = (*PLAIN, *TINY_SETTINGS, "train.max_steps=120", "train.validate_every=40", "deepspeed=zero1", "deepspeed.bf16.enabled=false")
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +325,7 @@ def stopped_at(log: Path) -> list[int]:
 
 
 def test_a_job_that_fails_by_itself_is_not_requeued_and_what_waits_for_it_is_cancelled(slurm: Slurm, chain: Chain) -> None:
-    overrides = ("recipe=quickstart", "run_dir=chain", *chain.overrides[2:])  # with checkpoints of two ranks
+    overrides = ("recipe=quickstart", "run_dir=chain", *chain.overrides[2:], "seed=1")
     printed = slurm.run(ROOT / "slurm/pipeline.sh", *overrides, SKIP="prompts hidden_states acceptance", NPROC="1")
     jobs = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
     assert list(jobs) == ["train", "export"]
@@ -333,7 +333,7 @@ def test_a_job_that_fails_by_itself_is_not_requeued_and_what_waits_for_it_is_can
     assert slurm.state(jobs["train"]) == "FAILED"
     assert "Restarts=0" in slurm.run("scontrol", "show", "job", jobs["train"])
     log = (chain.run_dir / f"slurm/train-{jobs['train']}.out").read_text()
-    assert "to go on from this checkpoint, the number of ranks must be 2, but is 1" in log
+    assert "to go on from this checkpoint, seed must be 0, but is 1" in log
 
 
 def test_answers_of_a_server_go_on_after_a_stop_ahead_of_the_time_limit(slurm: Slurm) -> None:

@@ -40,6 +40,8 @@ class HeadConfig:
     init_from: str | None = None
     """Start from a published head, one's own (`run_dir/train/best`) or the MTP layer of a checkpoint: a directory or a hub name; see
     `mtptrain.warm_start`. Random weights unless set."""
+    start_from_target: bool = False
+    """Start the layer as the target's last one, and let it pass the target's states on: trains several times faster at first."""
 
 
 class Head(nn.Module, ABC):

@@ -21,6 +21,7 @@ from tests.conftest import program_command, run_program
 
 Run = tuple[Path, tuple[str, ...]]
 FP32 = "deepspeed.bf16.enabled=false"
+FOUR_MICRO_BATCHES = "train.micro_batches_per_step=4"
 
 
 def train(run: Run, *overrides: str, num_ranks: int = 1) -> list[dict[str, object]]:
@@ -56,11 +57,15 @@ def test_the_loss_falls_and_every_step_is_recorded(one_rank: list[dict[str, obje
     assert losses[-1] < 0.8 * losses[0]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (2, 1), (2, 2), (1, 1), (1, 2)])
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (2, 1), (2, 2), (1, 1), (1, 2), (4, 0), (4, 2)])
 def test_ranks_and_zero_stages_give_the_same_losses(
     one_rank: list[dict[str, object]], fresh_run: Run, num_ranks: int, stage: int
 ) -> None:
-    found = train(fresh_run, f"deepspeed=zero{stage}", *[FP32] * (stage > 0), num_ranks=num_ranks)
+    if num_ranks == 4:
+        one_rank = train(fresh_run, "deepspeed=zero0", FOUR_MICRO_BATCHES)
+        shutil.rmtree(fresh_run[0] / "train")
+    overrides = [FOUR_MICRO_BATCHES] * (num_ranks == 4)
+    found = train(fresh_run, f"deepspeed=zero{stage}", *[FP32] * (stage > 0), *overrides, num_ranks=num_ranks)
     assert len(found) == 20
     for ours, reference in zip(figures(found), figures(one_rank), strict=True):
         assert ours == pytest.approx(reference, abs=1e-5, rel=1e-5)
@@ -85,6 +90,81 @@ def test_a_killed_run_resumes_with_bit_identical_losses(fresh_run: Run, tmp_path
     resumed = train(fresh_run, *settings, num_ranks=num_ranks)
     assert figures(resumed) == figures(undisturbed)
     assert (run_dir / "train/last/head.safetensors").read_bytes() == (tmp_path / "undisturbed/last/head.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "ranks_and_stages",
+    [((2, 1), (1, 1), (4, 2)), ((1, 0), (2, 2), (1, 0))],
+    ids=["2, 1, 4 ranks, ZeRO 1, 1, 2", "1, 2, 1 ranks, ZeRO 0, 2, 0"],
+)
+def test_a_run_goes_on_with_another_number_of_ranks_and_another_zero_stage(
+    fresh_run: Run, ranks_and_stages: tuple[tuple[int, int], ...]
+) -> None:
+    """The same documents, weights and moments: the losses are those of a run that never stopped."""
+    undisturbed = train(fresh_run, "deepspeed=zero0", FOUR_MICRO_BATCHES)
+    shutil.rmtree(fresh_run[0] / "train")
+    for last_step, (num_ranks, stage) in zip((6, 12, 20), ranks_and_stages, strict=True):
+        # The schedule of all 20 steps; a signal would stop as well, but not at a step of our choosing.
+        settings = (f"deepspeed=zero{stage}", *[FP32] * (stage > 0), FOUR_MICRO_BATCHES, "train.save_every=6")
+        command = program_command("mtptrain.train", *fresh_run[1], *settings, num_ranks=num_ranks)
+        if last_step == 20:
+            found = train(fresh_run, *settings, num_ranks=num_ranks)
+        else:
+            process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL, start_new_session=True)
+            while not (fresh_run[0] / f"train/checkpoints/step_{last_step:08d}/complete.json").is_file():
+                assert process.poll() is None, "it ended before it could be killed"
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert len(found) == 20
+    for ours, reference in zip(figures(found), figures(undisturbed), strict=True):
+        assert ours == pytest.approx(reference, abs=1e-5, rel=1e-5)
+
+
+def test_checkpoints_hold_plain_tensors_in_fp32_whatever_trains(fresh_run: Run) -> None:
+    """Traps 24 and 26: no pickles, no moments in bf16; the weights are the masters."""
+    train(fresh_run, "deepspeed=zero1", "train.max_steps=3")
+    (folder,) = (fresh_run[0] / "train/checkpoints").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "state.safetensors"]
+    state, head = load_file(folder / "state.safetensors"), load_file(fresh_run[0] / "train/last/head.safetensors")
+    weights = {name for name in state if not name.startswith("run.") and not name.endswith((".exp_avg", ".exp_avg_sq"))}
+    assert weights == set(head) and int(state["run.step"]) == 3
+    for name in weights:
+        assert torch.equal(state[name].bfloat16(), head[name].bfloat16()) and not torch.equal(
+            state[name].bfloat16().float(), state[name]
+        )
+        assert {state[name + suffix].dtype for suffix in ("", ".exp_avg", ".exp_avg_sq")} == {torch.float32}
+        assert state[name + ".exp_avg_sq"].min() >= 0 and state[name + ".exp_avg"].any()
+
+
+def test_a_compiled_step_and_one_that_computes_again_train_as_the_plain_one(
+    one_rank: list[dict[str, object]], fresh_run: Run
+) -> None:
+    found = train(fresh_run, "deepspeed=zero0", "train.compile=true", "train.recompute=true", "train.profile=true")
+    for ours, reference in zip(figures(found), figures(one_rank), strict=True):
+        assert ours == pytest.approx(reference, abs=1e-4, rel=1e-4)
+    trace = json.loads((fresh_run[0] / "train/trace_0.json").read_text())
+    assert any("_ChunkedLoss" in event.get("name", "") for event in trace["traceEvents"])
+
+
+@pytest.mark.parametrize("overrides", [("train.loss=lk",), ("train.loss=ce",), ("train.feature_weight=0.1",)], ids=str)
+def test_every_loss_trains(fresh_run: Run, overrides: tuple[str, ...]) -> None:
+    found = train(fresh_run, "deepspeed=zero0", "train.validation_prompts=0", *overrides)
+    assert found[-1]["loss"] < 0.95 * found[0]["loss"]  # type: ignore[operator]
+    assert found[-1]["kl_at"][0] < 0.9 * found[0]["kl_at"][0]  # type: ignore[index]
+
+
+def test_records_and_the_table_say_what_the_steps_did_with_their_time(fresh_run: Run) -> None:
+    result = run_program("mtptrain.train", *fresh_run[1], "deepspeed=zero0", "train.validation_prompts=0")
+    (*_, last) = records(fresh_run[0])
+    shares = [last[f"{name}_share"] for name in ("data_wait", "forward", "loss", "backward", "optimizer")]
+    assert all(0 <= share < 1 for share in shares) and 0.5 < sum(shares) <= 1.001  # type: ignore[operator]
+    assert 0 < last["share_of_limit"] < 1.5 and last["peak_bytes"] > 1e8  # type: ignore[operator]
+    assert last["supervised_tokens_per_s"] < last["tokens_per_s"]  # type: ignore[operator]
+    for word in ("limited by", "of the matmul peak", "peak memory", "supervised", "data wait"):
+        assert word in result.stdout
+    for word in ("tok/s", "supervised/s", "data=", "limit=", "GB="):
+        assert word in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,426 @@
+"""The training step beside its plain formula and beside another trainer, in turns in one run; its share of the device's limit; and
+what prompts and long documents cost.
+
+    python -m eval.bench_train recipe=quickstart
+    python -m eval.bench_train recipe=quickstart bench.target=8b          # on a GPU
+    make .venv-peer/.installed                                            # the other trainer, once
+
+Random states and tokens in documents of 512; steps with forward, loss, backward, clipping and AdamW, in bf16 with fp32
+masters. Ours is the trainer's own, in its DeepSpeed engine; the plain formula runs every row at every depth over dense masks and
+keeps all logits; the peer is vLLM Speculators' EAGLE-3. `bench.out=FILE` writes the figures as JSON.
+"""
+
+import gc
+import json
+import math
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig
+
+from mtptrain.batches import Batch, make_batch
+from mtptrain.config import RECIPES, PipelineConfig, load_config
+from mtptrain.distributed import Ranks, init_ranks
+from mtptrain.flops import StepFlops, matmul_peak
+from mtptrain.head_files import build_head
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head
+from mtptrain.hidden_store import StoredDocument
+from mtptrain.target import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
+from mtptrain.trainer import Trainer
+
+GPU_TARGETS = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8},
+}
+GPU_VOCAB = 128_256
+DOCUMENT_TOKENS = 512
+WORKER = Path(__file__).parent / "peers" / "speculators_worker.py"
+Figures = dict[str, Any]
+Shape = tuple[Sequence[int], Sequence[int]]
+"""Tokens of each document, and of its prompt."""
+
+
+@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    check(config)
+    ranks = init_ranks()
+    config = replace(config, train=replace(config.train, compile=True, micro_batches_per_step=1))
+    peak = matmul_peak(ranks.device, torch.bfloat16)
+    figures: Figures = {"device": device_name(ranks.device), "matmul_tflops": peak / 1e12}
+    if config.bench.target is not None:
+        figures["gpu"] = [bench_gpu(config, ranks, peak, *case) for case in GPU_CASES]
+    else:
+        figures["steps"] = bench_steps(config, ranks, peak)
+        figures |= bench_prompts(config, ranks)
+        figures["lengths"] = bench_lengths(config, ranks, peak)
+        figures |= headline(figures)
+    print_tables(config, figures)
+    if config.bench.out:
+        Path(config.bench.out).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def check(config: PipelineConfig) -> None:
+    known = ", ".join(f"`{name}`" for name in GPU_TARGETS)
+    if config.bench.target is not None and config.bench.target not in GPU_TARGETS:
+        raise ValueError(f"bench.target: must be one of {known} or left out, but is {config.bench.target!r}")
+    if config.bench.target is not None and not torch.cuda.is_available():
+        raise ValueError(
+            f"bench.target: must be left out where there is no GPU, but is {config.bench.target}; its steps take hours on a CPU"
+        )
+    for size in (*config.bench.hidden_sizes, config.bench.prompt_sizes[0]):
+        if size % 64:
+            raise ValueError(f"bench.hidden_sizes: must be multiples of 64, the head dim, but hold {size}; round it")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A head for a target with random weights."""
+
+    head: str
+    target: LlamaConfig
+    depths: int
+    draft_vocab_size: int | None = None
+
+
+def case_of(hidden_size: int, vocab_size: int, depths: int, head: str = "eagle3") -> Case:
+    heads = hidden_size // 64
+    sizes = {"hidden_size": hidden_size, "intermediate_size": hidden_size * 11 // 4, "num_attention_heads": heads}
+    return Case(head, target_of(sizes | {"num_key_value_heads": max(1, heads // 4)}, vocab_size), depths)
+
+
+def target_of(sizes: dict[str, Any], vocab_size: int) -> LlamaConfig:
+    return LlamaConfig(
+        **sizes, num_hidden_layers=8, vocab_size=vocab_size, max_position_embeddings=131_072, tie_word_embeddings=False
+    )
+
+
+class Ours:
+    """The trainer's own step on a batch of random documents."""
+
+    def __init__(self, config: PipelineConfig, case: Case, shape: Shape, ranks: Ranks) -> None:
+        torch.manual_seed(0)
+        target = case.target
+        settings = {"capture_layers": [2, 4, 6], "draft_vocab_size": case.draft_vocab_size} if case.head == "eagle3" else {}
+        self.head = build_head(HEADS[case.head].Config(ttt_steps=case.depths, **settings), target)
+        if self.head.d2t is not None:
+            self.head.d2t.zero_()
+        self.parts = random_parts(target, ranks.device)
+        bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+        self.trainer = Trainer(self.head, self.parts, config.train, bf16, 10_000, ranks)
+        self.batch = random_batch(target, shape, len(self.head.capture_layers), case.depths)
+        self.flops = StepFlops.of(self.head, target.vocab_size, case.depths).of_batch(self.batch)
+
+    def step(self) -> None:
+        self.trainer.step([self.batch])
+
+
+class Plain(Ours):
+    """The same weights and batch; every row at every depth, dense masks, all logits kept for the backward pass."""
+
+    def step(self) -> None:
+        engine, batch = self.trainer.engine, self.batch.to(self.trainer.ranks.device, torch.bfloat16)
+        losses = plain_losses(engine.module, self.trainer.parts, batch)
+        engine.backward(losses)
+        engine.step()
+
+
+def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
+    """Mean KL over depths and rows by its definition."""
+    attention, positions = head.self_attn, batch.packing.positions
+    document = (positions == 0).cumsum(0)
+    num_tokens = len(positions)
+    target_states = parts.final_norm(batch.hidden_states)
+    recycled = head.fuse(target_states if batch.aux_hidden_states is None else batch.aux_hidden_states)
+    teacher = parts.logits(target_states).float().log_softmax(-1)  # [N, V]
+    same = (document[:, None] == document) & torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=positions.device).tril()
+    own = torch.eye(num_tokens, dtype=torch.bool, device=positions.device)
+    keys, values, loss = [], [], torch.zeros((), device=positions.device)
+    for depth in range(len(batch.row_ids)):
+        read = torch.roll(batch.next_ids, -depth)
+        residual, x = head.attention_inputs(recycled, parts.embed(read))
+        key, value = attention.keys_values(x, positions + depth)
+        keys.append(key)
+        values.append(value)
+        query, key, value = (
+            part.transpose(0, 1)[None] for part in (attention.queries(x, positions + depth), *map(torch.cat, (keys, values)))
+        )
+        mask = torch.cat([same] + [own] * depth, dim=1)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        states, recycled = head.outputs(residual, attended.flatten(-2))
+        logprobs = F.linear(states, parts.lm_head).float().log_softmax(-1)  # [N, V]
+        wanted = torch.roll(teacher, -1 - depth, 0)
+        is_draft = torch.zeros(num_tokens, device=positions.device).index_copy_(
+            0, batch.packing.rows, batch.is_draft[depth].float()
+        )
+        loss = loss + ((wanted.exp() * (wanted - logprobs)).sum(-1) * is_draft).sum() / is_draft.sum().clamp(min=1)
+    return loss / len(batch.row_ids)
+
+
+def random_parts(target: LlamaConfig, device: torch.device) -> FrozenParts:
+    table = (target.vocab_size, target.hidden_size)
+    make = {"device": device, "dtype": torch.bfloat16}
+    scale = target.hidden_size**-0.5
+    tensors = {
+        EMBED_TOKENS: torch.randn(table, **make) * scale,  # type: ignore[call-overload]
+        FINAL_NORM: torch.ones(target.hidden_size, **make),  # type: ignore[call-overload]
+        LM_HEAD: torch.randn(table, **make) * scale,  # type: ignore[call-overload]
+    }
+    return FrozenParts.of(target, tensors)
+
+
+def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: int) -> Batch:
+    documents = []
+    for index, (length, prompt) in enumerate(zip(*shape, strict=True)):
+        states = torch.randn(length, 1 + num_captured, target.hidden_size, dtype=torch.bfloat16)
+        ids = torch.randint(0, target.vocab_size, (length,), dtype=torch.int32)
+        mask = (torch.arange(length) >= prompt).to(torch.uint8)
+        documents.append(
+            StoredDocument(index, ids, mask, states[:, -1].contiguous(), states[:, :-1].contiguous() if num_captured else None)
+        )
+    return make_batch(documents, depths)
+
+
+class PeerProcess:
+    """The other trainer, in a process of its own with its own packages; idle while others are measured."""
+
+    def __init__(self, python: str, case: Case, shape: Shape) -> None:
+        self._process = subprocess.Popen(
+            [python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        sizes = {name: getattr(case.target, name) for name in names}
+        lengths, prompts = shape
+        self._ask({**sizes, "lengths": list(lengths), "prompts": list(prompts), "depths": case.depths, "trains_lm_head": False})
+        self.peak_bytes = 0
+
+    def step(self) -> float:
+        """Seconds of one step, by the peer's own clock."""
+        answer = self._ask({"steps": 1})
+        self.peak_bytes = max(self.peak_bytes, int(answer["peak_bytes"]))
+        return float(answer["seconds"])
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            ended = self._process.wait()
+            raise RuntimeError(f"bench.peer_python: the peer must answer, but ended with {ended}; run {WORKER} by hand to see why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Figures]:
+    """Ours, the plain formula and the peer at every size, full supervision."""
+    has_peer = Path(config.bench.peer_python).exists()
+    if not has_peer:
+        print(f"*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators, but {config.bench.peer_python} does not "
+              "exist; run `make .venv-peer/.installed` ***")  # fmt: skip
+    found = []
+    for hidden_size in config.bench.hidden_sizes:
+        for num_tokens in config.bench.train_tokens:
+            case, shape = case_of(hidden_size, config.bench.vocab_size, config.bench.depths), full_documents(num_tokens)
+            peer = PeerProcess(config.bench.peer_python, case, shape) if has_peer else None
+            found.append({"hidden_size": hidden_size, "tokens": num_tokens} | in_turns(config, ranks, case, shape, peer, peak))
+            print(json.dumps(found[-1]))
+            if peer is not None:
+                peer.close()
+    return found
+
+
+def full_documents(num_tokens: int) -> Shape:
+    lengths = [DOCUMENT_TOKENS] * (num_tokens // DOCUMENT_TOKENS) + [num_tokens % DOCUMENT_TOKENS] * (
+        num_tokens % DOCUMENT_TOKENS > 0
+    )
+    return lengths, [0] * len(lengths)
+
+
+def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, peer: PeerProcess | None, peak: float) -> Figures:
+    """Seconds of the fastest of several steps of each candidate, one after the other, and the memory that each took."""
+    candidates: dict[str, Callable[[], float]] = {}
+    peaks: dict[str, int] = {}
+    builders: dict[str, type[Ours]] = {"ours": Ours, "plain": Plain}
+    flops = 0.0
+    for name, builder in builders.items():
+        built = builder(config, case, shape, ranks)
+        flops = built.flops
+        seconds, peaks[name] = with_peak(lambda built=built: timed(built.step, ranks.device), ranks.device)  # type: ignore[misc]
+        candidates[name] = lambda built=built: timed(built.step, ranks.device)  # type: ignore[misc]
+    if peer is not None:
+        candidates["peer"] = peer.step
+    best = dict.fromkeys(candidates, math.inf)
+    for turn in range(config.bench.repeats + 1):
+        for name, run in candidates.items():
+            seconds = run()
+            if turn:  # the first one warms up
+                best[name] = min(best[name], seconds)
+    tokens = sum(shape[0])
+    figures: Figures = {
+        "tokens_per_s": tokens / best["ours"],
+        "plain_tokens_per_s": tokens / best["plain"],
+        "share_of_limit": flops / best["ours"] / peak,
+        "peak_bytes": peaks["ours"],
+        "plain_peak_bytes": peaks["plain"],
+    }
+    if peer is not None:
+        figures |= {
+            "peer_tokens_per_s": tokens / best["peer"],
+            "ratio": best["peer"] / best["ours"],
+            "peer_peak_bytes": peer.peak_bytes,
+            "peak_share": peaks["ours"] / peer.peak_bytes,
+        }
+    return figures
+
+
+def timed(step: Callable[[], None], device: torch.device) -> float:
+    started = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2) -> tuple[float, int]:
+    """Seconds of the fastest of a few steps, and bytes that they took beyond what was there before: of the GPU, or resident on a CPU.
+
+    Compiling takes memory of its own, so that one step goes ahead.
+    """
+    step()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        seconds = min(step() for _ in range(repeats))
+        return seconds, torch.cuda.max_memory_allocated(device) - before
+    trim_heap()
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    seconds = min(step() for _ in range(repeats))
+    return seconds, resident_bytes("VmHWM") - before
+
+
+def trim_heap() -> None:
+    """Give freed memory back, so that what a step takes is seen."""
+    import ctypes
+
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident_bytes(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
+    """What a prompt token costs beside a supervised one, from steps whose answers stay and whose prompts grow; and, with prompts nine
+    times as long as the answers, ours beside the peer."""
+    hidden_size, vocab_size = config.bench.prompt_sizes
+    case, answer, documents = case_of(hidden_size, vocab_size, config.bench.depths), 256, 2
+    curve = {}
+    for factor in (0, 1, 3, 9):
+        shape = [answer * (1 + factor)] * documents, [answer * factor] * documents
+        ours = Ours(config, case, shape, ranks)
+        curve[factor], _ = with_peak(lambda ours=ours: timed(ours.step, ranks.device), ranks.device, config.bench.repeats)  # type: ignore[misc]
+    rows = answer * documents
+    figures: Figures = {
+        "prompt_curve": {f"prompts {factor} times the answers": seconds for factor, seconds in curve.items()},
+        "prompt_token_cost": (curve[9] - curve[0]) / (9 * rows) / (curve[0] / rows),
+    }
+    if Path(config.bench.peer_python).exists():
+        case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths)
+        shape = [1000] * 2, [900] * 2
+        ours, peer = Ours(config, case, shape, ranks), PeerProcess(config.bench.peer_python, case, shape)
+        best = {"ours": math.inf, "peer": math.inf}
+        for turn in range(config.bench.repeats + 1):
+            for name, seconds in (("ours", timed(ours.step, ranks.device)), ("peer", peer.step())):
+                best[name] = min(best[name], seconds) if turn else math.inf
+        peer.close()
+        figures |= {"prompts_ratio": best["peer"] / best["ours"], "prompts_tokens_per_s": 2000 / best["ours"]}
+    return figures
+
+
+def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Figures]:
+    """One document of each length, an answer of 1,024 tokens at its end, and one fully supervised up to a quarter of the longest."""
+    found = []
+    case, longest = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths), config.bench.longest_tokens
+    lengths = [1024 << i for i in range(longest.bit_length()) if 1024 << i <= longest]
+    for length, rows in [(length, 1024) for length in lengths] + [
+        (length, length) for length in lengths[1:] if length <= longest // 4
+    ]:
+        ours = Ours(config, case, ([length], [length - rows]), ranks)
+        seconds, num_bytes = with_peak(lambda ours=ours: timed(ours.step, ranks.device), ranks.device)  # type: ignore[misc]
+        figures: Figures = {"tokens": length, "rows": rows, "seconds": seconds, "peak_bytes": num_bytes}
+        found.append(figures | {"share_of_limit": ours.flops / seconds / peak})
+        print(json.dumps(found[-1]))
+    return found
+
+
+GPU_CASES: tuple[tuple[str, int, int | None], ...] = (("mtp", 3, None), ("eagle3", 7, None), ("eagle3", 7, 32_000))
+"""Head, depths and draft vocabulary."""
+
+
+def bench_gpu(config: PipelineConfig, ranks: Ranks, peak: float, head: str, depths: int, draft_vocab_size: int | None) -> Figures:
+    """Packed documents of 8,192 tokens, full supervision."""
+    assert config.bench.target is not None
+    case = Case(head, target_of(GPU_TARGETS[config.bench.target], GPU_VOCAB), depths, draft_vocab_size)
+    ours = Ours(config, case, ([8192] * 2, [0] * 2), ranks)
+    seconds, num_bytes = with_peak(lambda: timed(ours.step, ranks.device), ranks.device, config.bench.repeats)
+    ours.trainer.clock.read()
+    timed(ours.step, ranks.device)
+    phases = ours.trainer.clock.read()
+    return {
+        "head": head, "depths": depths, "draft_vocab_size": draft_vocab_size, "tokens_per_s": 2 * 8192 / seconds, "peak_bytes": num_bytes,
+        "share_of_limit": ours.flops / seconds / peak, "optimizer_share": phases["optimizer"] / sum(phases.values()),
+    }  # fmt: skip
+
+
+def headline(figures: Figures) -> Figures:
+    """The figures of the largest case, by the names that others read."""
+    last = figures["steps"][-1]
+    names = ("tokens_per_s", "peer_tokens_per_s", "ratio", "share_of_limit", "peak_bytes", "peer_peak_bytes")
+    return {name: last[name] for name in names if name in last}
+
+
+def print_tables(config: PipelineConfig, figures: Figures) -> None:
+    console, title = Console(), f"Training step, {figures['device']}, matmul peak {figures['matmul_tflops']:.2f} TFLOP/s in bf16"
+    for name in ("gpu", "steps", "lengths"):
+        if name in figures:
+            columns = list(dict.fromkeys(key for row in figures[name] for key in row))
+            table = Table(*columns, title=title if name != "lengths" else "Cost and memory against the length of a document")
+            for row in figures[name]:
+                table.add_row(*(shown(row.get(key)) for key in columns))
+            console.print(table)
+    for name in ("prompt_token_cost", "prompts_ratio", "prompts_tokens_per_s"):
+        if name in figures:
+            console.print(f"{name.replace('_', ' ')}: {shown(figures[name])}")
+
+
+def shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value > 100 else f"{value:.3f}"
+    return f"{value / 1e6:,.0f} MB" if isinstance(value, int) and value > 10**6 else "" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    main()

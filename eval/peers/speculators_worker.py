@@ -1,0 +1,95 @@
+"""EAGLE-3 training steps of vLLM Speculators, in an environment of its own: JSON lines in, JSON lines out.
+
+Started by `eval.bench_train` with the Python of `bench.peer_python`; imports nothing of this project. A request is
+`{"hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or `{"steps": n}` to time n steps.
+"""
+
+import json
+import sys
+import time
+
+import torch
+from speculators.losses import resolve_loss_config
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from transformers import LlamaConfig
+
+
+class Peer:
+    """One model, one batch, one optimizer: bf16 autocast over fp32 weights, as its own trainer does on a GPU."""
+
+    def __init__(self, request: dict) -> None:
+        hidden_size, vocab_size = request["hidden_size"], request["vocab_size"]
+        layer = LlamaConfig(
+            hidden_size=hidden_size,
+            intermediate_size=request["intermediate_size"],
+            num_attention_heads=request["num_attention_heads"],
+            num_key_value_heads=request["num_key_value_heads"],
+            num_hidden_layers=1,
+            vocab_size=vocab_size,
+            max_position_embeddings=131072,
+            attn_implementation="sdpa",
+        )
+        layer._attn_implementation = "sdpa"
+        torch.manual_seed(0)
+        config = Eagle3SpeculatorConfig(
+            transformer_layer_config=layer, draft_vocab_size=vocab_size, eagle_aux_hidden_state_layer_ids=[1, 2, 3]
+        )
+        self.model = Eagle3DraftModel(config)
+        for frozen in (self.model.embed_tokens, self.model.lm_head, self.model.verifier_lm_head):
+            torch.nn.init.normal_(frozen.weight, std=hidden_size**-0.5)
+        self.model.lm_head.weight.requires_grad_(request["trains_lm_head"])
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.num_parameters = sum(parameter.numel() for parameter in trained)
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        lengths = torch.tensor(request["lengths"])
+        num_tokens = int(lengths.sum())
+        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        self.batch = {
+            "hidden_states": torch.randn(1, num_tokens, 3 * hidden_size).bfloat16(),
+            "verifier_last_hidden_states": torch.randn(1, num_tokens, hidden_size).bfloat16(),
+            "input_ids": torch.randint(0, vocab_size, (1, num_tokens)),
+            "document_ids": torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None],
+            "position_ids": positions[None] + 1,
+            "loss_mask": (positions >= torch.repeat_interleave(torch.tensor(request["prompts"]), lengths))[None],
+            "ttt_steps": request["depths"],
+            "ttt_step_loss_decay": 0.8,
+            "loss_config": resolve_loss_config("kl_div", "eager"),
+        }
+
+    def step(self) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, loss, _ = self.model(**self.batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        assert torch.isfinite(loss), "the peer's loss is not finite"
+
+
+def resident_bytes(name: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+
+def main() -> None:
+    peer, before = None, 0
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "hidden_size" in request:
+            peer = None
+            peer = Peer(request)
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # the peak starts anew
+            before = resident_bytes("VmRSS")
+            answer = {"parameters": peer.num_parameters}
+        else:
+            assert peer is not None, "no model has been asked for"
+            started = time.perf_counter()
+            for _ in range(request["steps"]):
+                peer.step()
+            answer = {"seconds": time.perf_counter() - started, "peak_bytes": resident_bytes("VmHWM") - before}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

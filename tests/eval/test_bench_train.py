@@ -1,0 +1,67 @@
+"""The bench of training runs to its end and fills its file; what it says of speed is not asserted, what it compares is."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.bench_train import case_of, plain_losses, random_batch, random_parts
+from mtptrain.head_files import build_head
+from mtptrain.heads import HEADS
+from mtptrain.losses import LossSettings, draft_losses
+from tests.conftest import run_program
+
+TINY = (
+    "bench.hidden_sizes=[64]",
+    "bench.train_tokens=[96]",
+    "bench.vocab_size=50",
+    "bench.depths=2",
+    "bench.prompt_sizes=[64,60]",
+    "bench.longest_tokens=2048",
+    "bench.repeats=1",
+    "bench.peer_python=/nowhere",
+)
+
+
+def test_every_candidate_is_measured_and_written(tmp_path: Path) -> None:
+    result = run_program("eval.bench_train", f"bench.out={tmp_path}/figures.json", *TINY)
+    assert result.returncode == 0, result.stderr[-3000:]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    (step,) = figures["steps"]
+    assert {"tokens_per_s", "plain_tokens_per_s", "share_of_limit", "peak_bytes", "plain_peak_bytes"} <= set(step)
+    assert figures["tokens_per_s"] == step["tokens_per_s"] > 0 and figures["prompt_token_cost"] != 0
+    assert [(row["tokens"], row["rows"]) for row in figures["lengths"]] == [(1024, 1024), (2048, 1024)]
+    assert "*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_the_plain_formula_that_is_timed_gives_the_same_loss(name: str) -> None:
+    torch.manual_seed(0)
+    case, depths = case_of(64, 50, 3, name), 3
+    settings = {"capture_layers": [2, 4, 6]} if name == "eagle3" else {}
+    head = build_head(HEADS[name].Config(ttt_steps=depths, **settings), case.target).bfloat16()
+    parts = random_parts(case.target, torch.device("cpu"))
+    batch = random_batch(case.target, ([20, 9, 9], [5, 0, 8]), len(head.capture_layers), depths)
+    target_states = parts.final_norm(batch.hidden_states)
+    states = head(
+        target_states if batch.aux_hidden_states is None else batch.aux_hidden_states,
+        [parts.embed(batch.next_ids), *(parts.embed(ids) for ids in batch.row_ids[1:])],
+        batch.packing,
+    )
+    scale = torch.full((depths,), 1 / depths) / batch.num_drafts
+    teachers = target_states[batch.packing.rows + 1]
+    ours = draft_losses(states, parts.lm_head, teachers, parts.logits, batch.is_draft, scale, LossSettings())
+    assert float(plain_losses(head, parts, batch)) == pytest.approx(float(ours.loss), rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("bench.target=9b", "bench.target: must be one of `8b`, `70b` or left out, but is '9b'"),
+        ("bench.hidden_sizes=[100]", "bench.hidden_sizes: must be multiples of 64, the head dim, but hold 100"),
+    ],
+)
+def test_what_the_bench_cannot_measure_is_refused(override: str, message: str) -> None:
+    result = run_program("eval.bench_train", override)
+    assert result.returncode != 0 and message in result.stderr
