@@ -61,6 +61,13 @@ def trained_or_initial_head(
     return RunHead(head, published.directory, weights_fingerprint(published.directory), is_trained=False)
 
 
+SOURCES = {
+    "hidden_norm.weight": ("input_layernorm.weight",),
+    "post_attention_layernorm.weight": ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight"),  # Gemma's, others'
+}
+"""Tensors of a target's layer under other names than the head's."""
+
+
 @torch.no_grad()
 def start_from_target(head: Head, target_dir: Path) -> None:
     """Give a random head the target's last decoder layer and final norm, as far as their shapes agree, and let it pass on the target's
@@ -74,7 +81,7 @@ def start_from_target(head: Head, target_dir: Path) -> None:
     """
     layer, parts, copied = load_last_layer(target_dir), load_frozen_parts(target_dir), []
     for name, parameter in head.named_parameters():
-        found = layer.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
+        found = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
         if name == "norm.weight":
             parameter.copy_(parts.norm_weight.float() + parts.has_offset_norm)
         elif found is not None and has_shape_of(parameter, found):

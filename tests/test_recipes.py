@@ -29,6 +29,11 @@ GROUPS = sorted(path.name for path in Path(RECIPES).iterdir() if path.is_dir() a
 
 # Of each setting that has a range, values just outside it, and what the message must say.
 OUT_OF_RANGE = {
+    "train.lk_eta": {"-1": "at least 0.0, but is -1"},
+    "train.feature_weight": {"-0.1": "at least 0.0, but is -0.1"},
+    "bench.vocab_size": {"1": "at least 2, but is 1"},
+    "bench.depths": {"0": "at least 1, but is 0"},
+    "bench.longest_tokens": {"512": "at least 1024, but is 512"},
     "prompts.max_document_tokens": {"3": "at least 4, but is 3"},
     "prompts.max_train_tokens": {"-1": "at least 0, but is -1"},
     "prompts.validation_fraction": {"0": "between 0 and 1, but is 0.0", "1": "between 0 and 1, but is 1.0"},

@@ -227,7 +227,14 @@ class Chain:
     """Of the extraction's second task."""
 
 
-SETTINGS = (*PLAIN, *TINY_SETTINGS, "train.max_steps=120", "train.validate_every=40", "deepspeed=zero1", "deepspeed.bf16.enabled=false")
+SETTINGS = (
+    *PLAIN,
+    *TINY_SETTINGS,
+    "train.max_steps=120",
+    "train.validate_every=40",
+    "deepspeed=zero1",
+    "deepspeed.bf16.enabled=false",
+)
 
 
 @pytest.fixture(scope="module")

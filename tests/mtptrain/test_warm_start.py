@@ -13,13 +13,14 @@ from mtptrain.export import write_head
 from mtptrain.formats import FORMATS, format_for
 from mtptrain.formats.base import Tensors
 from mtptrain.head_files import TARGET_WEIGHTS, build_head, save_head
+from mtptrain.heads import HEADS
 from mtptrain.heads.base import HeadConfig
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.identity import weights_fingerprint
-from mtptrain.target import load_frozen_parts, read_target_config
-from mtptrain.warm_start import load_init, relative_difference, trained_or_initial_head
+from mtptrain.target import load_frozen_parts, load_target, read_target_config
+from mtptrain.warm_start import load_init, relative_difference, start_from_target, trained_or_initial_head
 from tests.conftest import make_target, run_program
 
 MTP, EAGLE = MtpHead.Config(), EagleHead.Config()
@@ -426,3 +427,38 @@ def test_training_starts_from_the_published_head_and_acceptance_measures_it_befo
     assert result.returncode == 0, result.stderr[-3000:]
     again = json.loads((run_dir / "acceptance/report.json").read_text())
     assert again["head"] == str(run_dir / "train/best") and again["accepted_at"] == report["accepted_at"]
+
+
+@pytest.mark.parametrize("name", ["mtp", "eagle", "eagle3"])
+def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: str, tiny_target: Path) -> None:
+    target = load_target(tiny_target, torch.float32, torch.device("cpu"))
+    layer = dict(target.model.model.layers[-1].named_parameters())
+    settings = {"capture_layers": [0, 1, 2]} if name == "eagle3" else {}
+    torch.manual_seed(3)
+    head, before = (build_head(HEADS[name].Config(**settings), target.config) for _ in range(2))
+    before.load_state_dict(head.state_dict())
+    start_from_target(head, tiny_target)
+    weights, random = dict(head.named_parameters()), dict(before.named_parameters())
+    for part in ("q_proj", "k_proj", "v_proj"):  # those of eagle3 read the embedding first
+        weight = weights[f"self_attn.{part}.weight"]
+        assert torch.equal(weight[:, -64:], layer[f"self_attn.{part}.weight"])
+        assert torch.equal(weight[:, :-64], random[f"self_attn.{part}.weight"][:, :-64])
+    for part in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm"):
+        assert torch.equal(weights[f"{part}.weight"], layer[f"{part}.weight"])
+    if name != "eagle":
+        assert torch.equal(weights["norm.weight"], target.model.model.norm.weight)
+    fuse = "eh_proj.weight" if name == "mtp" else "fc.weight"
+    passed = weights[fuse] - random[fuse] / 2
+    torch.testing.assert_close(passed[:, -64:], torch.eye(64))
+    assert not passed[:, :-64].any()
+
+
+def test_a_target_whose_last_layer_looks_otherwise_is_refused(tmp_path: Path) -> None:
+    target_dir = make_target(tmp_path / "target", num_attention_heads=2, num_key_value_heads=2, head_dim=20, intermediate_size=90)
+    head = build_head(
+        HEADS["mtp"].Config(intermediate_size=96, num_attention_heads=1, num_key_value_heads=1), read_target_config(target_dir)
+    )
+    with pytest.raises(
+        ValueError, match=r"head\.start_from_target: the target's last layer must have projections of the head's shapes"
+    ):
+        start_from_target(head, target_dir)
