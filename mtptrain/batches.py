@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from mtptrain.fp8 import decode, decode_into
@@ -141,18 +142,19 @@ def make_batch(
             spans += [(len(kept), int(first), int(count)) for first, count in zip(first_rows, counts, strict=True)]
             kept.append(document)
             used.append(int(first_rows[-1] + counts[-1]) + 1)  # the last row's teacher is the token behind it
+    assert kept, "no document has a draft"
     packing = Packing.of(used, spans)
     ends = torch.tensor([count for *_, count in spans], dtype=torch.long).cumsum(0)
     of_row = torch.repeat_interleave(torch.arange(len(spans)), ends.diff(prepend=torch.zeros(1, dtype=torch.long)))  # [M], its span
     rows_left = ends[of_row] - torch.arange(len(of_row))  # in the span, the row itself included
     depths = torch.arange(ttt_steps)
     # Ids of whole documents, each with T zeros behind it: no depth reads from the next document.
-    ids = torch.cat([torch.empty(0), *(torch.nn.functional.pad(document.input_ids, (0, ttt_steps)) for document in kept)]).long()
+    ids = torch.cat([F.pad(document.input_ids, (0, ttt_steps)) for document in kept]).long()
     starts = torch.tensor([0, *(len(document.input_ids) + ttt_steps for document in kept)]).cumsum(0)[:-1]
     tokens = torch.repeat_interleave(starts, torch.tensor(used, dtype=torch.long)) + packing.positions  # [N], among `ids`
     hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, buffers)
     aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, buffers)
-    assert hidden_states is not None, "no document has a draft"
+    assert hidden_states is not None
     is_draft = rows_left > depths[:, None]  # [T, M]
     return Batch(
         hidden_states=hidden_states,

@@ -7,6 +7,7 @@ acceptance lies in `best/` and is never rotated away.
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from safetensors.torch import load_file
+from safetensors import safe_open
 
 from mtptrain.distributed import Ranks
 from mtptrain.run_dir import write_json
@@ -59,8 +60,8 @@ def save_checkpoint(
     folder = directory / f"step_{progress.step:08d}"
     state = gather_state(engine, keep_here=ranks.is_first)
     if ranks.is_first:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).unlink(missing_ok=True)
         run = torch.get_rng_state(), torch.tensor(progress.step), torch.tensor(progress.best_acceptance_length, dtype=torch.float64)
         write_tensors(folder / STATE, state | dict(zip(RUN, run, strict=True)))
         write_json(folder / MARKER, facts)
@@ -119,22 +120,27 @@ def load_checkpoint(engine: "DeepSpeedEngine", directory: Path) -> Progress:
     if not found:
         return Progress()
     path = found[-1] / STATE
-    state = load_file(path)
-    wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in SUFFIXES} | set(RUN)
-    if state.keys() != wanted:
-        raise RuntimeError(
-            f"{path}: must hold the weights and moments of this head, but differs in {sorted(state.keys() ^ wanted)[:5]}; remove the "
-            "folder to go on from an older one"
-        )
-    rng, step, best = (state.pop(name) for name in RUN)
-    torch.set_rng_state(rng)
-    restore_state(engine, state, int(step))
+    with safe_open(path, framework="pt") as file:
+        held = set(file.keys())
+        wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in SUFFIXES} | set(RUN)
+        if held != wanted:
+            raise RuntimeError(
+                f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; remove the folder "
+                "to go on from an older one"
+            )
+        rng, step, best = (file.get_tensor(name) for name in RUN)
+        torch.set_rng_state(rng)
+        restore_state(engine, file.get_tensor, int(step))
     return Progress(int(step), float(best))
 
 
 @torch.no_grad()
-def restore_state(engine: "DeepSpeedEngine", state: dict[str, torch.Tensor], step: int) -> None:
-    """Put weights and moments where the engine keeps them, each rank its part, and the schedule at `step`."""
+def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tensor], step: int) -> None:
+    """Put weights and moments where the engine keeps them, each rank its part, and the schedule at `step`.
+
+    Args:
+        stored: gives a whole tensor by its name; one after the other, for all of them may be more than a rank has room for.
+    """
     optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
     for group in optimizer.param_groups:
         for flat in group["params"]:  # parameters, or this rank's part of all of them behind each other
@@ -143,7 +149,7 @@ def restore_state(engine: "DeepSpeedEngine", state: dict[str, torch.Tensor], ste
     if engine.optimizer is not optimizer:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in engine.module.named_parameters():
-        weight, *moments = (state[name + suffix].to(parameter.device) for suffix in SUFFIXES)
+        weight, *moments = (stored(name + suffix).to(parameter.device) for suffix in SUFFIXES)
         parameter.copy_(weight)
         if hasattr(parameter, "_hp_mapping"):
             safe_set_full_fp32_param(parameter, weight)

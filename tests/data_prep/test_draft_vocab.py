@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from data_prep.draft_vocab import choose_tokens, count_drafted, coverage, prepare_draft_vocab, special_token_ids
 from data_prep.prompts import prepare_prompts
-from mtptrain.batches import make_batch
+from mtptrain.batches import draft_spans, make_batch
 from mtptrain.config import PipelineConfig
 from mtptrain.draft_vocab import read_draft_vocab
 from mtptrain.hidden_store import StoredDocument
@@ -40,8 +40,9 @@ def drafts_of_training(documents: Documents) -> Counter[int]:
     for index in range(len(documents)):
         ids = torch.from_numpy(documents.tokens(index).copy())
         mask = torch.from_numpy(documents.mask(index).copy())
-        batch = make_batch([StoredDocument(index, ids, mask, torch.zeros(len(ids), 4), None)], ttt_steps=1)
-        counts.update(ids[batch.is_draft[0].nonzero()[:, 0] + 2].tolist())
+        if len(draft_spans(mask.numpy())[1]):
+            batch = make_batch([StoredDocument(index, ids, mask, torch.zeros(len(ids), 4), None)], ttt_steps=1)
+            counts.update(ids[batch.packing.rows[batch.is_draft[0]] + 2].tolist())
     return counts
 
 

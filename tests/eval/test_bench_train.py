@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval import bench_train
 from eval.bench_train import case_of, plain_losses, random_batch, random_parts
+from mtptrain.distributed import Ranks
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.losses import LossSettings, draft_losses
-from tests.conftest import run_program
+from tests.conftest import make_config, run_program
 
 TINY = (
     "bench.hidden_sizes=[64]",
@@ -52,7 +54,24 @@ def test_the_plain_formula_that_is_timed_gives_the_same_loss(name: str) -> None:
     scale = torch.full((depths,), 1 / depths) / batch.num_drafts
     teachers = target_states[batch.packing.rows + 1]
     ours = draft_losses(states, parts.lm_head, teachers, parts.logits, batch.is_draft, scale, LossSettings())
-    assert float(plain_losses(head, parts, batch)) == pytest.approx(float(ours.loss), rel=5e-3)
+    assert plain_losses(head, parts, batch).item() == pytest.approx(ours.loss.item(), rel=5e-3)
+
+
+@pytest.mark.parametrize("case", bench_train.GPU_CASES)
+def test_what_runs_on_a_gpu_runs_here_at_a_tiny_size(
+    case: tuple[str, int, int | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1}
+    monkeypatch.setattr(bench_train, "GPU_TARGETS", {"8b": sizes})
+    monkeypatch.setattr(bench_train, "GPU_VOCAB", 300)
+    monkeypatch.setattr(bench_train, "GPU_DOCUMENTS", ([96] * 2, [0] * 2))
+    head, depths, draft_vocab_size = case
+    config = make_config("bench.target=8b", "bench.repeats=1", "train.micro_batches_per_step=1")
+    smaller = (head, depths, None if draft_vocab_size is None else 200)
+    figures = bench_train.bench_gpu(config, Ranks(0, 1, 0), 1e12, *smaller)
+    assert figures["tokens_per_s"] > 0 and 0 < figures["optimizer_share"] < 1
+    bench_train.print_tables({"device": "a GPU", "matmul_tflops": 1.0, "gpu": [figures]})
+    assert head in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
