@@ -7,7 +7,8 @@ what prompts and long documents cost.
 
 Random states and tokens in documents of 512; steps with forward, loss, backward, clipping and AdamW, in bf16 with fp32
 masters. Ours is the trainer's own, in its DeepSpeed engine; the plain formula runs every row at every depth over dense masks and
-keeps all logits; the peer is vLLM Speculators' EAGLE-3. `bench.out=FILE` writes the figures as JSON.
+keeps all logits; the peer is vLLM Speculators' EAGLE-3, which runs eagerly on a CPU as `eager` and `plain` do. Memory is what a step takes
+beyond weights, gradients and optimizer. `bench.out=FILE` writes the figures as JSON.
 """
 
 import gc
@@ -32,6 +33,7 @@ from mtptrain.batches import Batch, make_batch
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.distributed import Ranks, init_ranks
 from mtptrain.flops import StepFlops, matmul_peak
+from mtptrain.fusing import fuse
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
@@ -268,6 +270,7 @@ def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, pee
         flops = built.flops
         seconds, peaks[name] = with_peak(lambda built=built: timed(built.step, ranks.device), ranks.device)  # type: ignore[misc]
         candidates[name] = lambda built=built: timed(built.step, ranks.device)  # type: ignore[misc]
+    candidates["eager"] = lambda run=candidates["ours"]: uncompiled(run)  # type: ignore[misc]
     if peer is not None:
         candidates["peer"] = peer.step
     best = dict.fromkeys(candidates, math.inf)
@@ -279,6 +282,7 @@ def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, pee
     tokens = sum(shape[0])
     figures: Figures = {
         "tokens_per_s": tokens / best["ours"],
+        "eager_tokens_per_s": tokens / best["eager"],
         "plain_tokens_per_s": tokens / best["plain"],
         "share_of_limit": flops / best["ours"] / peak,
         "peak_bytes": peaks["ours"],
@@ -292,6 +296,13 @@ def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, pee
             "peak_share": peaks["ours"] / peer.peak_bytes,
         }
     return figures
+
+
+def uncompiled(run: Callable[[], float]) -> float:
+    fuse(False)
+    seconds = run()
+    fuse(True)
+    return seconds
 
 
 def timed(step: Callable[[], None], device: torch.device) -> float:
@@ -413,6 +424,7 @@ STEP_COLUMNS = {
     "tokens": "tokens",
     "tokens/s": "tokens_per_s",
     "of limit": "share_of_limit",
+    "eager": "eager_tokens_per_s",
     "plain": "plain_tokens_per_s",
     "peer": "peer_tokens_per_s",
     "of peer": "ratio",

@@ -60,8 +60,10 @@ def save_checkpoint(
     folder = directory / f"step_{progress.step:08d}"
     state = gather_state(engine, keep_here=ranks.is_first)
     if ranks.is_first:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER).unlink(missing_ok=True)
+        for unfinished in [path for path in directory.glob("step_*") if not (path / MARKER).is_file()]:
+            shutil.rmtree(unfinished)  # of a run that was killed
+        folder.mkdir(parents=True)
         run = torch.get_rng_state(), torch.tensor(progress.step), torch.tensor(progress.best_acceptance_length, dtype=torch.float64)
         write_tensors(folder / STATE, state | dict(zip(RUN, run, strict=True)))
         write_json(folder / MARKER, facts)

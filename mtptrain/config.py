@@ -437,6 +437,10 @@ def _check(config: PipelineConfig) -> None:
             f"hidden_states.part: must be below hidden_states.num_parts={config.hidden_states.num_parts}, but is "
             f"{config.hidden_states.part}; parts are counted from 0"
         )
+    if len(config.train.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.train.betas):
+        raise ValueError(
+            f"train.betas: must be two numbers from 0 to below 1, but is {config.train.betas}; AdamW's are (0.9, 0.95)"
+        )
     if not 0.0 < config.responses.top_p <= 1.0:
         raise ValueError(f"responses.top_p: must lie above 0 and at most at 1, but is {config.responses.top_p}; 1 keeps all tokens")
     for name, share in {

@@ -29,14 +29,17 @@ class Tracking:
         self.path = directory / METRICS
         # A resumed run repeats the steps since its checkpoint: what they wrote before goes.
         kept = [line for line in self._lines() if json.loads(line)["step"] <= first_step] if first_step else []
-        self.path.write_text("".join(line + "\n" for line in kept))
+        temporary = self.path.with_name(METRICS + ".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.replace(self.path)
         self._wandb = None
         if config.train.tracker is Tracker.wandb:
             os.environ.setdefault("WANDB_MODE", "offline")
             self._wandb = wandb.init(project="mtptrain", dir=directory, config=asdict(config), settings={"silent": True})
 
     def _lines(self) -> list[str]:
-        return self.path.read_text().splitlines() if self.path.is_file() else []
+        """Of an earlier run; one that a kill has torn is left out."""
+        return [line for line in self.path.read_text().splitlines() if line.endswith("}")] if self.path.is_file() else []
 
     def write(self, step: int, metrics: dict[str, object]) -> None:
         with self.path.open("a") as file:

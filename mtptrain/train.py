@@ -31,14 +31,14 @@ from mtptrain.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
 from mtptrain.draft_vocab import d2t_sha256, read_draft_vocab
 from mtptrain.flops import StepFlops, matmul_peak
 from mtptrain.head_files import TARGET_WEIGHTS, build_head, save_head
-from mtptrain.heads.base import Head
+from mtptrain.heads.base import Head, HeadConfig
 from mtptrain.hidden_store import MANIFEST, HiddenStore, expected_identity, open_store, verify
 from mtptrain.identity import file_sha256
 from mtptrain.prompt_files import Split
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.target import FrozenParts, load_frozen_parts, read_target_config, resolve_target
 from mtptrain.tracking import METRICS, PHASES, Meter, Tracer, Tracking
-from mtptrain.trainer import Trainer, check_batch_ranks, check_deepspeed
+from mtptrain.trainer import Trainer, check_batch_ranks, check_deepspeed, check_device
 from mtptrain.validation import Validation
 from mtptrain.warm_start import load_init, start_from_target
 
@@ -76,6 +76,9 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     """Check every input, then build the engine and load the newest checkpoint."""
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
     check_deepspeed(config.deepspeed)
+    check_device(ranks.device, config.deepspeed)
+    check_resume(config)
+    check_one_start(config.head)
     torch.manual_seed(config.seed)
     target_dir = resolve_target(config.target.path, config.target.revision)
     head = build_head(config.head, read_target_config(target_dir))
@@ -84,15 +87,12 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)
     parts = load_frozen_parts(target_dir)
     if config.head.start_from_target:
-        check_one_start(config.head.init_from)
         start_from_target(head, target_dir)
     if config.head.init_from is None:
         initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), identity.prompts_sha256)
     else:
         head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
     store = open_store(config.stage_dir("hidden_states"), identity)
-    verify(store, range(ranks.rank, len(store.manifest.shards), ranks.world_size), show_progress=ranks.is_first)
-    ranks.barrier()
     schedule = BatchSchedule(
         store,
         config.head.ttt_steps,
@@ -103,8 +103,9 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     )
     validation = Validation(config, target_dir, ranks) if config.train.validation_prompts else None
     facts = resume_facts(config, store, head)
-    check_resume(config)
     check_checkpoint(config.stage_dir("train") / "checkpoints", facts)
+    verify(store, range(ranks.rank, len(store.manifest.shards), ranks.world_size), show_progress=ranks.is_first)
+    ranks.barrier()
     if ranks.is_first:
         write_provenance(config.stage_dir("train"), config)
     ranks.barrier()
@@ -117,10 +118,11 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     return Run(schedule, num_steps, trainer, meter, validation, progress, facts, head_facts)
 
 
-def check_one_start(init_from: str | None) -> None:
-    if init_from is not None:
+def check_one_start(config: HeadConfig) -> None:
+    if config.start_from_target and config.init_from is not None:
         raise ValueError(
-            f"head.start_from_target: must be false where head.init_from says where to start, but is true with {init_from}; choose one"
+            "head.start_from_target: must be false where head.init_from says where to start, but is true with "
+            f"{config.init_from}; choose one"
         )
 
 
@@ -198,15 +200,17 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             bar.set_postfix(shown)
             if tracking is not None:
                 tracking.write(progress.step, record)
+        stopped_by = None if is_last else stop.agreed()
+        is_kept = is_last or stopped_by or any(is_due(progress.step, n) for n in (settings.validate_every, settings.save_every))
+        if is_kept:
+            run.trainer.check_weights(progress.step, batches)
         if is_last or is_due(progress.step, settings.validate_every):
             progress, measured = (
                 validate(config, run, progress, tracking) if run.validation else keep_unmeasured(config, run, progress, ranks)
             )
             shown |= measured
             run.meter.restart()
-        stopped_by = None if is_last else stop.agreed()
         if is_last or stopped_by or is_due(progress.step, settings.save_every):
-            run.trainer.check_finite(progress.step)
             checkpoint_dir = stage_dir / "checkpoints"
             save_checkpoint(run.trainer.engine, checkpoint_dir, progress, run.resume_facts, settings.keep_checkpoints, ranks)
             run.meter.restart()

@@ -55,7 +55,6 @@ class Trainer:
         self.config = config
         self.num_steps = num_steps
         self.dtype = torch.bfloat16 if deepspeed_config.get("bf16", {}).get("enabled") else torch.float32
-        check_device(ranks.device, self.dtype)
         self.parts = parts.to(ranks.device, self.dtype)
         self.loss_settings = LossSettings(config.loss, config.lk_eta, config.feature_weight, config.loss_chunk_rows)
         self.clock = PhaseClock(ranks.device)
@@ -78,6 +77,8 @@ class Trainer:
             dist_init_required=True if ranks.world_size == 1 else None,
             config={
                 **deepspeed_config,
+                # A step is never left out in silence: `check_finite` stops the run.
+                **({"bf16": {**deepspeed_config["bf16"], "check_grad_overflow": False}} if "bf16" in deepspeed_config else {}),
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": config.micro_batches_per_step // ranks.world_size,
                 "gradient_clipping": config.clip_norm if is_wrapped else 0.0,
@@ -93,23 +94,27 @@ class Trainer:
 
     def step(self, batches: Sequence[Batch]) -> StepMetrics:
         """One optimizer step over this rank's batches: the loss is divided once, by the drafts of all ranks and batches."""
-        document_ids = tuple(document_id for batch in batches for document_id in batch.document_ids)
-        batches = [batch.to(self.ranks.device, self.dtype) for batch in batches]
-        num_drafts = self.ranks.sum(torch.stack([batch.num_drafts for batch in batches]).sum(0))  # f32[T]
-        weights = self.config.depth_decay ** torch.arange(len(num_drafts), dtype=torch.float32, device=num_drafts.device)
-        scale = weights / weights.sum() / num_drafts.clamp(min=1)
+        num_drafts = torch.stack([batch.num_drafts for batch in batches]).sum(0).to(self.ranks.device, non_blocking=True)  # f32[T]
+        self.ranks.sum(num_drafts)
+        scale = self._scale(num_drafts)
         sums = num_drafts.new_zeros(4, len(num_drafts))
         for batch in batches:
-            losses = self._losses(batch, scale)
+            losses = self._losses(batch.to(self.ranks.device, self.dtype), scale)
             with self.clock.phase("backward"):
                 # DeepSpeed averages gradients over ranks; ours are parts of one sum.
                 self.engine.backward(losses.loss * self.ranks.world_size, scale_wrt_gas=False)
             with self.clock.phase("optimizer"):
                 self.engine.step()
             sums += torch.stack([losses.losses, losses.kl, losses.agreement, losses.overlap])
-        self._unread.append((document_ids, sums[0].sum()))
+        norm = torch.as_tensor(self.engine.get_global_grad_norm() or 0.0, dtype=torch.float32, device=self.ranks.device)
+        self._unread.append((_document_ids(batches), sums[0].sum() + norm))
         losses_at, kl, agreement, overlap = self.ranks.sum(sums)
         return StepMetrics(losses_at, kl, agreement, overlap, num_drafts)
+
+    def _scale(self, num_drafts: torch.Tensor) -> torch.Tensor:
+        """What a depth's sum of losses [T] is multiplied with."""
+        weights = self.config.depth_decay ** torch.arange(len(num_drafts), dtype=torch.float32, device=num_drafts.device)
+        return weights / weights.sum() / num_drafts.clamp(min=1)
 
     def _losses(self, batch: Batch, scale: torch.Tensor) -> LossSums:
         head: Head = self.engine.module
@@ -131,22 +136,39 @@ class Trainer:
             )
 
     def check_finite(self, step: int) -> None:
-        """Of all steps since the last time: asked together, for the answer waits for the device.
+        """Losses and gradient norms of all steps since the last time: asked together, for the answer waits for the device.
 
         Raises:
-            RuntimeError: a loss is not finite.
+            RuntimeError: one of them is not finite.
         """
         unread, self._unread = self._unread, []
         if not unread:
             return
-        is_finite = torch.stack([loss for _, loss in unread]).isfinite().tolist()
+        is_finite = torch.stack([figure for _, figure in unread]).isfinite().tolist()
         first_step = step - len(unread) + 1
         bad = [(first_step + i, self.ranks.rank, ids) for i, (ids, _) in enumerate(unread) if not is_finite[i]]
-        bad_of_all = sorted(chain.from_iterable(self.ranks.gather(bad)))
-        if bad_of_all:
-            bad_step, rank, document_ids = bad_of_all[0]
+        self._refuse(bad, "the loss and its gradient")
+
+    @torch.no_grad()
+    def check_weights(self, step: int, batches: Sequence[Batch]) -> None:
+        """The loss of the last batches with the weights that the step has left, before anything of them is kept.
+
+        Raises:
+            RuntimeError: it is not finite.
+        """
+        self.check_finite(step)
+        ones = torch.ones(len(batches[0].num_drafts), device=self.ranks.device)
+        losses = [self._losses(batch.to(self.ranks.device, self.dtype), ones).loss for batch in batches]
+        is_finite = bool(torch.stack(losses).isfinite().all())
+        self._refuse([] if is_finite else [(step, self.ranks.rank, _document_ids(batches))], "the loss of the new weights")
+
+    def _refuse(self, bad: list[tuple[int, int, tuple[int, ...]]], what: str) -> None:
+        """On all ranks, what any of them found: step, rank and documents."""
+        of_all = sorted(chain.from_iterable(self.ranks.gather(bad)))
+        if of_all:
+            step, rank, document_ids = of_all[0]
             raise RuntimeError(
-                f"train: the loss must be finite, but is not at step {bad_step}, with documents {list(document_ids)} on rank {rank}; "
+                f"train: {what} must be finite, but is not at step {step}, with documents {list(document_ids)} on rank {rank}; "
                 "lower train.lr, or look at these documents; the last checkpoint is as it was"
             )
 
@@ -169,6 +191,10 @@ class Trainer:
         }
 
 
+def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:
+    return tuple(document_id for batch in batches for document_id in batch.document_ids)
+
+
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
     """Learning rate of step `step` (from 0) over its peak: linear up, then half a cosine down to `min_ratio`."""
     if step < warmup_steps:
@@ -188,6 +214,11 @@ def check_deepspeed(config: dict[str, Any]) -> None:
             f"deepspeed.zero_optimization.stage: must be 0, 1 or 2, but is {stage}: a head is small enough for its weights to stay whole; "
             "set deepspeed=zero2"
         )
+    if config.get("bf16", {}).get("enabled") and stage == 0:
+        raise ValueError(
+            "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: DeepSpeed keeps fp32 masters there in a form of its "
+            "own; set deepspeed=zero1"
+        )
     if config.get("fp16", {}).get("enabled"):
         raise ValueError(
             "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; set deepspeed.bf16.enabled=true"
@@ -199,9 +230,9 @@ def check_deepspeed(config: dict[str, Any]) -> None:
             )
 
 
-def check_device(device: torch.device, dtype: torch.dtype) -> None:
+def check_device(device: torch.device, config: dict[str, Any]) -> None:
     """Raises ValueError where the device has no attention kernel for the dtype."""
-    if device.type == "cuda" and dtype is torch.float32:
+    if device.type == "cuda" and not config.get("bf16", {}).get("enabled"):
         raise ValueError(
             "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention has no fp32; set deepspeed=zero1"
         )

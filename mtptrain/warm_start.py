@@ -84,7 +84,7 @@ def start_from_target(head: Head, target_dir: Path) -> None:
         found = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
         if name == "norm.weight":
             parameter.copy_(parts.norm_weight.float() + parts.has_offset_norm)
-        elif found is not None and has_shape_of(parameter, found):
+        elif found is not None and has_shape_of(name, parameter, found):
             parameter[..., -found.shape[-1] :].copy_(found)
             copied.append(name)
     if not any(name.endswith("proj.weight") for name in copied):
@@ -100,9 +100,11 @@ def start_from_target(head: Head, target_dir: Path) -> None:
     fuse[:, -hidden_size:].add_(torch.eye(hidden_size))
 
 
-def has_shape_of(parameter: torch.Tensor, found: torch.Tensor) -> bool:
-    """Alike, or with columns for the embedding before."""
-    return parameter.shape[:-1] == found.shape[:-1] and parameter.shape[-1] in (found.shape[-1], 2 * found.shape[-1])
+def has_shape_of(name: str, parameter: torch.Tensor, found: torch.Tensor) -> bool:
+    """Alike, or a projection of attention with columns for the embedding before."""
+    reads_embedding = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    widths = (found.shape[-1], 2 * found.shape[-1]) if reads_embedding else (found.shape[-1],)
+    return parameter.shape[:-1] == found.shape[:-1] and parameter.shape[-1] in widths
 
 
 def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:

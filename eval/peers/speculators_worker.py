@@ -4,6 +4,8 @@ Started by `eval.bench_train` with the Python of `bench.peer_python`; imports no
 `{"hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or `{"steps": n}` to time n steps.
 """
 
+import ctypes
+import gc
 import json
 import sys
 import time
@@ -78,9 +80,12 @@ def main() -> None:
         if "hidden_size" in request:
             peer = None
             peer = Peer(request)
+            peer.step()  # moments, gradients and what a first use takes are no part of a step
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            before = resident_bytes("VmRSS")
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # the peak starts anew
-            before = resident_bytes("VmRSS")
             answer = {"parameters": peer.num_parameters}
         else:
             assert peer is not None, "no model has been asked for"

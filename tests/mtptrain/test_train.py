@@ -248,11 +248,27 @@ def test_bf16_with_fp32_masters_trains_like_fp32(one_rank: list[dict[str, object
 
 
 def test_a_run_that_diverges_stops_before_it_saves_and_names_its_documents(fresh_run: Run) -> None:
-    settings = ("train.lr=1e30", "train.warmup_steps=0", "train.save_every=2", "train.log_every=10")
+    """Trap 27. The first step's loss is finite, and so are the weights that it leaves: nothing of them is kept."""
+    settings = ("train.lr=1e30", "train.warmup_steps=0", "train.save_every=1", "train.validate_every=1", "train.log_every=10")
     result = run_program("mtptrain.train", *fresh_run[1], *settings)
     assert result.returncode != 0
-    assert "train: the loss must be finite, but is not at step 2, with documents [" in result.stderr
-    assert not list((fresh_run[0] / "train/checkpoints").glob("step_*"))
+    assert "train: the loss of the new weights must be finite, but is not at step 1, with documents [" in result.stderr
+    assert not list((fresh_run[0] / "train").glob("checkpoints/step_*")) and not (fresh_run[0] / "train/last").exists()
+
+
+def test_a_loss_that_is_not_finite_between_two_records_is_named_with_its_step(fresh_run: Run) -> None:
+    settings = ("train.lr=1e30", "train.warmup_steps=0", "train.log_every=10", "train.max_steps=11")
+    result = run_program("mtptrain.train", *fresh_run[1], *settings)
+    assert "train: the loss and its gradient must be finite, but is not at step 2, with documents [" in result.stderr
+
+
+def test_metrics_that_a_kill_has_torn_do_not_keep_a_run_from_going_on(fresh_run: Run) -> None:
+    train(fresh_run, "train.max_steps=3", "train.validation_prompts=0")
+    with (fresh_run[0] / "train/metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    (fresh_run[0] / "train/checkpoints/step_00000002").mkdir()  # without its marker
+    assert [record["step"] for record in train(fresh_run, "train.max_steps=5", "train.validation_prompts=0")] == [1, 2, 3, 4, 5]
+    assert not (fresh_run[0] / "train/checkpoints/step_00000002").exists()
 
 
 def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_measured(fresh_run: Run) -> None:

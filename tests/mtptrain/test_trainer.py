@@ -78,6 +78,10 @@ def test_the_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
             {"zero_optimization": {"stage": 3}},
             r"deepspeed\.zero_optimization\.stage: must be 0, 1 or 2, but is 3: .* set deepspeed=zero2",
         ),
+        (
+            {"bf16": {"enabled": True}},
+            r"deepspeed\.zero_optimization\.stage: must be 1 or 2 with bf16, but is 0: .* set deepspeed=zero1",
+        ),
         ({"fp16": {"enabled": True}}, r"deepspeed\.fp16\.enabled: must be false, but is true: .* set deepspeed\.bf16"),
         ({"gradient_clipping": 0.5}, r"deepspeed\.gradient_clipping: must not be set, but is 0\.5: the trainer sets it"),
     ],
