@@ -1,0 +1,1 @@
+"""Workers that run in the Python of another trainer."""
