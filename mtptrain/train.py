@@ -93,6 +93,11 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     else:
         head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
     store = open_store(config.stage_dir("hidden_states"), identity)
+    facts = resume_facts(config, store, head)
+    check_checkpoint(config.stage_dir("train") / "checkpoints", facts)
+    validation = Validation(config, target_dir, ranks) if config.train.validation_prompts else None
+    verify(store, range(ranks.rank, len(store.manifest.shards), ranks.world_size), show_progress=ranks.is_first)
+    ranks.barrier()
     schedule = BatchSchedule(
         store,
         config.head.ttt_steps,
@@ -101,11 +106,6 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         config.seed,
         for_gpu=ranks.device.type == "cuda",
     )
-    validation = Validation(config, target_dir, ranks) if config.train.validation_prompts else None
-    facts = resume_facts(config, store, head)
-    check_checkpoint(config.stage_dir("train") / "checkpoints", facts)
-    verify(store, range(ranks.rank, len(store.manifest.shards), ranks.world_size), show_progress=ranks.is_first)
-    ranks.barrier()
     if ranks.is_first:
         write_provenance(config.stage_dir("train"), config)
     ranks.barrier()
