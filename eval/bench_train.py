@@ -11,6 +11,7 @@ keeps all logits; the peer is vLLM Speculators' EAGLE-3, which runs eagerly on a
 beyond weights, gradients and optimizer. `bench.out=FILE` writes the figures as JSON.
 """
 
+import ctypes
 import gc
 import json
 import math
@@ -126,11 +127,20 @@ class Ours:
         self.parts = random_parts(target, ranks.device)
         bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
         self.trainer = Trainer(self.head, self.parts, config.train, bf16, 10_000, ranks)
+        self.device = ranks.device
         self.batch = random_batch(target, shape, len(self.head.capture_layers), case.depths)
         self.flops = StepFlops.of(self.head, target.vocab_size, case.depths).of_batch(self.batch)
 
     def step(self) -> None:
         self.trainer.step([self.batch])
+
+    def timed(self) -> float:
+        """Seconds of one step."""
+        started = time.perf_counter()
+        self.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - started
 
 
 class Plain(Ours):
@@ -268,17 +278,12 @@ def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, pee
     for name, builder in builders.items():
         built = builder(config, case, shape, ranks)
         flops = built.flops
-        seconds, peaks[name] = with_peak(lambda built=built: timed(built.step, ranks.device), ranks.device)  # type: ignore[misc]
-        candidates[name] = lambda built=built: timed(built.step, ranks.device)  # type: ignore[misc]
+        _, peaks[name] = with_peak(built.timed, ranks.device)
+        candidates[name] = built.timed
     candidates["eager"] = lambda run=candidates["ours"]: uncompiled(run)  # type: ignore[misc]
     if peer is not None:
         candidates["peer"] = peer.step
-    best = dict.fromkeys(candidates, math.inf)
-    for turn in range(config.bench.repeats + 1):
-        for name, run in candidates.items():
-            seconds = run()
-            if turn:  # the first one warms up
-                best[name] = min(best[name], seconds)
+    best = fastest(candidates, config.bench.repeats)
     tokens = sum(shape[0])
     figures: Figures = {
         "tokens_per_s": tokens / best["ours"],
@@ -305,12 +310,15 @@ def uncompiled(run: Callable[[], float]) -> float:
     return seconds
 
 
-def timed(step: Callable[[], None], device: torch.device) -> float:
-    started = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Seconds of the fastest of several steps of each candidate, one after the other."""
+    best = dict.fromkeys(candidates, math.inf)
+    for turn in range(repeats + 1):
+        for name, run in candidates.items():
+            seconds = run()
+            if turn:  # the first one warms up
+                best[name] = min(best[name], seconds)
+    return best
 
 
 def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2) -> tuple[float, int]:
@@ -325,18 +333,11 @@ def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2)
         before = torch.cuda.memory_allocated(device)
         seconds = min(step() for _ in range(repeats))
         return seconds, torch.cuda.max_memory_allocated(device) - before
-    trim_heap()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back, so that what a step takes is seen
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     seconds = min(step() for _ in range(repeats))
     return seconds, resident_bytes("VmHWM") - before
-
-
-def trim_heap() -> None:
-    """Give freed memory back, so that what a step takes is seen."""
-    import ctypes
-
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes(name: str) -> int:
@@ -352,8 +353,7 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
     curve = {}
     for factor in (0, 1, 3, 9):
         shape = [answer * (1 + factor)] * documents, [answer * factor] * documents
-        ours = Ours(config, case, shape, ranks)
-        curve[factor], _ = with_peak(lambda ours=ours: timed(ours.step, ranks.device), ranks.device, config.bench.repeats)  # type: ignore[misc]
+        curve[factor], _ = with_peak(Ours(config, case, shape, ranks).timed, ranks.device, config.bench.repeats)
     rows = answer * documents
     figures: Figures = {
         "prompt_curve": {f"prompts {factor} times the answers": seconds for factor, seconds in curve.items()},
@@ -363,10 +363,7 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
         case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths)
         shape = [1000] * 2, [900] * 2
         ours, peer = Ours(config, case, shape, ranks), PeerProcess(config.bench.peer_python, case, shape)
-        best = {"ours": math.inf, "peer": math.inf}
-        for turn in range(config.bench.repeats + 1):
-            for name, seconds in (("ours", timed(ours.step, ranks.device)), ("peer", peer.step())):
-                best[name] = min(best[name], seconds) if turn else math.inf
+        best = fastest({"ours": ours.timed, "peer": peer.step}, config.bench.repeats)
         peer.close()
         figures |= {"prompts_ratio": best["peer"] / best["ours"], "prompts_tokens_per_s": 2000 / best["ours"]}
     return figures
@@ -381,7 +378,7 @@ def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Fig
         (length, length) for length in lengths[1:] if length <= longest // 4
     ]:
         ours = Ours(config, case, ([length], [length - rows]), ranks)
-        seconds, num_bytes = with_peak(lambda ours=ours: timed(ours.step, ranks.device), ranks.device)  # type: ignore[misc]
+        seconds, num_bytes = with_peak(ours.timed, ranks.device)
         figures: Figures = {"tokens": length, "rows": rows, "seconds": seconds, "peak_bytes": num_bytes}
         found.append(figures | {"share_of_limit": ours.flops / seconds / peak})
         print(json.dumps(found[-1]))
@@ -397,9 +394,9 @@ def bench_gpu(config: PipelineConfig, ranks: Ranks, peak: float, head: str, dept
     assert config.bench.target is not None
     case = Case(head, target_of(GPU_TARGETS[config.bench.target], GPU_VOCAB), depths, draft_vocab_size)
     ours = Ours(config, case, GPU_DOCUMENTS, ranks)
-    seconds, num_bytes = with_peak(lambda: timed(ours.step, ranks.device), ranks.device, config.bench.repeats)
+    seconds, num_bytes = with_peak(ours.timed, ranks.device, config.bench.repeats)
     ours.trainer.clock.read()
-    timed(ours.step, ranks.device)
+    ours.timed()
     phases = ours.trainer.clock.read()
     return {
         "head": head,

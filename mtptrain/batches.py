@@ -297,7 +297,8 @@ class BatchSchedule:
         self.micro_batches_per_step = micro_batches_per_step
         self.seed = seed
         self.costs = document_costs(store)
-        self._buffers = StateBuffers(batch_tokens, for_gpu and torch.cuda.is_available())
+        self._pins = for_gpu and torch.cuda.is_available()
+        self._buffers = StateBuffers(batch_tokens, self._pins)
         self._epoch, self._first_step = 0, 0  # of the epoch in _packed
         self._packed = self._pack(epoch=0)
         self.steps_per_epoch = len(self._packed)
@@ -329,8 +330,7 @@ class BatchSchedule:
 
     def _pinned(self, batch: Batch) -> Batch:
         """For a GPU, so that copies to it run beside the step."""
-        is_pinned = self.for_gpu and torch.cuda.is_available()
-        return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if is_pinned else batch
+        return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if self._pins else batch
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
         """This rank's batches of steps first_step .. last_step - 1, each read while the step before it runs.

@@ -1,6 +1,6 @@
 """Attention of heads: over the depths in training, over the cache in decoding."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -9,9 +9,6 @@ import torch.nn.functional as F
 
 from mtptrain.fusing import fused
 from mtptrain.target import PositionCache
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Rotated query and key, and value, [..., heads, head_dim] -> what the query found [..., heads, head_dim]."""
 
 aten = torch.ops.aten
 
