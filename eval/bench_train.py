@@ -324,9 +324,10 @@ def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[st
 def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2) -> tuple[float, int]:
     """Seconds of the fastest of a few steps, and bytes that they took beyond what was there before: of the GPU, or resident on a CPU.
 
-    Compiling takes memory of its own, so that one step goes ahead.
+    Compiling takes memory of its own, for fixed shapes and then for others, so that three steps go ahead.
     """
-    step()
+    for _ in range(3):
+        step()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

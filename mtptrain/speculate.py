@@ -1,9 +1,9 @@
 """THE draft -> verify -> accept path: training validates with it, `eval.acceptance` measures with it, and there is no other.
 
-A sequence holds n tokens of which the target has read n - 1. A round drafts K tokens, the target reads the last token and the
-drafts in one forward, and the longest prefix of drafts that it agrees with is kept, with one more token of its own (the bonus
-token). The head then runs depth 0 over all K+1 verified rows with the target's own states, rejected rows included, which rebuilds
-its keys and gives the first draft of the next round.
+A sequence holds n tokens of which the target has read n - 1. A round drafts a chain of K tokens, or a tree of them with branches up to
+K long; the target reads the last token and the drafts in one forward, and the longest branch that it agrees with is kept, with one
+more token of its own (the bonus token). The head then runs depth 0 over the K+1 verified rows of that branch with the target's own
+states, rejected rows included, which rebuilds its keys and gives the first draft of the next round.
 
 Caches keep position p in slot p, so that each row of a batch goes on from its own length and rejected slots are written over.
 """
@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
-from mtptrain.target import PositionCache, Target, TargetStates
+from mtptrain.target import PositionCache, Target, TargetStates, TreeRows
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,30 @@ class Verified:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter proposes."""
+    """What a drafter proposes: a chain of K tokens, or a tree of D with branches up to K long; D = K for a chain."""
 
-    tokens: torch.Tensor  # [B, K]
+    tokens: torch.Tensor  # [B, D]
     is_proposed: torch.Tensor
-    """bool[B, K]: False from where a sequence has nothing more to propose."""
+    """bool[B, D]: False from where a sequence has nothing more to propose."""
     probs: torch.Tensor | None = None
-    """The distributions that the tokens were sampled from [B, K, V]; None where they were chosen with certainty."""
+    """The distributions that the tokens of a chain were sampled from [B, K, V]; None where they were chosen with certainty."""
+    parents: torch.Tensor | None = None
+    """Of a tree: which token each one follows, its index, lower than its own, or -1 for the newest token of the sequence [B, D]. A
+    parent's children are different tokens."""
+
+    def ancestors(self) -> torch.Tensor:
+        """bool[B, 1 + D, 1 + D]: whether row i, the newest token or a draft, lies behind row j, or is it."""
+        batch_size, num_drafts = self.tokens.shape
+        device = self.tokens.device
+        if self.parents is None:
+            return torch.ones(num_drafts + 1, num_drafts + 1, dtype=torch.bool, device=device).tril().expand(batch_size, -1, -1)
+        above = torch.eye(num_drafts + 1, device=device).repeat(batch_size, 1, 1)
+        above[:, 1:].scatter_(2, self.parents[..., None] + 1, 1.0)
+        while True:  # paths of up to 1, 2, 4, ... steps
+            longer = (above @ above).clamp(max=1.0)
+            if torch.equal(longer, above):
+                return above.bool()
+            above = longer
 
 
 class Drafter(Protocol):
@@ -53,6 +71,10 @@ class Drafter(Protocol):
     @property
     def capture_layers(self) -> tuple[int, ...]:
         """Residual streams of the target that it reads."""
+
+    @property
+    def max_drafts(self) -> int:
+        """Tokens of a draft: K of a chain, D of a tree."""
 
     def start(self, batch_size: int, num_slots: int) -> None:
         """Forget the sequences before."""
@@ -82,8 +104,8 @@ class Sampler:
         return (logits.float() / self.temperature).softmax(-1)  # [..., V]
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The most likely token of each row of logits [B, V], or a sampled one [B]."""
-        return logits.argmax(-1) if self.is_greedy else self.sample(self.probs(logits))
+        """The most likely token of each row of logits [..., V], or a sampled one [...]."""
+        return logits.argmax(-1) if self.is_greedy else self.sample(self.probs(logits).flatten(0, -2)).view(logits.shape[:-1])
 
     def sample(self, probs: torch.Tensor) -> torch.Tensor:
         """One token [B] per row of weights [B, V], which need not sum to one."""
@@ -99,40 +121,55 @@ class Sampler:
         return self.generator
 
 
-def accept_greedy(draft: Draft, target_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep the drafts up to the first that is not the target's most likely token.
+@dataclass(frozen=True)
+class Accepted:
+    """What verification keeps of a draft."""
+
+    count: torch.Tensor
+    """Tokens [B]."""
+    bonus: torch.Tensor
+    """The target's own token after them [B]."""
+    branch: torch.Tensor
+    """Rows of the verified ones [B, 1 + K] that are kept: 0 for the newest token, 1 + i for draft i; filled up behind `count` with any."""
+
+
+def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Tensor, num_depths: int) -> Accepted:
+    """Keep the longest branch of drafts that are the target's own choice, greedy or sampled.
+
+    A token that the target has sampled is accepted where the draft holds it, so that the output is the target's own whatever is
+    drafted: for drafts chosen with certainty this is the rule of arXiv 2211.17192, and over all children at once that of SpecInfer
+    (arXiv 2305.09781).
 
     Args:
-        draft: K proposed tokens per sequence.
-        target_logits: at the newest token and at each draft [B, K+1, V].
-
-    Returns:
-        Number of drafts kept [B] and the target's own token after them [B].
+        draft: D proposed tokens per sequence.
+        target_tokens: the target's choice behind each row [B, 1 + D].
+        ancestors: of `Draft.ancestors`.
+        num_depths: K, the longest branch.
     """
-    target_tokens = target_logits.argmax(-1)  # [B, K+1]
-    is_kept = (draft.tokens == target_tokens[:, :-1]) & draft.is_proposed
-    num_accepted = is_kept.long().cumprod(1).sum(1)
-    return num_accepted, target_tokens.gather(1, num_accepted[:, None])[:, 0]
+    behind = torch.arange(draft.tokens.shape[1], device=draft.tokens.device) if draft.parents is None else draft.parents + 1
+    wanted = target_tokens.gather(1, behind.expand_as(draft.tokens))  # [B, D], what the target chose where the draft proposes
+    is_wrong = F.pad((draft.tokens != wanted) | ~draft.is_proposed, (1, 0))  # [B, 1 + D]
+    is_kept = ~(ancestors & is_wrong[:, None]).any(2)
+    depths = ancestors.sum(2) - 1  # [B, 1 + D], of each row
+    count = torch.where(is_kept, depths, 0).amax(1)
+    at_depth = is_kept[:, None] & (depths[:, None] == torch.arange(num_depths + 1, device=depths.device)[:, None])  # [B, 1 + K, 1 + D]
+    branch = at_depth.int().argmax(2)
+    return Accepted(count, target_tokens.gather(1, branch.gather(1, count[:, None]))[:, 0], branch)
 
 
-def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep each draft with probability min(1, target / draft) up to the first rejection, then sample from what is left of the target.
+def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
+    """Keep each sampled draft with probability min(1, target / draft) up to the first rejection, then sample from what is left.
 
     The result follows the target's distribution exactly: Fast Inference from Transformers via Speculative Decoding
     (arXiv 2211.17192), algorithm 1.
 
     Args:
-        draft: K proposed tokens per sequence and the distributions that they were sampled from.
+        draft: K proposed tokens per sequence, a chain, and the distributions that they were sampled from.
         target_probs: at the newest token and at each draft [B, K+1, V].
         sampler: for the coins and the bonus token.
-
-    Returns:
-        Number of drafts kept [B] and the token after them [B].
     """
-    chosen = draft.tokens[..., None]  # [B, K, 1]
-    draft_probs = draft.probs
-    if draft_probs is None:
-        draft_probs = torch.zeros_like(target_probs[:, :-1]).scatter_(2, chosen, 1.0)
+    chosen, draft_probs = draft.tokens[..., None], draft.probs  # [B, K, 1]
+    assert draft_probs is not None and draft.parents is None
     ratio = target_probs[:, :-1].gather(2, chosen)[..., 0].double() / draft_probs.gather(2, chosen)[..., 0].double()
     is_kept = (sampler.coins(ratio) < ratio) & draft.is_proposed
     num_accepted = is_kept.long().cumprod(1).sum(1)  # [B]
@@ -142,7 +179,8 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
     rejected = rejected_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, residual.shape[-1]))[:, 0]
     left = (residual - rejected).clamp(min=0.0)
     # Where draft and target are equal up to rounding, a rejection may leave nothing: then the target's own distribution serves.
-    return num_accepted, sampler.sample(torch.where(left.sum(-1, keepdim=True) > 0, left, residual))
+    bonus = sampler.sample(torch.where(left.sum(-1, keepdim=True) > 0, left, residual))
+    return Accepted(num_accepted, bonus, torch.arange(draft.tokens.shape[1] + 1, device=bonus.device).expand(len(bonus), -1))
 
 
 @dataclass(frozen=True)
@@ -177,9 +215,9 @@ def speculate(
 
     Args:
         target: the whole model.
-        drafter: proposes `num_speculative_tokens` (K) tokens a round.
+        drafter: proposes a chain or a tree each round.
         prompts: token ids, at least one each.
-        num_speculative_tokens: K.
+        num_speculative_tokens: K, the longest branch of its drafts.
         max_new_tokens: of each sequence.
         sampler: temperature and coins.
         eos_token_ids: tokens that end a sequence.
@@ -190,7 +228,7 @@ def speculate(
     check_prompts(prompts, max_new_tokens, target.config.max_position_embeddings)
     device, width = target.device, max(len(prompt) for prompt in prompts)
     rows, depths = torch.arange(len(prompts), device=device), torch.arange(num_speculative_tokens + 1, device=device)
-    num_slots = width + max_new_tokens + 2 * (num_speculative_tokens + 1)
+    num_slots = width + max_new_tokens + 2 * (num_speculative_tokens + 1) + drafter.max_drafts
     num_tokens = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
     limit = num_tokens + max_new_tokens
     tokens = torch.zeros(len(prompts), num_slots, dtype=torch.long, device=device)  # [B, slots]
@@ -210,19 +248,25 @@ def speculate(
 
     while bool(is_active.any()):
         draft = drafter.draft(Verified(tokens, num_tokens, positions, states), sampler)
-        positions = (num_tokens - 1)[:, None] + depths  # the newest token and the drafts [B, K+1]
-        tokens.scatter_(1, positions[:, 1:], draft.tokens)
-        states = target.forward(tokens.gather(1, positions), positions, cache, drafter.capture_layers)  # of [B, K+1] rows
-        target_logits = target.parts.logits(states.hidden_states)  # [B, K+1, V]
-        if sampler.is_greedy:
-            num_accepted, bonus = accept_greedy(draft, target_logits)
+        root, ancestors = num_tokens - 1, draft.ancestors()
+        positions = root[:, None] + depths  # of the newest token and of a branch [B, K+1]
+        read = torch.cat([tokens.gather(1, root[:, None]), draft.tokens], dim=1)  # [B, 1+D]
+        tree = None if draft.parents is None else TreeRows(root, 0, ancestors)
+        states = target.forward(read, root[:, None] + ancestors.sum(2) - 1, cache, drafter.capture_layers, tree)
+        target_logits = target.parts.logits(states.hidden_states)  # [B, 1+D, V]
+        if draft.probs is None or sampler.is_greedy:
+            accepted = accept_chosen(draft, sampler.choose(target_logits), ancestors, num_speculative_tokens)
         else:
-            num_accepted, bonus = accept_sampled(draft, sampler.probs(target_logits), sampler)
-        tokens[rows, num_tokens + num_accepted] = bonus
-        counts += _count(draft, num_accepted) * is_active[:, None]
-        has_ended = (torch.isin(tokens.gather(1, positions + 1), eos) & (depths <= num_accepted[:, None])).any(1)
+            accepted = accept_sampled(draft, sampler.probs(target_logits), sampler)
+        if tree is not None:
+            cache.keep(root[:, None] + accepted.branch, positions)
+            states = states.of_rows(accepted.branch)  # [B, K+1] rows
+        tokens.scatter_(1, positions, read.gather(1, accepted.branch))
+        tokens[rows, num_tokens + accepted.count] = accepted.bonus
+        counts += _count(draft, accepted.count, num_speculative_tokens) * is_active[:, None]
+        has_ended = (torch.isin(tokens.gather(1, positions + 1), eos) & (depths <= accepted.count[:, None])).any(1)
         # A finished row keeps its length and its answer: what is decoded behind it until the batch is done has no effect.
-        num_tokens = torch.where(is_active, num_tokens + num_accepted + 1, num_tokens)
+        num_tokens = torch.where(is_active, num_tokens + accepted.count + 1, num_tokens)
         is_active = is_active & (num_tokens < limit) & ~has_ended
     return _generations(tokens, num_tokens, prompts, max_new_tokens, eos_token_ids, counts)
 
@@ -239,11 +283,11 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, context
             )
 
 
-def _count(draft: Draft, num_accepted: torch.Tensor) -> torch.Tensor:
+def _count(draft: Draft, num_accepted: torch.Tensor, num_depths: int) -> torch.Tensor:
     """A round's [rounds, empty rounds, drafted, accepted at 0 .. K-1] of each sequence [B, 3+K]."""
     num_drafted = draft.is_proposed.sum(1)  # [B]
     has_draft = (num_drafted > 0).long()
-    accepted_at = torch.arange(draft.tokens.shape[1], device=num_accepted.device) < num_accepted[:, None]  # [B, K]
+    accepted_at = torch.arange(num_depths, device=num_accepted.device) < num_accepted[:, None]  # [B, K]
     return torch.cat([torch.stack([has_draft, 1 - has_draft, num_drafted], 1), accepted_at.long()], 1)
 
 

@@ -251,11 +251,21 @@ def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
         )
 
 
+@dataclass(frozen=True)
+class TreeRows:
+    """Rows of one forward that hang behind a sequence as a tree: rows at equal positions, each in a slot of its own."""
+
+    root: torch.Tensor  # i64[B], the first slot of the tree; every row sees all slots before it
+    first: int  # the rows lie in slots root + first, root + first + 1, ...
+    sees: torch.Tensor  # bool[B, S, first + S], which slots of the tree each row sees
+
+
 class PositionCache(Cache):
     """Keys and values in the slot of their position, per row.
 
     Writing a position again replaces it, and a query sees the slots up to its own position only: going back after a rejected
-    draft is done by continuing at an earlier position, with no copy and no crop, and each row has its own length.
+    draft is done by continuing at an earlier position, with no copy and no crop, and each row has its own length. A tree lies in
+    the slots behind the sequence until `keep` moves the branch that is accepted to the slots of its positions.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -263,16 +273,30 @@ class PositionCache(Cache):
         self.num_slots = num_slots
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
-        self._positions = torch.empty(0)
+        self._written = torch.empty(0)  # slots [B, S]
         self._used_slots = 0
 
-    def begin(self, positions: torch.Tensor) -> torch.Tensor:
+    def begin(self, positions: torch.Tensor, tree: TreeRows | None = None) -> torch.Tensor:
         """Say at which positions [B, S] the next forward writes; returns the mask [B, 1, S, slots in use], True where seen."""
-        self._positions = positions
-        self._used_slots = max(self._used_slots, int(positions.max()) + 1)
+        self._written = positions
+        if tree is not None:
+            self._written = tree.root[:, None] + tree.first + torch.arange(positions.shape[1], device=positions.device)
+        self._used_slots = max(self._used_slots, int(self._written.max()) + 1)
         assert self._used_slots <= self.num_slots, "positions beyond the cache"
         slots = torch.arange(self._used_slots, device=positions.device)
-        return slots <= positions[:, None, :, None]  # [B, 1, S, slots]
+        if tree is None:
+            return slots <= positions[:, None, :, None]  # [B, 1, S, slots]
+        inside = slots - tree.root[:, None]  # [B, slots]
+        index = inside.clamp(0, tree.sees.shape[2] - 1)[:, None].expand(-1, positions.shape[1], -1)
+        is_seen = tree.sees.gather(2, index) & (inside < tree.sees.shape[2])[:, None]
+        return torch.where((inside < 0)[:, None], True, is_seen)[:, None]
+
+    def keep(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Copy what lies in slots [B, S] to those of their positions [B, S]."""
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        for tensors in (self._keys, self._values):
+            for tensor in tensors.values():
+                tensor[rows, :, positions] = tensor[rows, :, slots]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -284,8 +308,8 @@ class PositionCache(Cache):
             self._values[layer_idx] = value_states.new_zeros(batch, heads, self.num_slots, value_states.shape[-1])
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         rows = torch.arange(keys.shape[0], device=keys.device)[:, None]  # [B, 1]
-        keys[rows, :, self._positions] = key_states.transpose(1, 2)
-        values[rows, :, self._positions] = value_states.transpose(1, 2)
+        keys[rows, :, self._written] = key_states.transpose(1, 2)
+        values[rows, :, self._written] = value_states.transpose(1, 2)
         return keys[:, :, : self._used_slots], values[:, :, : self._used_slots]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -307,10 +331,15 @@ class Target:
 
     @torch.no_grad()
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, cache: PositionCache, capture_layers: tuple[int, ...] = ()
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: PositionCache,
+        capture_layers: tuple[int, ...] = (),
+        tree: TreeRows | None = None,
     ) -> "TargetStates":
-        """States of tokens [B, S] at positions [B, S], reading and writing the cache."""
-        mask = self._family_mask(cache.begin(positions), positions)
+        """States of tokens [B, S] at positions [B, S], reading and writing the cache; a whole tree where one is given."""
+        mask = self._family_mask(cache.begin(positions, tree), positions, tree)
         with self.capturing(capture_layers) as streams:
             output = self.model.model(
                 input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
@@ -318,12 +347,16 @@ class Target:
         captured = torch.stack([streams[k].to(self.device) for k in capture_layers], dim=-2) if capture_layers else None
         return TargetStates(output.last_hidden_state, captured)
 
-    def _family_mask(self, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _family_mask(
+        self, mask: torch.Tensor, positions: torch.Tensor, tree: TreeRows | None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         """What the family's forward takes for the mask of `PositionCache.begin`: with the sliding window where layers have one."""
         if self.window is None:
             return mask
-        slots = torch.arange(mask.shape[-1], device=mask.device)
-        in_window = mask & (slots > positions[:, None, :, None] - self.window)  # [B, 1, S, slots]
+        slot_positions = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots]
+        if tree is not None:
+            slot_positions.scatter_(1, tree.root[:, None] + torch.arange(positions.shape[1], device=mask.device), positions)
+        in_window = mask & (slot_positions[:, None, None] > positions[:, None, :, None] - self.window)  # [B, 1, S, slots]
         if self.config.model_type in WINDOW_IN_ALL_LAYERS:
             return in_window
         return {"full_attention": mask, "sliding_attention": in_window}
@@ -356,6 +389,11 @@ class TargetStates:
     """Post-norm states [B, S, H]."""
     aux_hidden_states: torch.Tensor | None
     """Captured residual streams [B, S, L, H]; None where none were asked for."""
+
+    def of_rows(self, index: torch.Tensor) -> "TargetStates":
+        """Of the rows [B, R] of each sequence."""
+        rows, captured = torch.arange(len(index), device=index.device)[:, None], self.aux_hidden_states
+        return TargetStates(self.hidden_states[rows, index], None if captured is None else captured[rows, index])
 
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:

@@ -120,6 +120,10 @@ class _Recorder:
     def capture_layers(self) -> tuple[int, ...]:
         return self.drafter.capture_layers
 
+    @property
+    def max_drafts(self) -> int:
+        return self.drafter.max_drafts
+
     def start(self, batch_size: int, num_slots: int) -> None:
         self.drafter.start(batch_size, num_slots)
         self.rounds = []

@@ -1,5 +1,6 @@
 """Attention of heads: over the depths in training, over the cache in decoding."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mtptrain.fusing import fused
-from mtptrain.target import PositionCache
+from mtptrain.target import PositionCache, TreeRows
 
 aten = torch.ops.aten
 
@@ -46,7 +47,8 @@ class Packing:
     positions: torch.Tensor  # i64[N], of each token in its document
     rows: torch.Tensor  # i64[M], tokens from which drafts start
     segments: tuple[Segments, ...]
-    """Inside each span, causal; and all of its document before it, for spans that have something before."""
+    """Inside each span, causal; then all of its document before it, for spans that have something before: one span of each document
+    at a time, so that no kernel takes more than N keys."""
 
     @property
     def num_pairs(self) -> float:
@@ -65,15 +67,16 @@ class Packing:
         spans = [(i, 0, length) for i, length in enumerate(lengths)] if spans is None else spans
         starts = [0, *accumulate(lengths)]
         first_rows = [0, *accumulate(count for *_, count in spans)]
-        inside, before = [], []
+        inside, before = [], defaultdict[int, list[tuple[range, range]]](list)
+        turns = Counter[int]()  # of each document, its spans with something before them
         for row, (document, first, count) in zip(first_rows, spans, strict=False):
             rows, token = range(row, row + count), starts[document] + first
             inside.append((rows, range(token, token + count)))
             if first:
-                before.append((rows, range(starts[document], token)))
+                before[turns[document]].append((rows, range(starts[document], token)))
+                turns[document] += 1
         segments = [Segments.of(inside, is_causal=True, is_all=True)]
-        if before:
-            segments.append(Segments.of(before, is_causal=False, is_all=len(before) == len(inside)))
+        segments += [Segments.of(turn, is_causal=False, is_all=len(turn) == len(inside)) for turn in before.values()]
         return Packing(
             positions=_indices([range(length) for length in lengths]),
             rows=segments[0].keys,
@@ -92,10 +95,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def cached_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, cache: PositionCache
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cache: PositionCache,
+    tree: TreeRows | None = None,
 ) -> torch.Tensor:
     """Attention of rows [B, S, heads, head_dim] over every cached position up to their own; writes their keys first."""
-    mask = cache.begin(positions)
+    mask = cache.begin(positions, tree)
     keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), layer_idx=0)
     out = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True)
     return out.transpose(1, 2)  # [B, S, heads, head_dim]
@@ -195,13 +203,15 @@ class _MergedAttention(torch.autograd.Function):
         query, key, value, own_keys, own_values, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         inside, *before = ctx.packing.segments  # type: ignore[attr-defined]
         grad_query, *grads = _flash_backward(grad_out, query, key[inside.keys], value[inside.keys], out, lse, inside)
-        grad_key, grad_value = (_scatter(grad, inside.keys, len(key)) for grad in grads)
+        # Sums over many answers are kept in fp32; no token is twice among the keys of one part.
+        grad_key, grad_value = (_scatter(grad.float() if before else grad, inside.keys, len(key)) for grad in grads)
         for part in before:
             grad, of_query, of_out, of_lse = (x if part.queries is None else x[part.queries] for x in (grad_out, query, out, lse))
             found = _flash_backward(grad, of_query, key[part.keys], value[part.keys], of_out, of_lse, part)
             grad_query = grad_query + found[0] if part.queries is None else grad_query.index_add_(0, part.queries, found[0])
-            grad_key.index_add_(0, part.keys, found[1])
-            grad_value.index_add_(0, part.keys, found[2])
+            grad_key[part.keys] += found[1]
+            grad_value[part.keys] += found[2]
+        grad_key, grad_value = grad_key.to(key.dtype), grad_value.to(value.dtype)
         if not len(own_keys):
             return grad_query, grad_key, grad_value, own_keys, own_values, None
         grad_query, *own_grads = _own_backward(grad_out, grad_query, query, own_keys, own_values, out, lse)
@@ -215,13 +225,13 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments
         offsets = segments.query_offsets, segments.key_offsets
         out, lse, *_ = aten._flash_attention_forward(query, key, value, *offsets, *longest, 0.0, segments.is_causal, False)
         return out, lse.transpose(0, 1).contiguous()
-    groups = query.shape[1] // key.shape[1]
+    fold, repeat = _grouping(query, key, segments)
     outs, lses = [query[:0]], [query.new_empty(0, query.shape[1], dtype=torch.float32)]
     for queries, keys in _runs(segments):
-        tensors = _batch(query, queries), _repeat(_batch(key, keys), groups), _repeat(_batch(value, keys), groups)
+        tensors = _batch(query, queries, fold), _batch(key, keys, 1, repeat), _batch(value, keys, 1, repeat)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, segments.is_causal)
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-        lses.append(lse.transpose(1, 2).flatten(0, 1))
+        outs.append(_unbatch(out, fold))
+        lses.append(_unbatch(lse, fold))
     return torch.cat(outs[1:] or outs), torch.cat(lses[1:] or lses)
 
 
@@ -242,20 +252,31 @@ def _flash_backward(
         tensors = grad_out.contiguous(), query, key, value, out, lse.transpose(0, 1).contiguous()
         grads = aten._flash_attention_backward(*tensors, *offsets, *longest, 0.0, segments.is_causal, unused, unused[:0])
         return grads[0], grads[1], grads[2]
-    groups = query.shape[1] // key.shape[1]
+    fold, repeat = _grouping(query, key, segments)
     found: tuple[list[torch.Tensor], ...] = ([query[:0]], [key[:0]], [value[:0]])
     for queries, keys in _runs(segments):
-        of_keys = _repeat(_batch(key, keys), groups), _repeat(_batch(value, keys), groups)
-        run_lse = _batch(lse, queries).contiguous()  # [segments, heads, queries]
+        of_queries = [_batch(x, queries, fold).contiguous() for x in (grad_out, query, out, lse)]
+        of_keys = [_batch(x, keys, 1, repeat) for x in (key, value)]
         run_grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _batch(grad_out, queries), _batch(query, queries), *of_keys, _batch(out, queries), run_lse, 0.0, segments.is_causal
+            *of_queries[:2], *of_keys, *of_queries[2:], 0.0, segments.is_causal
         )
-        for parts, grad in zip(found, run_grads, strict=True):
-            parts.append(grad.transpose(1, 2).flatten(0, 1))
+        for parts, grad, folded in zip(found, run_grads, (fold, 1, 1), strict=True):
+            parts.append(_unbatch(grad, folded))
     grad_query, grad_key, grad_value = (torch.cat(parts[1:] or parts) for parts in found)
-    if groups > 1:
-        grad_key, grad_value = (grad.unflatten(1, (-1, groups)).sum(2) for grad in (grad_key, grad_value))
+    if repeat > 1:
+        grad_key, grad_value = (grad.unflatten(1, (-1, repeat)).sum(2) for grad in (grad_key, grad_value))
     return grad_query, grad_key, grad_value
+
+
+def _grouping(query: torch.Tensor, key: torch.Tensor, segments: Segments) -> tuple[int, int]:
+    """How a kernel of a CPU, which knows no groups, is given query heads that share a key: as further rows of one head where all rows
+    see the same keys; or with the keys once for each of them.
+
+    Returns:
+        Query heads that are folded into one, and times that a key is repeated.
+    """
+    groups = query.shape[1] // key.shape[1]
+    return (1, groups) if segments.is_causal else (groups, 1)
 
 
 Run = tuple[int, int, int]
@@ -271,15 +292,18 @@ def _runs(segments: Segments) -> Iterator[tuple[Run, Run]]:
         first_query, first_key = first_query + count * queries, first_key + count * keys
 
 
-def _batch(x: torch.Tensor, run: Run) -> torch.Tensor:
-    """A run of packed [Q, heads, ...] as a view [segments, heads, rows, ...]."""
+def _batch(x: torch.Tensor, run: Run, fold: int, repeat: int = 1) -> torch.Tensor:
+    """A run of packed [Q, heads, ...] as [segments, heads / fold, fold * rows, ...], heads repeated."""
     first, count, length = run
-    return x[first : first + count * length].unflatten(0, (count, length)).transpose(1, 2)
+    rows = x[first : first + count * length].unflatten(0, (count, length)).transpose(1, 2)  # [segments, heads, rows, ...]
+    if fold > 1:
+        return rows.unflatten(1, (-1, fold)).flatten(2, 3)
+    return rows.repeat_interleave(repeat, dim=1) if repeat > 1 else rows
 
 
-def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Each of the kv heads [segments, kv heads, ...] once per query head that reads it."""
-    return x.repeat_interleave(groups, dim=1) if groups > 1 else x
+def _unbatch(x: torch.Tensor, fold: int) -> torch.Tensor:
+    """Back to [segments * rows, heads, ...]."""
+    return x.unflatten(2, (fold, -1)).flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
 
 @fused

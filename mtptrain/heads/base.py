@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.fusing import fused
 from mtptrain.heads.attention import Packing, cached_attention, depth_attention, take_rows
-from mtptrain.target import FrozenParts, PositionCache
+from mtptrain.target import FrozenParts, PositionCache, TreeRows
 
 if TYPE_CHECKING:
     from mtptrain.heads.layers import Attention
@@ -134,7 +134,12 @@ class Head(nn.Module, ABC):
         return torch.stack(states)
 
     def decode(
-        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, cache: PositionCache
+        self,
+        hidden_states: torch.Tensor,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        cache: PositionCache,
+        tree: TreeRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inference: one step of S rows per sequence; keys go into the slots of their positions.
 
@@ -143,12 +148,13 @@ class Head(nn.Module, ABC):
             embeddings: of the token after each row's [B, S, H].
             positions: of the rows [B, S].
             cache: of this head.
+            tree: where the rows are some of a tree, and what they see of it.
 
         Returns:
             As `outputs`, each [B, S, H].
         """
         residual, query, key, value = self._project(hidden_states, embeddings, positions)
-        return self._finish(residual, cached_attention(query, key, value, positions, cache))
+        return self._finish(residual, cached_attention(query, key, value, positions, cache, tree))
 
     @fused
     def _begin(self, target_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor) -> FourTensors:

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.drafters import HeadDrafter
+from mtptrain.drafters import HeadDrafter, TreeDrafter
 from mtptrain.export import RecordingDrafter
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.attention import Packing
 from mtptrain.heads.base import Head
-from mtptrain.speculate import Sampler, speculate
+from mtptrain.speculate import Draft, Sampler, Verified, speculate
 from mtptrain.target import Target, load_target
 from tests.conftest import make_target
 
@@ -58,11 +58,8 @@ HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("depths", [1, 3, 5])
-@pytest.mark.parametrize("case", HEAD_CASES)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, model_type: str, case: str, depths: int) -> None:
-    """A vocabulary of 5, so that even a random head is accepted now and then, and sequences end inside accepted drafts."""
+def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target, Head, list[list[int]]]:
+    """Random ones with a vocabulary of 5, so that drafts are accepted now and then, and prompts."""
     directory = make_target(
         tmp_path,
         model_type,
@@ -87,6 +84,15 @@ def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, 
         head.d2t.copy_(torch.tensor([0, 0, 1, 1]))  # drafts tokens 0, 1, 3, 4
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 5, (length,), generator=generator).tolist() for length in (1, 2, 5, 9, 14, 20, 25, 30)]
+    return target, head, prompts
+
+
+@pytest.mark.parametrize("depths", [1, 3, 5])
+@pytest.mark.parametrize("case", HEAD_CASES)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, model_type: str, case: str, depths: int) -> None:
+    """Sequences end inside accepted drafts."""
+    target, head, prompts = target_and_head(tmp_path, model_type, case)
     drafter = RecordingDrafter(HeadDrafter(head, target.parts, depths))
     found = speculate(
         target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=20, sampler=Sampler(), eos_token_ids=[4]
@@ -97,3 +103,72 @@ def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, 
         assert generation.tokens == tokens
         assert (generation.rounds, generation.accepted_at, generation.drafted) == (rounds, accepted_at, depths * rounds)
         assert [step[row].tolist() for step in drafter.proposals[:rounds]] == proposals
+
+
+Branch = tuple[int, ...]
+
+
+@torch.no_grad()
+def plain_tree(target: Target, head: Head, tokens: list[int], depths: int, num_nodes: int, top_k: int) -> dict[Branch, float]:
+    """Branches of the tree and their log-probabilities; each one is computed anew from the head's *training* forward."""
+    count = len(tokens)
+    output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+    states = output.last_hidden_state[0]
+    if head.capture_layers:
+        states = torch.stack([output.hidden_states[layer][0] for layer in head.capture_layers], -2)
+    found: dict[Branch, float] = {}
+    frontier: dict[Branch, float] = {(): 0.0}
+    for depth in range(depths):
+        candidates: dict[Branch, float] = {}
+        for branch, score in frontier.items():
+            text = tokens + list(branch)
+            read = [[text[row + 1 + k] if row + 1 + k < len(text) else 0 for row in range(count - 1)] for k in range(depth + 1)]
+            drafted = head(states, target.parts.embed(torch.tensor(read)), Packing.of([count - 1]))
+            logprobs, ids = head.logits(drafted[depth, count - 2], target.parts).log_softmax(-1).topk(top_k)
+            ids = head.target_tokens(ids)
+            candidates |= {(*branch, token): score + more for token, more in zip(ids.tolist(), logprobs.tolist(), strict=True)}
+        found |= candidates
+        frontier = dict(sorted(candidates.items(), key=lambda item: -item[1])[:top_k])
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:num_nodes])
+
+
+class RecordingTrees(TreeDrafter):
+    """Keeps each sequence's tokens and the tree that was drafted behind them."""
+
+    found: list[tuple[list[int], Draft, int]]
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        draft = super().draft(verified, sampler)
+        self.found += [
+            (tokens[:count].tolist(), draft, row)
+            for row, (tokens, count) in enumerate(zip(verified.tokens, verified.num_tokens, strict=True))
+        ]
+        return draft
+
+
+def branches_of(draft: Draft, row: int) -> list[Branch]:
+    assert draft.parents is not None
+    branches: list[Branch] = []
+    for token, parent in zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True):
+        branches.append((*(branches[parent] if parent >= 0 else ()), token))
+    return branches
+
+
+@pytest.mark.parametrize("case", HEAD_CASES)
+@pytest.mark.parametrize(("depths", "num_nodes", "top_k"), [(1, 2, 3), (3, 9, 3), (4, 40, 2)])
+def test_trees_equal_those_of_a_loop_without_caches(tmp_path: Path, case: str, depths: int, num_nodes: int, top_k: int) -> None:
+    target, head, prompts = target_and_head(tmp_path, "llama", case)
+    drafter = RecordingTrees(head, target.parts, depths, num_nodes, top_k)
+    drafter.found = []
+    generations = speculate(
+        target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=12, sampler=Sampler(), eos_token_ids=[4]
+    )
+    assert sum(sum(generation.accepted_at) for generation in generations) > 0, "nothing accepted shows little"
+    for index, (tokens, draft, row) in enumerate(drafter.found):
+        if index // len(prompts) >= generations[row].rounds:
+            continue  # the sequence had ended
+        branches, expected = branches_of(draft, row), plain_tree(target, head, tokens, depths, num_nodes, top_k)
+        assert len(set(branches)) == len(branches) == len(expected)
+        lowest = min(expected.values())
+        assert {branch for branch, score in expected.items() if score > lowest + 1e-4} <= set(branches)  # at the end may be ties
+        assert all(branch[:-1] in {(), *branches} for branch in branches)

@@ -3,17 +3,18 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import mtptrain.speculate as speculate_module
-from mtptrain.drafters import HeadDrafter, PromptLookupDrafter
+from mtptrain.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
-from mtptrain.speculate import Draft, Drafter, Generation, Sampler, Verified, accept_greedy, speculate
+from mtptrain.speculate import Accepted, Draft, Drafter, Generation, Sampler, Verified, accept_chosen, speculate
 from mtptrain.target import PositionCache, Target, load_target
 from tests.conftest import make_target
 
@@ -53,14 +54,14 @@ class TargetCopy:
     capture_layers = ()
 
     def __init__(self, target: Target, num_speculative_tokens: int) -> None:
-        self.target, self.num_speculative_tokens = target, num_speculative_tokens
+        self.target, self.max_drafts = target, num_speculative_tokens
 
     def start(self, batch_size: int, num_slots: int) -> None:
         self.cache = PositionCache(num_slots)
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         rows, probs, tokens = torch.arange(len(verified.tokens)), [], verified.tokens.clone()
-        for depth in range(self.num_speculative_tokens):
+        for depth in range(self.max_drafts):
             width = int(verified.num_tokens.max()) + depth
             positions = torch.arange(width).expand(len(tokens), -1)
             states = self.target.forward(tokens[:, :width], positions, PositionCache(tokens.shape[1]))
@@ -68,8 +69,24 @@ class TargetCopy:
             if not sampler.is_greedy:
                 probs.append(sampler.probs(logits))
             tokens[rows, verified.num_tokens + depth] = sampler.choose(logits)
-        drafted = tokens.gather(1, verified.num_tokens[:, None] + torch.arange(self.num_speculative_tokens))
+        drafted = tokens.gather(1, verified.num_tokens[:, None] + torch.arange(self.max_drafts))
         return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
+
+
+class BranchingCopy:
+    """A tree whose second branch at each depth is the target's own choice, and whose first one and its child are not."""
+
+    capture_layers = ()
+
+    def __init__(self, target: Target, num_speculative_tokens: int) -> None:
+        self.copy = TargetCopy(target, num_speculative_tokens)
+        self.start, self.max_drafts = self.copy.start, 3 * num_speculative_tokens
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        right = self.copy.draft(verified, sampler).tokens  # [B, K]
+        tokens = torch.stack([(right + 1) % 7, (right + 2) % 7, right], 2).flatten(1)  # a wrong branch of two, and the right one
+        parents = torch.tensor([[3 * depth - 1, 3 * depth, 3 * depth - 1] for depth in range(right.shape[1])]).flatten()
+        return Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), parents=parents.expand_as(tokens))
 
 
 def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **settings: object) -> list[Generation]:
@@ -78,14 +95,24 @@ def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **setting
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("kind", ["head", "prompt lookup"])
+@pytest.mark.parametrize("kind", ["head", "prompt lookup", "tree", "hybrid", "model", "tree that is often right"])
 def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(target: Target, kind: str, batch_size: int) -> None:
-    drafters = {"head": HeadDrafter(random_head(target), target.parts, 3), "prompt lookup": PromptLookupDrafter(3)}
-    prompts = random_prompts(24)
+    head = HeadDrafter(random_head(target), target.parts, 3)
+    drafters: dict[str, Drafter] = {
+        "head": head,
+        "prompt lookup": PromptLookupDrafter(3),
+        "tree": TreeDrafter(head.head, target.parts, 3, num_nodes=20, top_k=4),
+        "hybrid": HybridDrafter(head, min_match=2),
+        "model": ModelDrafter(target, 3),
+        "tree that is often right": BranchingCopy(target, 3),
+    }
+    prompts, accepted = random_prompts(24), 0
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         for prompt, generation in zip(batch, decode(target, drafters[kind], batch, eos_token_ids=[256]), strict=True):
             assert generation.tokens == plain_greedy(target, prompt, 24, eos_token_id=256)
+            accepted += sum(generation.accepted_at)
+    assert accepted > (300 if kind in ("model", "tree that is often right") else 0), "nothing accepted shows little"
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [1, 3, 5])
@@ -135,10 +162,28 @@ def test_one_new_token_needs_no_round(target: Target) -> None:
 
 
 def test_what_is_not_proposed_is_not_accepted_even_where_it_is_right() -> None:
-    logits = torch.eye(4)[[0, 0, 0, 0]][None]  # [1, K+1, V]: the target says 0 everywhere
     draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[True, False, False]]))
-    num_accepted, bonus = accept_greedy(draft, logits)
-    assert (num_accepted.item(), bonus.item()) == (1, 0)
+    accepted = accept_chosen(draft, torch.zeros(1, 4, dtype=torch.long), draft.ancestors(), 3)
+    assert (accepted.count.item(), accepted.bonus.item()) == (1, 0)
+
+
+def test_of_a_tree_the_branch_of_the_targets_choices_is_kept() -> None:
+    """Tokens 5 and 6 first; behind 6 stand 7 and 8, behind 8 9: the target says 6, 8, then 3."""
+    draft = Draft(
+        torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.bool), parents=torch.tensor([[-1, -1, 1, 1, 3]])
+    )
+    chosen = torch.tensor([[6, 0, 8, 0, 3, 4]])  # behind the newest token, 5, 6, 7, 8, 9
+    accepted = accept_chosen(draft, chosen, draft.ancestors(), 3)
+    assert (accepted.count.item(), accepted.bonus.item()) == (2, 3)
+    assert accepted.branch[0, :3].tolist() == [0, 2, 4]
+    assert draft.ancestors()[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 0, 1, 1, 0, 0],
+        [1, 0, 1, 0, 1, 0],
+        [1, 0, 1, 0, 1, 1],
+    ]
 
 
 def test_prompt_lookup_proposes_what_followed_the_longest_and_latest_match() -> None:
@@ -164,7 +209,7 @@ def test_a_prompt_that_cannot_be_decoded_is_refused(target: Target, prompt: list
 # The law of sampled output: the joint law of tokens 2, 3 and 4 behind a prompt, over a vocabulary of 6.
 
 VOCAB, PROMPT, SAMPLES = 6, [3, 1, 4, 1, 5], 24_000
-Accept = Callable[[Draft, torch.Tensor, Sampler], tuple[torch.Tensor, torch.Tensor]]
+Accept = Callable[[Draft, torch.Tensor, Sampler], Accepted]
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +223,7 @@ class CertainDrafts:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.start, self.capture_layers = drafter, drafter.start, drafter.capture_layers
+        self.max_drafts = drafter.max_drafts
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         return self.drafter.draft(verified, Sampler())
@@ -191,11 +237,18 @@ def joint_law(target: Target, temperature: float) -> torch.Tensor:
     return probs.view(VOCAB, VOCAB, VOCAB, VOCAB).sum(0)
 
 
-def chi_square_p_value(target: Target, temperature: float, num_speculative_tokens: int = 2, certain: bool = False) -> float:
+def chi_square_p_value(target: Target, temperature: float, kind: str = "sampled drafts") -> float:
     """Of sampled speculation against the law, by Wilson and Hilferty's normal approximation; rare cells are pooled."""
     sampler = Sampler(temperature, seed=1)
-    drafter: Drafter = HeadDrafter(random_head(target, seed=5), target.parts, num_speculative_tokens, sample_drafts=True)
-    drafter = CertainDrafts(drafter) if certain else drafter
+    sampled, num_speculative_tokens = HeadDrafter(random_head(target, seed=5), target.parts, 2, sample_drafts=True), 2
+    drafters: dict[str, Drafter] = {
+        "sampled drafts": sampled,
+        "greedy drafts": CertainDrafts(sampled),
+        "tree": TreeDrafter(sampled.head, target.parts, 2, num_nodes=7, top_k=3),
+        "hybrid": HybridDrafter(sampled, min_match=1),
+        "model": ModelDrafter(target, 2, sample_drafts=True),
+    }
+    drafter = drafters[kind]
     counts = torch.zeros(VOCAB, VOCAB, VOCAB)
     for _ in range(SAMPLES // 4000):
         for generation in decode(
@@ -218,24 +271,25 @@ def chi_square_p_value(target: Target, temperature: float, num_speculative_token
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("certain", [False, True], ids=["sampled drafts", "greedy drafts"])
-def test_sampled_speculation_follows_the_targets_joint_law(small_vocabulary: Target, temperature: float, certain: bool) -> None:
-    assert chi_square_p_value(small_vocabulary, temperature, certain=certain) > 1e-3
+@pytest.mark.parametrize("kind", ["sampled drafts", "greedy drafts", "tree", "hybrid", "model"])
+def test_sampled_speculation_follows_the_targets_joint_law(small_vocabulary: Target, temperature: float, kind: str) -> None:
+    assert chi_square_p_value(small_vocabulary, temperature, kind) > 1e-3
 
 
-def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
     """A wrong rule: keep a draft whenever the target gives it at least half the draft's probability."""
     assert draft.probs is not None
     chosen = draft.tokens[..., None]
     kept = 2 * target_probs[:, :-1].gather(2, chosen) >= draft.probs.gather(2, chosen)
     num_accepted = kept[..., 0].long().cumprod(1).sum(1)
-    return num_accepted, sampler.sample(target_probs[torch.arange(len(chosen)), num_accepted])
+    bonus = sampler.sample(target_probs[torch.arange(len(chosen)), num_accepted])
+    return Accepted(num_accepted, bonus, torch.arange(draft.tokens.shape[1] + 1).expand(len(chosen), -1))
 
 
-def accept_without_residual(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_without_residual(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
     """A wrong rule: right coins, but the token after a rejection comes from the target's whole distribution."""
-    num_accepted, _ = real_accept_sampled(draft, target_probs, sampler)
-    return num_accepted, sampler.sample(target_probs[torch.arange(len(num_accepted)), num_accepted])
+    accepted = real_accept_sampled(draft, target_probs, sampler)
+    return replace(accepted, bonus=sampler.sample(target_probs[torch.arange(len(draft.tokens)), accepted.count]))
 
 
 real_accept_sampled = speculate_module.accept_sampled
@@ -245,3 +299,21 @@ real_accept_sampled = speculate_module.accept_sampled
 def test_a_wrong_acceptance_rule_is_caught(small_vocabulary: Target, wrong_rule: Accept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculate_module, "accept_sampled", wrong_rule)
     assert chi_square_p_value(small_vocabulary, 1.0) < 1e-6
+
+
+def accept_first_child(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Tensor, num_depths: int) -> Accepted:
+    """A wrong rule of trees: where the target has chosen none of a row's children, every other time its first one is taken for it."""
+    assert draft.parents is not None
+    biased = target_tokens.clone()
+    for row in range(target_tokens.shape[1]):
+        is_child = draft.parents == row - 1  # [B, D]
+        is_missed = is_child.any(1) & ~(is_child & (draft.tokens == target_tokens[:, row, None])).any(1)
+        is_missed &= torch.arange(len(is_missed)) % 2 == 0
+        first = draft.tokens.gather(1, is_child.int().argmax(1)[:, None])[:, 0]
+        biased[:, row] = torch.where(is_missed, first, biased[:, row])
+    return accept_chosen(draft, biased, ancestors, num_depths)
+
+
+def test_a_biased_rule_of_trees_is_caught(small_vocabulary: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculate_module, "accept_chosen", accept_first_child)
+    assert chi_square_p_value(small_vocabulary, 1.0, "tree") < 1e-6
