@@ -1,16 +1,20 @@
 """Stage 4: acceptance of the trained head, drafting and verifying with the real inference path.
 
 Reads `run_dir/train/best/` (or, where nothing was trained, the head of `head.init_from`) and held-out prompts of `run_dir/prompts/`
-(or `acceptance.prompts_file`); writes `report.json` and `generations.jsonl` into `run_dir/acceptance/`, and prints a table with
-prompt lookup beside the head.
+(or `acceptance.prompts_file`); writes `report.json`, `report.html` and `generations.jsonl` into `run_dir/acceptance/`, and prints a
+table with what `acceptance.beside` names beside the head: prompt lookup, trees, a small model, plain decoding.
 
     python -m eval.acceptance recipe=quickstart acceptance.num_speculative_tokens=5
+    python -m eval.acceptance recipe=quickstart "acceptance.beside=[none,prompt_lookup,tree,hybrid]" acceptance.batch_size=1
     torchrun --nproc-per-node 8 -m eval.acceptance recipe=llama3_1_8b_mtp
 """
 
+import hashlib
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -18,45 +22,93 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from eval.report_page import write_page
 from mtptrain.acceptance import (
     Acceptance,
     eos_token_ids,
     generate_in_batches,
     has_loop,
+    intervals,
+    read_categories,
     read_prompts,
     summarise,
 )
-from mtptrain.config import RECIPES, PipelineConfig, load_config
+from mtptrain.clock import PhaseClock
+from mtptrain.config import RECIPES, AcceptanceConfig, Beside, PipelineConfig, load_config
 from mtptrain.distributed import Ranks, init_ranks
-from mtptrain.drafters import HeadDrafter, PromptLookupDrafter
+from mtptrain.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.run_dir import write_json, write_provenance
-from mtptrain.speculate import Drafter, Generation, Sampler
-from mtptrain.target import Target, load_target, resolve_target
+from mtptrain.speculate import PHASES, Drafter, Generation, Sampler
+from mtptrain.target import Target, load_draft_model, load_target, resolve_target
 from mtptrain.warm_start import RunHead, trained_or_initial_head
+
+CONTEXT_BUCKETS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Prompt lengths in tokens at which a bucket begins."""
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
+    check(config)
     ranks = init_ranks()
     settings = config.acceptance
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
     prompts = read_prompts(config, target_dir)
+    model = None
+    if Beside.model in settings.beside:
+        model = load_draft_model(settings.draft_model or "", target_dir, dtype, ranks.device)
     target = load_target(target_dir, dtype, ranks.device)
 
-    drafter = HeadDrafter(found.head, target.parts, settings.num_speculative_tokens, settings.sample_drafts)
-    measured = measure(config, target, drafter, prompts, ranks, "head")
-    look_up = measure(config, target, PromptLookupDrafter(settings.num_speculative_tokens), prompts, ranks, "prompt lookup")
+    drafters = drafters_of(settings, found, target, model)
+    measured = {name: measure(config, target, drafter, prompts, ranks, name) for name, drafter in drafters.items()}
     if ranks.is_first:
         output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
         write_provenance(output_dir, config)
-        write_generations(output_dir / "generations.jsonl", measured)
-        write_json(output_dir / "report.json", report(config, found, measured, look_up))
-        print_table(config, measured, look_up)
+        write_generations(output_dir / "generations.jsonl", measured["head"])
+        described = report(config, found, prompts, measured)
+        write_json(output_dir / "report.json", described)
+        write_page(output_dir / "report.html", {str(output_dir): described})
+        print_table(config, measured)
+        print(f"plots: {output_dir / 'report.html'}")
         if not found.is_trained:
             print(f"head: {found.directory}, as it was published (head.init_from); this run has not trained one")
+
+
+def check(config: PipelineConfig) -> None:
+    """Raises ValueError for what cannot be measured together."""
+    settings = config.acceptance
+    if settings.sample_drafts and Beside.tree in settings.beside:
+        raise ValueError(
+            "acceptance.sample_drafts: must be false where acceptance.beside names `tree`, but is true: a tree holds the likeliest "
+            "tokens; leave one of them out"
+        )
+    if (settings.draft_model is not None) != (Beside.model in settings.beside):
+        raise ValueError(
+            f"acceptance.draft_model: must be set where acceptance.beside names `model`, and only there, but is {settings.draft_model}; "
+            'set both, for example acceptance.draft_model=DIR "acceptance.beside=[model]"'
+        )
+
+
+def drafters_of(settings: AcceptanceConfig, found: RunHead, target: Target, model: Target | None) -> dict[str, Drafter]:
+    """By name, the head first."""
+    depths = settings.num_speculative_tokens
+    head = HeadDrafter(found.head, target.parts, depths, settings.sample_drafts)
+    drafters: dict[str, Drafter] = {"head": head}
+    for name in settings.beside:
+        if name == Beside.none:
+            drafters[name] = NoDrafter()
+        elif name == Beside.prompt_lookup:
+            drafters[name] = PromptLookupDrafter(depths)
+        elif name == Beside.model:
+            assert model is not None
+            drafters[name] = ModelDrafter(model, depths, settings.sample_drafts)
+        elif name == Beside.tree:
+            drafters[name] = TreeDrafter(found.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k)
+        else:
+            drafters[name] = HybridDrafter(head, settings.hybrid_min_match)
+    return drafters
 
 
 @dataclass(frozen=True)
@@ -64,6 +116,10 @@ class Measured:
     """A drafter's generations by prompt id, over all ranks."""
 
     generations: dict[str, Generation]
+    seconds: dict[str, float]
+    """Of the first rank: of each of `PHASES`, and `all`."""
+    num_tokens: int
+    """New ones of the first rank."""
 
     @property
     def pooled(self) -> Acceptance:
@@ -73,13 +129,18 @@ class Measured:
     def without_loops(self) -> Acceptance:
         return summarise([generation for generation in self.generations.values() if not has_loop(generation.tokens)])
 
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds["all"]
+
 
 def measure(
     config: PipelineConfig, target: Target, drafter: Drafter, prompts: dict[str, list[int]], ranks: Ranks, name: str
 ) -> Measured:
     """Decode this rank's share of the prompts and gather everyone's."""
-    settings = config.acceptance
+    settings, clock = config.acceptance, PhaseClock(ranks.device)
     ids = list(prompts)[ranks.rank :: ranks.world_size]
+    started = time.perf_counter()
     generations = generate_in_batches(
         target,
         drafter,
@@ -89,29 +150,59 @@ def measure(
         sampler=Sampler(settings.temperature, settings.seed + ranks.rank),
         eos_token_ids=eos_token_ids(target),
         batch_size=settings.batch_size,
-        description=name if ranks.is_first else None,
+        description=name.replace("_", " ") if ranks.is_first else None,
+        clock=clock,
     )
+    seconds = {"all": time.perf_counter() - started} | clock.read()
     shares = ranks.gather(dict(zip(ids, generations, strict=True)))
     merged = {prompt_id: generation for share in shares for prompt_id, generation in share.items()}
-    return Measured({prompt_id: merged[prompt_id] for prompt_id in prompts})
+    num_tokens = sum(len(generation.tokens) for generation in generations)
+    return Measured({prompt_id: merged[prompt_id] for prompt_id in prompts}, seconds, num_tokens)
 
 
-def report(config: PipelineConfig, found: RunHead, measured: Measured, look_up: Measured) -> dict[str, object]:
+def report(config: PipelineConfig, found: RunHead, prompts: dict[str, list[int]], measured: dict[str, Measured]) -> dict[str, Any]:
     settings = config.acceptance
+    categories = read_categories(Path(settings.prompts_file)) if settings.prompts_file else {}
+    described = {name: describe(each, prompts, categories) for name, each in measured.items()}
     return {
-        **asdict(measured.pooled),
+        **described.pop("head"),
         "num_speculative_tokens": settings.num_speculative_tokens,
         "temperature": settings.temperature,
         "sample_drafts": settings.sample_drafts,
         "max_new_tokens": settings.max_new_tokens,
         "dtype": str(settings.dtype),
         "seed": settings.seed,
+        "batch_size": settings.batch_size,
         "target": config.target.path,
         "head": str(found.directory),
+        "head_name": config.head.name,
         "head_sha256": found.sha256,
         "prompts_file": settings.prompts_file,
+        "prompts_sha256": hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest(),
+        "beside": described,
+        "speed": {name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()},
+    }
+
+
+def describe(measured: Measured, prompts: dict[str, list[int]], categories: dict[str, str]) -> dict[str, Any]:
+    """A drafter's figures: pooled, without loops, by the length of the prompt and by category."""
+    found = measured.generations
+    buckets = {}
+    for first, behind in zip(CONTEXT_BUCKETS, [*CONTEXT_BUCKETS[1:], 2**62], strict=True):
+        inside = [generation for prompt_id, generation in found.items() if first <= len(prompts[prompt_id]) < behind]
+        if inside:
+            buckets[str(first)] = summarise(inside)
+    by_category = {
+        name: summarise([found[prompt_id] for prompt_id in found if categories.get(prompt_id) == name])
+        for name in sorted(set(categories.values()))
+    }
+    return {
+        **asdict(measured.pooled),
+        "intervals": asdict(intervals(list(found.values()))),
         "without_loops": asdict(measured.without_loops),
-        "prompt_lookup": {**asdict(look_up.pooled), "without_loops": asdict(look_up.without_loops)},
+        "by_prompt_tokens": {name: asdict(part) for name, part in buckets.items()},
+        "by_category": {name: asdict(part) for name, part in by_category.items()},
+        "acceptance_length_of_prompts": [1 + sum(each.accepted_at) / each.rounds for each in found.values() if each.rounds],
     }
 
 
@@ -122,26 +213,23 @@ def write_generations(path: Path, measured: Measured) -> None:
             file.write(json.dumps({"id": prompt_id, **asdict(generation), "has_loop": has_loop(generation.tokens)}) + "\n")
 
 
-def print_table(config: PipelineConfig, measured: Measured, look_up: Measured) -> None:
+def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     settings = config.acceptance
     depths = range(settings.num_speculative_tokens)
-    title = f"Acceptance: K={len(depths)}, temperature {settings.temperature:g}, {settings.dtype}"
+    title = f"Acceptance: K={len(depths)}, temperature {settings.temperature:g}, {settings.dtype}, batches of {settings.batch_size}"
     table = Table(title=f"{title}, up to {settings.max_new_tokens} new tokens")
     table.add_column("", no_wrap=True)
-    for column in ("length", "rate", *(f"at {depth}" for depth in depths), "per step", "prompts"):
+    for column in ("length", "rate", *(f"at {depth}" for depth in depths), "per step", "prompts", "tokens/s", "draft", "verify"):
         table.add_column(column, justify="right", no_wrap=True)
-    rows = [
-        (f"head {config.head.name}", measured.pooled),
-        ("  no loops", measured.without_loops),
-        ("prompt lookup", look_up.pooled),
-        ("  no loops", look_up.without_loops),
-    ]
-    for name, acceptance in rows:
-        rates = acceptance.acceptance_rate_at or [0.0 for _ in depths]
-        figures = [acceptance.acceptance_length, acceptance.acceptance_rate, *rates, acceptance.tokens_per_step]
-        table.add_row(name, *(f"{figure:.3f}" for figure in figures), str(acceptance.prompts))
+    for name, each in measured.items():
+        speed = [f"{each.tokens_per_s:,.0f}", *(f"{each.seconds.get(phase, 0) / each.seconds['all']:.0%}" for phase in PHASES[1:3])]
+        shown = f"head {config.head.name}" if name == "head" else name.replace("_", " ")
+        for label, acceptance, more in ((shown, each.pooled, speed), ("  no loops", each.without_loops, ["", "", ""])):
+            rates = acceptance.acceptance_rate_at or [0.0 for _ in depths]
+            figures = [acceptance.acceptance_length, acceptance.acceptance_rate, *rates, acceptance.tokens_per_step]
+            table.add_row(label, *(f"{figure:.3f}" for figure in figures), str(acceptance.prompts), *more)
     console = Console()
-    console.width = max(console.width, 56 + 8 * len(depths))
+    console.width = max(console.width, 88 + 8 * len(depths))
     console.print(table)
 
 

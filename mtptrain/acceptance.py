@@ -9,6 +9,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from mtptrain.clock import PhaseClock
 from mtptrain.config import PipelineConfig
 from mtptrain.prompt_files import DocumentEntry, Documents, Split, name_hash, render_prompt
 from mtptrain.run_dir import require
@@ -63,6 +64,35 @@ def summarise(generations: Sequence[Generation]) -> Acceptance:
     )
 
 
+@dataclass(frozen=True)
+class Intervals:
+    """Of 95 %, low and high, by bootstrap over prompts: prompts are drawn anew, with all rounds of each."""
+
+    acceptance_length: tuple[float, float]
+    acceptance_rate_at: list[tuple[float, float]]
+    tokens_per_step: tuple[float, float]
+
+
+def intervals(generations: Sequence[Generation], draws: int = 2000, seed: int = 0) -> Intervals:
+    """How far the figures of `summarise` may lie from those of other prompts of the same kind."""
+    if not generations:
+        return Intervals((1.0, 1.0), [], (1.0, 1.0))
+    counts = np.array([(each.rounds, each.empty_rounds, *each.accepted_at) for each in generations], dtype=np.float64)  # [P, 2+K]
+    weights = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), draws)  # [draws, P]
+    rounds, empty_rounds, *accepted_at = (weights @ counts).T
+    accepted = np.sum(accepted_at, axis=0)
+
+    def of(values: np.ndarray) -> tuple[float, float]:
+        low, high = np.quantile(values, (0.025, 0.975))
+        return float(low), float(high)
+
+    return Intervals(
+        acceptance_length=of(1 + accepted / np.maximum(rounds, 1)),
+        acceptance_rate_at=[of(count / np.maximum(rounds, 1)) for count in accepted_at],
+        tokens_per_step=of(1 + accepted / np.maximum(rounds + empty_rounds, 1)),
+    )
+
+
 def has_loop(tokens: Sequence[int]) -> bool:
     """Whether a block of at most 64 tokens follows itself at least twice, over 32 tokens or more: greedy decoding of a small model
     gets caught in such loops, and drafting is easy there.
@@ -89,11 +119,13 @@ def generate_in_batches(
     eos_token_ids: Sequence[int],
     batch_size: int,
     description: str | None = None,
+    clock: PhaseClock | None = None,
 ) -> list[Generation]:
     """Decode many prompts, those of similar length together; results in the order of the prompts.
 
     Args:
         description: of the progress bar; None shows none.
+        clock: of `speculate`.
     """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     generations: dict[int, Generation] = {}
@@ -108,6 +140,7 @@ def generate_in_batches(
                 max_new_tokens=max_new_tokens,
                 sampler=sampler,
                 eos_token_ids=eos_token_ids,
+                clock=clock,
             )
             generations |= dict(zip(indices, batch, strict=True))
             bar.update(len(indices))
@@ -218,6 +251,12 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
     if not prompts:
         raise ValueError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
     return prompts
+
+
+def read_categories(path: Path) -> dict[str, str]:
+    """Of the prompts of a jsonl file that name one, by id."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    return {str(row["id"]): str(row["category"]) for row in rows if "category" in row}
 
 
 def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:

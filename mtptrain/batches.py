@@ -5,7 +5,7 @@ batches of about equal cost, and rank r of W computes those with index r, r + W,
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TypeVar
 
@@ -333,16 +333,17 @@ class BatchSchedule:
         return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if self._pins else batch
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
-        """This rank's batches of steps first_step .. last_step - 1, each read while the step before it runs.
+        """This rank's batches of steps first_step .. last_step - 1; for a GPU each is read while the step before it runs.
 
+        A step on a CPU keeps all its cores: a reader beside it cost a third of its speed, and reading first costs a hundredth.
         The states of a step's batches are overwritten once those of the next step are asked for.
         """
         with ThreadPoolExecutor(max_workers=1) as reader:
-            coming = reader.submit(self.micro_batches, first_step, rank, world_size) if first_step < last_step else None
+            coming: Future[list[Batch]] | None = None
             for step in range(first_step, last_step):
-                assert coming is not None
-                ready = coming.result()
-                coming = reader.submit(self.micro_batches, step + 1, rank, world_size) if step + 1 < last_step else None
+                ready = self.micro_batches(step, rank, world_size) if coming is None else coming.result()
+                if self.for_gpu and step + 1 < last_step:
+                    coming = reader.submit(self.micro_batches, step + 1, rank, world_size)
                 yield ready
                 for batch in ready:
                     self._buffers.give_back(batch)

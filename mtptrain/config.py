@@ -241,6 +241,21 @@ class TrainConfig:
     tracker: Tracker = Tracker.wandb
 
 
+class Beside(StrEnum):
+    """What is measured beside the head, in the same loop."""
+
+    none = "none"
+    """Plain decoding."""
+    prompt_lookup = "prompt_lookup"
+    """What followed the newest tokens earlier in the text."""
+    model = "model"
+    """A small language model, `acceptance.draft_model`."""
+    tree = "tree"
+    """The head, a tree of drafts (EAGLE-2) in place of a chain."""
+    hybrid = "hybrid"
+    """Prompt lookup where its match is long, the head elsewhere."""
+
+
 @dataclass
 class AcceptanceConfig:
     """Stage 4: draft and verify with the real inference path."""
@@ -259,7 +274,17 @@ class AcceptanceConfig:
     batch_size: int = 8
     seed: int = 0
     prompts_file: str | None = None
-    """jsonl, each line `id` and one of `input_ids`, `text`, `messages`; in place of the held-out documents."""
+    """jsonl, each line `id` and one of `input_ids`, `text`, `messages`, and perhaps a `category`; in place of the held-out documents."""
+    beside: list[Beside] = field(default_factory=lambda: [Beside.prompt_lookup])
+    """What else is measured on the same prompts."""
+    draft_model: str | None = None
+    """Of `model`: a directory or a hub name, a model with the target's vocabulary."""
+    tree_nodes: int = 32
+    """Tokens of a tree."""
+    tree_top_k: int = 6
+    """Branches of a tree that are continued at each depth, and tokens that are tried behind each."""
+    hybrid_min_match: int = 4
+    """Newest tokens that must occur earlier in the text for `hybrid` to draft what followed."""
     output_dir: str | None = None
     """Where report.json goes; `run_dir/acceptance` unless given."""
 
@@ -426,6 +451,9 @@ def _check(config: PipelineConfig) -> None:
         "acceptance.num_prompts": (config.acceptance.num_prompts, 1),
         "acceptance.prompt_tokens": (config.acceptance.prompt_tokens, 2),
         "acceptance.batch_size": (config.acceptance.batch_size, 1),
+        "acceptance.tree_nodes": (config.acceptance.tree_nodes, 1),
+        "acceptance.tree_top_k": (config.acceptance.tree_top_k, 1),
+        "acceptance.hybrid_min_match": (config.acceptance.hybrid_min_match, 1),
     }
     for name, (value, least) in at_least.items():
         if not least <= value < math.inf:

@@ -130,7 +130,9 @@ class TreeDrafter(HeadDrafter):
     def _best(self, scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Draft:
         """The likeliest of the candidates [B, C]: with a token its parents are among them, and before it."""
         chosen = scores.topk(self.num_nodes).indices.sort(1).values  # [B, D]
-        places = torch.full_like(tokens, -1).scatter_(1, chosen, torch.arange(self.num_nodes, device=tokens.device).expand_as(chosen))
+        places = torch.full_like(tokens, -1).scatter_(
+            1, chosen, torch.arange(self.num_nodes, device=tokens.device).expand_as(chosen)
+        )
         above = parents.gather(1, chosen)  # among candidates
         above = torch.where(above < 0, -1, places.gather(1, above.clamp(min=0)))
         return Draft(tokens.gather(1, chosen), torch.ones_like(chosen, dtype=torch.bool), parents=above)
@@ -171,6 +173,20 @@ class ModelDrafter:
         """Logits [B, V] behind one row of each sequence."""
         states = self.model.forward(tokens, positions, self.cache).hidden_states
         return self.model.parts.logits(states[torch.arange(len(row), device=row.device), row])
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    capture_layers: tuple[int, ...] = ()
+    max_drafts = 0
+
+    def start(self, batch_size: int, num_slots: int) -> None:
+        pass
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        nothing = verified.tokens[:, :0]
+        return Draft(nothing, nothing.bool())
 
 
 class PromptLookupDrafter:

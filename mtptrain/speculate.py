@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from mtptrain.clock import PhaseClock
 from mtptrain.target import PositionCache, Target, TargetStates, TreeRows
 
 
@@ -152,7 +153,9 @@ def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Te
     is_kept = ~(ancestors & is_wrong[:, None]).any(2)
     depths = ancestors.sum(2) - 1  # [B, 1 + D], of each row
     count = torch.where(is_kept, depths, 0).amax(1)
-    at_depth = is_kept[:, None] & (depths[:, None] == torch.arange(num_depths + 1, device=depths.device)[:, None])  # [B, 1 + K, 1 + D]
+    at_depth = is_kept[:, None] & (
+        depths[:, None] == torch.arange(num_depths + 1, device=depths.device)[:, None]
+    )  # [B, 1 + K, 1 + D]
     branch = at_depth.int().argmax(2)
     return Accepted(count, target_tokens.gather(1, branch.gather(1, count[:, None]))[:, 0], branch)
 
@@ -197,6 +200,10 @@ class Generation:
     """Rounds that accepted the draft at each position [K]."""
 
 
+PHASES = ("prompt", "draft", "verify", "choose", "cache")
+"""Of decoding: the target reads the prompts; drafts; their verification; acceptance and sampling; an accepted branch moves."""
+
+
 @torch.no_grad()
 def speculate(
     target: Target,
@@ -207,6 +214,7 @@ def speculate(
     max_new_tokens: int,
     sampler: Sampler,
     eos_token_ids: Sequence[int] = (),
+    clock: PhaseClock | None = None,
 ) -> list[Generation]:
     """Decode a batch of prompts with drafts.
 
@@ -221,6 +229,7 @@ def speculate(
         max_new_tokens: of each sequence.
         sampler: temperature and coins.
         eos_token_ids: tokens that end a sequence.
+        clock: is told what the time goes to, by the names of `PHASES`.
 
     Raises:
         ValueError: a prompt is empty, or longer with its answer than the target's context.
@@ -237,30 +246,35 @@ def speculate(
     eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
     counts = torch.zeros(len(prompts), 3 + num_speculative_tokens, dtype=torch.long, device=device)
 
-    cache = PositionCache(num_slots)
+    cache, clock = PositionCache(num_slots), clock or PhaseClock(device)
     drafter.start(len(prompts), num_slots)
     positions = torch.arange(width, device=device).expand(len(prompts), -1)  # [B, S]
-    states = target.forward(tokens[:, :width], positions, cache, drafter.capture_layers)
-    first = sampler.choose(target.parts.logits(states.hidden_states[rows, num_tokens - 1]))
+    with clock.phase("prompt"):
+        states = target.forward(tokens[:, :width], positions, cache, drafter.capture_layers)
+        first = sampler.choose(target.parts.logits(states.hidden_states[rows, num_tokens - 1]))
     tokens[rows, num_tokens] = first
     num_tokens = num_tokens + 1
     is_active = (num_tokens < limit) & ~torch.isin(first, eos)
 
     while bool(is_active.any()):
-        draft = drafter.draft(Verified(tokens, num_tokens, positions, states), sampler)
-        root, ancestors = num_tokens - 1, draft.ancestors()
-        positions = root[:, None] + depths  # of the newest token and of a branch [B, K+1]
-        read = torch.cat([tokens.gather(1, root[:, None]), draft.tokens], dim=1)  # [B, 1+D]
-        tree = None if draft.parents is None else TreeRows(root, 0, ancestors)
-        states = target.forward(read, root[:, None] + ancestors.sum(2) - 1, cache, drafter.capture_layers, tree)
-        target_logits = target.parts.logits(states.hidden_states)  # [B, 1+D, V]
-        if draft.probs is None or sampler.is_greedy:
-            accepted = accept_chosen(draft, sampler.choose(target_logits), ancestors, num_speculative_tokens)
-        else:
-            accepted = accept_sampled(draft, sampler.probs(target_logits), sampler)
+        with clock.phase("draft"):
+            draft = drafter.draft(Verified(tokens, num_tokens, positions, states), sampler)
+        with clock.phase("verify"):
+            root, ancestors = num_tokens - 1, draft.ancestors()
+            positions = root[:, None] + depths  # of the newest token and of a branch [B, K+1]
+            read = torch.cat([tokens.gather(1, root[:, None]), draft.tokens], dim=1)  # [B, 1+D]
+            tree = None if draft.parents is None else TreeRows(root, 0, ancestors)
+            states = target.forward(read, root[:, None] + ancestors.sum(2) - 1, cache, drafter.capture_layers, tree)
+            target_logits = target.parts.logits(states.hidden_states)  # [B, 1+D, V]
+        with clock.phase("choose"):
+            if draft.probs is None or sampler.is_greedy:
+                accepted = accept_chosen(draft, sampler.choose(target_logits), ancestors, num_speculative_tokens)
+            else:
+                accepted = accept_sampled(draft, sampler.probs(target_logits), sampler)
         if tree is not None:
-            cache.keep(root[:, None] + accepted.branch, positions)
-            states = states.of_rows(accepted.branch)  # [B, K+1] rows
+            with clock.phase("cache"):
+                cache.keep(root[:, None] + accepted.branch, positions)
+                states = states.of_rows(accepted.branch)  # [B, K+1] rows
         tokens.scatter_(1, positions, read.gather(1, accepted.branch))
         tokens[rows, num_tokens + accepted.count] = accepted.bonus
         counts += _count(draft, accepted.count, num_speculative_tokens) * is_active[:, None]

@@ -45,8 +45,11 @@ STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-def resolve_target(path: str, revision: str | None = None) -> Path:
+def resolve_target(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
     """The target's local directory: the demo target, a directory, or a snapshot of a hub repository.
+
+    Args:
+        setting: to name in errors.
 
     Raises:
         FileNotFoundError: `path` is neither.
@@ -55,18 +58,18 @@ def resolve_target(path: str, revision: str | None = None) -> Path:
         return DEMO_DIR
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
-            raise FileNotFoundError(f"target.path: must be a model directory, but {path!r} has no config.json; correct the path")
+            raise FileNotFoundError(f"{setting}: must be a model directory, but {path!r} has no config.json; correct the path")
         return Path(path)
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
     except HUB_ERRORS as error:
-        raise unknown_target(path, error, "download the model first") from error
+        raise unknown_target(path, error, "download the model first", setting) from error
 
 
-def unknown_target(path: str, answer: Exception, advice: str) -> FileNotFoundError:
+def unknown_target(path: str, answer: Exception, advice: str, setting: str = "target.path") -> FileNotFoundError:
     """What to raise where `path` is no directory and the hub gave this answer."""
     return FileNotFoundError(
-        f"target.path: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub answered: "
+        f"{setting}: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub answered: "
         f"{str(answer).splitlines()[0]}; correct the path or {advice}"
     )
 
@@ -415,6 +418,24 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     model, loading = loaded
     _refuse_missing(target_dir, loading["missing_keys"])  # transformers only logs that it drew them at random
     return Target(model)
+
+
+def load_draft_model(path: str, target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
+    """A small language model that drafts for the target.
+
+    Raises:
+        FileNotFoundError: `path` is neither a directory nor a hub name.
+        ValueError: it does not have the target's vocabulary, or a family that is not supported.
+    """
+    directory = resolve_target(path, setting="acceptance.draft_model")
+    sizes = [read_target_config(each).vocab_size for each in (directory, target_dir)]
+    vocabularies = [load_tokenizer(each).get_vocab() for each in (directory, target_dir)]
+    if sizes[0] != sizes[1] or vocabularies[0] != vocabularies[1]:
+        raise ValueError(
+            f"acceptance.draft_model: must have the target's vocabulary, but {directory} has {sizes[0]} tokens where {target_dir} has "
+            f"{sizes[1]}{'' if sizes[0] != sizes[1] else ', and other ones'}; choose a smaller model of the same family"
+        )
+    return load_target(directory, dtype, device)
 
 
 def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:

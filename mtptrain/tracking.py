@@ -4,8 +4,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import wandb
 
 from mtptrain.batches import Batch
+from mtptrain.clock import PhaseClock
 from mtptrain.config import PipelineConfig, Tracker
 from mtptrain.distributed import Ranks
 from mtptrain.flops import StepFlops
@@ -50,36 +50,6 @@ class Tracking:
     def close(self) -> None:
         if self._wandb is not None:
             self._wandb.finish()
-
-
-class PhaseClock:
-    """Seconds of each phase of a step since the last reading; on a GPU by events, so that nothing waits before it is read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        if self._on_gpu:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
-            end.record()
-            self._events.append((name, start, end))
-        else:
-            started = time.perf_counter()
-            yield
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
-
-    def read(self) -> dict[str, float]:
-        """Starts anew."""
-        for name, start, end in self._events:
-            end.synchronize()
-            self._seconds[name] = self._seconds.get(name, 0.0) + start.elapsed_time(end) / 1e3
-        seconds, self._seconds, self._events = self._seconds, {}, []
-        return seconds
 
 
 class Meter:

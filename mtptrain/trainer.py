@@ -12,13 +12,13 @@ import torch
 from deepspeed.ops import __compatible_ops__
 
 from mtptrain.batches import Batch
+from mtptrain.clock import PhaseClock
 from mtptrain.config import TrainConfig
 from mtptrain.distributed import Ranks, prepare_single_process
 from mtptrain.fusing import fuse
 from mtptrain.heads.base import Head
 from mtptrain.losses import LossSettings, LossSums, draft_losses
 from mtptrain.target import FrozenParts
-from mtptrain.tracking import PhaseClock
 
 
 @dataclass(frozen=True)

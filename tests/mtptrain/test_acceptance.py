@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtptrain.acceptance import has_loop, held_out_documents, held_out_prompts, read_prompts_file, summarise
+from mtptrain.acceptance import has_loop, held_out_documents, held_out_prompts, intervals, read_prompts_file, summarise
 from mtptrain.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.speculate import Generation
 from tests.conftest import make_tokenizer
@@ -171,3 +171,16 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
     path.write_text('{"id": 1, "messages": [{"role": "user", "content": "hi"}]}')
     with pytest.raises(ValueError, match="chat template"):
         read_prompts_file(path, make_tokenizer(chat_template=None), 260)
+
+
+def test_intervals_hold_the_figure_and_are_those_of_drawing_prompts_anew() -> None:
+    """The mean of n lengths has a standard error of sd / sqrt(n): where rounds are equal, the interval is 1.96 of it to each side."""
+    rng = np.random.default_rng(1)
+    generations = [Generation([], 10, 0, 20, [int(count), 0]) for count in rng.binomial(10, 0.6, size=200)]
+    found, pooled = intervals(generations), summarise(generations)
+    low, high = found.acceptance_length
+    error = np.std([sum(each.accepted_at) / 10 for each in generations]) / len(generations) ** 0.5
+    assert (pooled.acceptance_length - low, high - pooled.acceptance_length) == pytest.approx((1.96 * error, 1.96 * error), rel=0.15)
+    assert found.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1)) and found.acceptance_rate_at[1] == (0.0, 0.0)
+    assert found.tokens_per_step == found.acceptance_length
+    assert intervals(generations) == found, "the same seed gives the same interval"

@@ -169,9 +169,7 @@ def test_what_is_not_proposed_is_not_accepted_even_where_it_is_right() -> None:
 
 def test_of_a_tree_the_branch_of_the_targets_choices_is_kept() -> None:
     """Tokens 5 and 6 first; behind 6 stand 7 and 8, behind 8 9: the target says 6, 8, then 3."""
-    draft = Draft(
-        torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.bool), parents=torch.tensor([[-1, -1, 1, 1, 3]])
-    )
+    draft = Draft(torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.bool), parents=torch.tensor([[-1, -1, 1, 1, 3]]))
     chosen = torch.tensor([[6, 0, 8, 0, 3, 4]])  # behind the newest token, 5, 6, 7, 8, 9
     accepted = accept_chosen(draft, chosen, draft.ancestors(), 3)
     assert (accepted.count.item(), accepted.bonus.item()) == (2, 3)

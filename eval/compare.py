@@ -1,0 +1,98 @@
+"""Reports of `eval.acceptance` beside each other: a table, and a page with their plots.
+
+    python -m eval.compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
+
+Reports are refused that were measured on other prompts, another target or with other settings: their figures do not compare.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from eval.report_page import drafters_of, write_page
+
+MUST_BE_EQUAL = (
+    "prompts_sha256", "target", "num_speculative_tokens", "temperature", "sample_drafts", "max_new_tokens", "dtype"
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("reports", type=Path, nargs="+", help="report.json of eval.acceptance")
+    parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page to write")
+    args = parser.parse_args()
+    reports = read_reports(args.reports)
+    write_page(args.out, reports)
+    print_table(reports)
+    print(f"plots: {args.out}")
+
+
+def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
+    """Reports by what their paths differ in.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: one is no report, stands twice, or was measured in another way than the first.
+    """
+    reports: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: must be a report.json of eval.acceptance, but does not exist; correct the path")
+        report = json.loads(path.read_text())
+        if not isinstance(report, dict) or not {"beside", "prompts_sha256"} <= report.keys():
+            raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is none, or an older one; measure again")
+        if str(path) in reports:
+            raise ValueError(f"{path}: reports must be different ones, but this one stands twice; remove it")
+        reports[str(path)] = report
+    (first_path, first), *others = reports.items()
+    for other_path, report in others:
+        for name in MUST_BE_EQUAL:
+            if report[name] != first[name]:
+                raise ValueError(
+                    f"{other_path}: {name} must be that of {first_path}, {first[name]!r}, but is {report[name]!r}; such figures do not "
+                    "compare, measure one of them again"
+                )
+    return dict(zip(short_names(list(reports)), reports.values(), strict=True))
+
+
+def short_names(paths: list[str]) -> list[str]:
+    """Paths without the folders that all have in common."""
+    parts = [Path(path).parts for path in paths]
+    if len(parts) == 1:
+        return paths
+    start = next((i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
+    end = next((i for i, each in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(each)) > 1), 0)
+    return ["/".join(part[start : len(part) - end]) for part in parts]
+
+
+def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
+    depths = range(max(len(each["acceptance_rate_at"]) for each in reports.values()))
+    table = Table(title="Acceptance")
+    table.add_column("", no_wrap=True)
+    for column in ("length", "95 %", "no loops", "per step", *(f"at {depth}" for depth in depths), "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, each in drafters_of(reports).items():
+        low, high = each["intervals"]["acceptance_length"]
+        figures = [each["without_loops"]["acceptance_length"], each["tokens_per_step"]]
+        rates = [f"{rate:.3f}" for rate in each["acceptance_rate_at"]]
+        table.add_row(
+            name,
+            f"{each['acceptance_length']:.3f}",
+            f"{low:.2f}-{high:.2f}",
+            *(f"{figure:.3f}" for figure in figures),
+            *rates,
+            *[""] * (len(depths) - len(rates)),
+            f"{each['tokens_per_s']:,.0f}",
+        )
+    console = Console()
+    console.width = max(console.width, 110 + 8 * len(depths))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

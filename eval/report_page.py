@@ -1,0 +1,169 @@
+"""Reports of `eval.acceptance` as one HTML page with plots that opens without a network."""
+
+import io
+from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+Figures = Mapping[str, Any]
+"""Of one drafter, as `report.json` holds them."""
+
+SETTINGS = (
+    "target",
+    "head",
+    "num_speculative_tokens",
+    "temperature",
+    "sample_drafts",
+    "max_new_tokens",
+    "dtype",
+    "batch_size",
+    "seed",
+)
+SPENT = ("prompt", "draft", "verify", "choose", "cache")
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222; }
+table { border-collapse: collapse; margin: 1em 0; } th, td { padding: .25em .7em; text-align: right; border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child { text-align: left; } svg { max-width: 100%; height: auto; } dt { font-weight: 600; float: left; clear: left;
+width: 14em; } .ci { color: #777; font-size: 85%; }
+"""
+
+
+def write_page(path: Path, reports: Mapping[str, Figures]) -> None:
+    """Write the page.
+
+    Args:
+        path: of the HTML file.
+        reports: of runs, by the name to show; with one, its drafters are shown beside each other, with several, their heads too.
+    """
+    drafters = drafters_of(reports)
+    first = next(iter(reports.values()))
+    settings = {
+        name: first[name] for name in SETTINGS if name in first and all(each.get(name) == first[name] for each in reports.values())
+    }
+    plots = {
+        "Share of rounds that accept the draft at each position, with 95 % intervals over prompts": plot_positions,
+        "Acceptance length by tokens of the prompt": lambda axes, each: plot_groups(axes, each, "by_prompt_tokens", "from"),
+        "Acceptance length by category": lambda axes, each: plot_groups(axes, each, "by_category", ""),
+        "Acceptance length of each prompt": plot_prompts,
+        "What a new token costs": plot_costs,
+    }
+    parts = [f"<!doctype html><meta charset='utf-8'><title>Acceptance</title><style>{STYLE}</style><h1>Acceptance</h1>"]
+    parts.append(
+        "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in settings.items()) + "</dl>"
+    )
+    parts.append(table_of(drafters))
+    parts.append(
+        "<p>Length: 1 + accepted / rounds, over rounds with drafts. Per step: tokens for each forward of the target, rounds without drafts "
+        "included. At i: rounds that accepted the draft at position i, over rounds. No loops: without outputs in which a block repeats "
+        "itself, where drafting is easy.</p>"
+    )
+    for title, plot in plots.items():
+        svg = figure(plot, drafters)
+        parts += [f"<h2>{escape(title)}</h2>", svg] if svg else []
+    path.write_text("\n".join(parts) + "\n", encoding="utf-8")
+
+
+def drafters_of(reports: Mapping[str, Figures]) -> dict[str, Figures]:
+    """Every drafter of every report with its speed, by the name to show."""
+    found: dict[str, Figures] = {}
+    for name, each in reports.items():
+        prefix = f"{name}: " if len(reports) > 1 else ""
+        for drafter, figures in {"head": each, **each["beside"]}.items():
+            shown = f"head {each['head_name']}" if drafter == "head" else drafter.replace("_", " ")
+            found[prefix + shown] = {**figures, **each["speed"][drafter]}
+    return found
+
+
+def table_of(drafters: Mapping[str, Figures]) -> str:
+    depths = range(max(len(each["acceptance_rate_at"]) for each in drafters.values()))
+    names = ["", "length", "no loops", "per step", *(f"at {depth}" for depth in depths), "prompts", "tokens/s"]
+    rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
+    for name, each in drafters.items():
+        low, high = each["intervals"]["acceptance_length"]
+        rates = [f"{rate:.3f}" for rate in each["acceptance_rate_at"]] + [""] * (len(depths) - len(each["acceptance_rate_at"]))
+        cells = [
+            f"{each['acceptance_length']:.3f} <span class='ci'>{low:.2f}-{high:.2f}</span>",
+            f"{each['without_loops']['acceptance_length']:.3f}",
+            f"{each['tokens_per_step']:.3f}",
+            *rates,
+            str(each["prompts"]),
+            f"{each['tokens_per_s']:,.0f}",
+        ]
+        rows.append(f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return "<table>" + "".join(rows) + "</table>"
+
+
+def figure(plot: Callable[[Axes, Mapping[str, Figures]], bool], drafters: Mapping[str, Figures]) -> str:
+    """A plot as SVG; nothing where there is nothing to show."""
+    fig, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    has_content = plot(axes, drafters)
+    buffer = io.StringIO()
+    fig.savefig(buffer, format="svg")
+    plt.close(fig)
+    svg = buffer.getvalue()
+    return svg[svg.index("<svg") :] if has_content else ""
+
+
+def plot_positions(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
+    for name, each in drafters.items():
+        rates = each["acceptance_rate_at"]
+        if each["drafted"]:
+            positions = range(len(rates))
+            (line,) = axes.plot(positions, rates, marker="o", label=name)
+            low, high = zip(*each["intervals"]["acceptance_rate_at"], strict=True)
+            axes.fill_between(positions, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            axes.set_xticks(positions)
+    axes.set(xlabel="position of the draft", ylabel="accepted", ylim=(0, 1))
+    axes.legend(fontsize=9)
+    return True
+
+
+def plot_groups(axes: Axes, drafters: Mapping[str, Figures], key: str, prefix: str) -> bool:
+    groups = list(dict.fromkeys(name for each in drafters.values() for name in each[key]))
+    shown = {name: each for name, each in drafters.items() if each["drafted"]}
+    width = 0.8 / max(len(shown), 1)
+    for index, (name, each) in enumerate(shown.items()):
+        places = [i + (index - (len(shown) - 1) / 2) * width for i, group in enumerate(groups) if group in each[key]]
+        lengths = [each[key][group]["acceptance_length"] for group in groups if group in each[key]]
+        axes.bar(places, lengths, width * 0.92, label=name)
+    counts = {group: max(each[key][group]["prompts"] for each in drafters.values() if group in each[key]) for group in groups}
+    axes.set_xticks(range(len(groups)), [f"{prefix} {group}\n{counts[group]} prompts".strip() for group in groups], fontsize=9)
+    axes.set(ylabel="acceptance length", ylim=(1, None))
+    axes.legend(fontsize=9)
+    return len(groups) > 0
+
+
+def plot_prompts(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
+    """Share of prompts with at least this length: curves of many drafters lie beside each other where bars would cover one another."""
+    for name, each in drafters.items():
+        if lengths := sorted(each["acceptance_length_of_prompts"], reverse=True):
+            axes.step(lengths, [(i + 1) / len(lengths) for i in range(len(lengths))], where="post", label=name)
+    axes.set(xlabel="acceptance length of at least", ylabel="share of prompts", ylim=(0, 1))
+    axes.legend(fontsize=9)
+    return True
+
+
+def plot_costs(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
+    """Milliseconds of each phase for each new token, on the first rank."""
+    names = list(drafters)[::-1]
+    left = [0.0] * len(names)
+    for phase in (*SPENT, "rest"):
+        spent = []
+        for name in names:
+            seconds, per_token = drafters[name]["seconds"], 1e3 / drafters[name]["tokens_per_s"]
+            named = sum(seconds.get(each, 0.0) for each in SPENT)
+            spent.append((seconds["all"] - named if phase == "rest" else seconds.get(phase, 0.0)) / seconds["all"] * per_token)
+        axes.barh(names, spent, left=left, label=phase)
+        left = [a + b for a, b in zip(left, spent, strict=True)]
+    for name, total in zip(names, left, strict=True):
+        axes.text(total, names.index(name), f" {drafters[name]['tokens_per_s']:,.0f} tokens/s", va="center", fontsize=9)
+    axes.set(xlabel="ms per new token", xlim=(0, max(left) * 1.2))
+    axes.legend(fontsize=9, ncols=len(SPENT) + 1)
+    return True

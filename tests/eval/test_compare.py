@@ -1,0 +1,87 @@
+"""Reports beside each other: only those that were measured in the same way."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import compare
+from mtptrain.acceptance import intervals, summarise
+from mtptrain.speculate import Generation
+
+
+def figures(lengths: list[int]) -> dict[str, Any]:
+    generations = [Generation(list(range(20)), 10, 0, 30, [length, length // 2, 0]) for length in lengths]
+    pooled = summarise(generations).__dict__
+    return {
+        **pooled,
+        "intervals": intervals(generations).__dict__,
+        "without_loops": pooled,
+        "by_prompt_tokens": {"0": pooled, "256": pooled},
+        "by_category": {"code <b>": pooled},
+        "acceptance_length_of_prompts": [1 + sum(each.accepted_at) / each.rounds for each in generations],
+    }
+
+
+def write_report(path: Path, lengths: list[int], **settings: object) -> Path:
+    speed = {"tokens_per_s": 50.0, "seconds": {"all": 4.0, "draft": 1.0, "verify": 2.0}}
+    report = {
+        **figures(lengths),
+        "head_name": "mtp",
+        "head": str(path.parent),
+        "target": "demo",
+        "num_speculative_tokens": 3,
+        "temperature": 0.0,
+        "sample_drafts": False,
+        "max_new_tokens": 20,
+        "dtype": "float32",
+        "prompts_sha256": "00",
+        "beside": {"prompt_lookup": figures([2, 2])},
+        "speed": {"head": speed, "prompt_lookup": speed},
+        **settings,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report))
+    return path
+
+
+def test_reports_stand_beside_each_other_in_a_table_and_on_a_page_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [write_report(tmp_path / name / "acceptance/report.json", lengths) for name, lengths in (("a", [8, 6]), ("b", [4, 4]))]
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths), "--out", str(tmp_path / "page.html")])
+    compare.main()
+    page, table = (tmp_path / "page.html").read_text(), capsys.readouterr().out
+    assert re.search(r"a: head mtp .* 2\.050 .* 1\.90-2\.20 ", table) and re.search(r"b: head mtp .* 1\.600 ", table)
+    for name in ("a: head mtp", "a: prompt lookup", "b: head mtp", "b: prompt lookup"):
+        assert f"<td>{name}</td>" in page
+    assert page.count("<svg") == 5, "positions, prompt tokens, categories, prompts, costs"
+    assert not re.findall(r"(?:src|href)=[\"']https?://", page.replace('xmlns:xlink="', "")) and "<script" not in page
+    assert "<b>" not in page, "names are text, not markup"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompts_sha256": "11"}, r"b/report.json: prompts_sha256 must be that of .*a/report.json, '00', but is '11'; such figures do not"),
+        ({"target": "other"}, "target must be that of"),
+        ({"temperature": 1.0}, "temperature must be that of"),
+        ({"num_speculative_tokens": 4}, "num_speculative_tokens must be that of"),
+        ({"dtype": "bfloat16"}, "dtype must be that of"),
+    ],
+)
+def test_what_was_measured_otherwise_is_refused(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+    first = write_report(tmp_path / "a/report.json", [8, 6])
+    with pytest.raises(ValueError, match=message):
+        compare.read_reports([first, write_report(tmp_path / "b/report.json", [8, 6], **settings)])
+
+
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"rounds": 3}')
+    with pytest.raises(ValueError, match=r"other.json: must be a report.json of eval.acceptance, but is none, or an older one"):
+        compare.read_reports([tmp_path / "other.json"])
+    with pytest.raises(FileNotFoundError, match="must be a report.json of eval.acceptance, but does not exist"):
+        compare.read_reports([tmp_path / "none.json"])
