@@ -10,6 +10,7 @@ table with what `acceptance.beside` names beside the head: prompt lookup, trees,
 """
 
 import hashlib
+import itertools
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -21,15 +22,17 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from eval.report_page import write_page
 from mtptrain.acceptance import (
     Acceptance,
+    PromptNotes,
     eos_token_ids,
     generate_in_batches,
     has_loop,
     intervals,
-    read_categories,
+    read_notes,
     read_prompts,
     summarise,
 )
@@ -37,9 +40,10 @@ from mtptrain.clock import PhaseClock
 from mtptrain.config import RECIPES, AcceptanceConfig, Beside, PipelineConfig, load_config
 from mtptrain.distributed import Ranks, init_ranks
 from mtptrain.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
+from mtptrain.prompt_files import render_prompt
 from mtptrain.run_dir import write_json, write_provenance
 from mtptrain.speculate import PHASES, Drafter, Generation, Sampler
-from mtptrain.target import Target, load_draft_model, load_target, resolve_target
+from mtptrain.target import Target, load_draft_model, load_target, load_tokenizer, resolve_target
 from mtptrain.warm_start import RunHead, trained_or_initial_head
 
 CONTEXT_BUCKETS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -62,7 +66,11 @@ def main(cfg: DictConfig) -> None:
     target = load_target(target_dir, dtype, ranks.device)
 
     drafters = drafters_of(settings, found, target, model)
-    measured = {name: measure(config, target, drafter, prompts, ranks, name) for name, drafter in drafters.items()}
+    notes = read_notes(Path(settings.prompts_file)) if settings.prompts_file else PromptNotes()
+    tokenizer = load_tokenizer(target_dir) if notes.turns else None
+    measured = {
+        name: measure(config, target, drafter, prompts, notes, tokenizer, ranks, name) for name, drafter in drafters.items()
+    }
     if ranks.is_first:
         output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
         write_provenance(output_dir, config)
@@ -112,22 +120,35 @@ def drafters_of(settings: AcceptanceConfig, found: RunHead, target: Target, mode
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A drafter's generations by prompt id, over all ranks."""
+class Answer:
+    """One prompt decoded: a prompt of the file, or a later turn of a conversation."""
 
-    generations: dict[str, Generation]
+    generation: Generation
+    prompt_tokens: int
+    category: str | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A drafter's answers by prompt id, over all ranks; later turns follow as `ID turn 2`."""
+
+    answers: dict[str, Answer]
     seconds: dict[str, float]
     """Of the first rank: of each of `PHASES`, and `all`."""
     num_tokens: int
     """New ones of the first rank."""
 
     @property
+    def generations(self) -> list[Generation]:
+        return [answer.generation for answer in self.answers.values()]
+
+    @property
     def pooled(self) -> Acceptance:
-        return summarise(list(self.generations.values()))
+        return summarise(self.generations)
 
     @property
     def without_loops(self) -> Acceptance:
-        return summarise([generation for generation in self.generations.values() if not has_loop(generation.tokens)])
+        return summarise([generation for generation in self.generations if not has_loop(generation.tokens)])
 
     @property
     def tokens_per_s(self) -> float:
@@ -135,35 +156,66 @@ class Measured:
 
 
 def measure(
-    config: PipelineConfig, target: Target, drafter: Drafter, prompts: dict[str, list[int]], ranks: Ranks, name: str
+    config: PipelineConfig,
+    target: Target,
+    drafter: Drafter,
+    prompts: dict[str, list[int]],
+    notes: PromptNotes,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ranks: Ranks,
+    name: str,
 ) -> Measured:
-    """Decode this rank's share of the prompts and gather everyone's."""
+    """Decode this rank's share of the prompts, turn after turn, and gather everyone's."""
     settings, clock = config.acceptance, PhaseClock(ranks.device)
-    ids = list(prompts)[ranks.rank :: ranks.world_size]
-    started = time.perf_counter()
-    generations = generate_in_batches(
-        target,
-        drafter,
-        [prompts[prompt_id] for prompt_id in ids],
-        num_speculative_tokens=settings.num_speculative_tokens,
-        max_new_tokens=settings.max_new_tokens,
-        sampler=Sampler(settings.temperature, settings.seed + ranks.rank),
-        eos_token_ids=eos_token_ids(target),
-        batch_size=settings.batch_size,
-        description=name.replace("_", " ") if ranks.is_first else None,
-        clock=clock,
-    )
+    sampler = Sampler(settings.temperature, settings.seed + ranks.rank)
+    spoken = {prompt_id: [turns[0]] for prompt_id, turns in notes.turns.items()}  # what user and target have said in turn
+    waiting = {prompt_id: prompts[prompt_id] for prompt_id in list(prompts)[ranks.rank :: ranks.world_size]}
+    answers: dict[str, Answer] = {}
+    started, turn = time.perf_counter(), 1
+    while waiting:
+        generations = generate_in_batches(
+            target,
+            drafter,
+            list(waiting.values()),
+            num_speculative_tokens=settings.num_speculative_tokens,
+            max_new_tokens=settings.max_new_tokens,
+            sampler=sampler,
+            eos_token_ids=eos_token_ids(target),
+            batch_size=settings.batch_size,
+            description=(name.replace("_", " ") + (f", turn {turn}" if turn > 1 else "")) if ranks.is_first else None,
+            clock=clock,
+        )
+        following: dict[str, list[int]] = {}
+        for (prompt_id, prompt), generation in zip(waiting.items(), generations, strict=True):
+            shown = prompt_id if turn == 1 else f"{prompt_id} turn {turn}"
+            answers[shown] = Answer(generation, len(prompt), notes.categories.get(prompt_id))
+            if turn < len(notes.turns.get(prompt_id, [])):
+                assert tokenizer is not None
+                spoken[prompt_id] += [
+                    str(tokenizer.decode(generation.tokens, skip_special_tokens=True)),
+                    notes.turns[prompt_id][turn],
+                ]
+                roles = itertools.cycle(("user", "assistant"))
+                messages = [{"role": role, "content": text} for role, text in zip(roles, spoken[prompt_id], strict=False)]
+                following[prompt_id] = render_prompt(tokenizer, messages)
+        context_tokens = target.config.max_position_embeddings - settings.max_new_tokens
+        waiting = {prompt_id: prompt for prompt_id, prompt in following.items() if len(prompt) <= context_tokens}
+        if len(waiting) < len(following):
+            print(
+                f"{name}: {len(following) - len(waiting)} conversations end before turn {turn + 1}: they fill the target's context"
+            )
+        turn += 1
     seconds = {"all": time.perf_counter() - started} | clock.read()
-    shares = ranks.gather(dict(zip(ids, generations, strict=True)))
-    merged = {prompt_id: generation for share in shares for prompt_id, generation in share.items()}
-    num_tokens = sum(len(generation.tokens) for generation in generations)
-    return Measured({prompt_id: merged[prompt_id] for prompt_id in prompts}, seconds, num_tokens)
+    merged = {prompt_id: answer for share in ranks.gather(answers) for prompt_id, answer in share.items()}
+    order = {prompt_id: place for place, prompt_id in enumerate(prompts)}
+    in_order = sorted(merged, key=lambda shown: (order.get(shown, len(order)), shown))
+    num_tokens = sum(len(answer.generation.tokens) for answer in answers.values())
+    return Measured({shown: merged[shown] for shown in in_order}, seconds, num_tokens)
 
 
 def report(config: PipelineConfig, found: RunHead, prompts: dict[str, list[int]], measured: dict[str, Measured]) -> dict[str, Any]:
     settings = config.acceptance
-    categories = read_categories(Path(settings.prompts_file)) if settings.prompts_file else {}
-    described = {name: describe(each, prompts, categories) for name, each in measured.items()}
+    described = {name: describe(each) for name, each in measured.items()}
     return {
         **described.pop("head"),
         "num_speculative_tokens": settings.num_speculative_tokens,
@@ -184,32 +236,30 @@ def report(config: PipelineConfig, found: RunHead, prompts: dict[str, list[int]]
     }
 
 
-def describe(measured: Measured, prompts: dict[str, list[int]], categories: dict[str, str]) -> dict[str, Any]:
+def describe(measured: Measured) -> dict[str, Any]:
     """A drafter's figures: pooled, without loops, by the length of the prompt and by category."""
-    found = measured.generations
-    buckets = {}
-    for first, behind in zip(CONTEXT_BUCKETS, [*CONTEXT_BUCKETS[1:], 2**62], strict=True):
-        inside = [generation for prompt_id, generation in found.items() if first <= len(prompts[prompt_id]) < behind]
-        if inside:
-            buckets[str(first)] = summarise(inside)
-    by_category = {
-        name: summarise([found[prompt_id] for prompt_id in found if categories.get(prompt_id) == name])
-        for name in sorted(set(categories.values()))
+    answers = measured.answers.values()
+    bounds = zip(CONTEXT_BUCKETS, [*CONTEXT_BUCKETS[1:], 2**62], strict=True)
+    buckets = {
+        str(first): [each.generation for each in answers if first <= each.prompt_tokens < behind] for first, behind in bounds
     }
+    categories = sorted({each.category for each in answers if each.category is not None})
+    by_category = {name: [each.generation for each in answers if each.category == name] for name in categories}
     return {
         **asdict(measured.pooled),
-        "intervals": asdict(intervals(list(found.values()))),
+        "intervals": asdict(intervals(measured.generations)),
         "without_loops": asdict(measured.without_loops),
-        "by_prompt_tokens": {name: asdict(part) for name, part in buckets.items()},
-        "by_category": {name: asdict(part) for name, part in by_category.items()},
-        "acceptance_length_of_prompts": [1 + sum(each.accepted_at) / each.rounds for each in found.values() if each.rounds],
+        "by_prompt_tokens": {name: asdict(summarise(part)) for name, part in buckets.items() if part},
+        "by_category": {name: asdict(summarise(part)) for name, part in by_category.items()},
+        "acceptance_length_of_prompts": [1 + sum(each.accepted_at) / each.rounds for each in measured.generations if each.rounds],
     }
 
 
 def write_generations(path: Path, measured: Measured) -> None:
     """One line per prompt: its new tokens and counts, so that every figure of the report can be checked."""
     with path.open("w") as file:
-        for prompt_id, generation in measured.generations.items():
+        for prompt_id, answer in measured.answers.items():
+            generation = answer.generation
             file.write(json.dumps({"id": prompt_id, **asdict(generation), "has_loop": has_loop(generation.tokens)}) + "\n")
 
 

@@ -6,11 +6,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mtptrain.speculate import PHASES
 
 Figures = Mapping[str, Any]
 """Of one drafter, as `report.json` holds them."""
@@ -26,12 +25,11 @@ SETTINGS = (
     "batch_size",
     "seed",
 )
-SPENT = ("prompt", "draft", "verify", "choose", "cache")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; margin: 1em 0; } th, td { padding: .25em .7em; text-align: right; border-bottom: 1px solid #ddd; }
 th:first-child, td:first-child { text-align: left; } svg { max-width: 100%; height: auto; } dt { font-weight: 600; float: left; clear: left;
-width: 14em; } .ci { color: #777; font-size: 85%; }
+width: 16em; } .ci { color: #777; font-size: 85%; }
 """
 
 
@@ -102,11 +100,9 @@ def table_of(drafters: Mapping[str, Figures]) -> str:
 
 def figure(plot: Callable[[Axes, Mapping[str, Figures]], bool], drafters: Mapping[str, Figures]) -> str:
     """A plot as SVG; nothing where there is nothing to show."""
-    fig, axes = plt.subplots(figsize=(9, 4), layout="constrained")
-    has_content = plot(axes, drafters)
-    buffer = io.StringIO()
-    fig.savefig(buffer, format="svg")
-    plt.close(fig)
+    drawn, buffer = Figure(figsize=(9, 4), layout="constrained"), io.StringIO()
+    has_content = plot(drawn.subplots(), drafters)
+    drawn.savefig(buffer, format="svg")
     svg = buffer.getvalue()
     return svg[svg.index("<svg") :] if has_content else ""
 
@@ -154,16 +150,16 @@ def plot_costs(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
     """Milliseconds of each phase for each new token, on the first rank."""
     names = list(drafters)[::-1]
     left = [0.0] * len(names)
-    for phase in (*SPENT, "rest"):
+    for phase in (*PHASES, "rest"):
         spent = []
         for name in names:
             seconds, per_token = drafters[name]["seconds"], 1e3 / drafters[name]["tokens_per_s"]
-            named = sum(seconds.get(each, 0.0) for each in SPENT)
+            named = sum(seconds.get(each, 0.0) for each in PHASES)
             spent.append((seconds["all"] - named if phase == "rest" else seconds.get(phase, 0.0)) / seconds["all"] * per_token)
         axes.barh(names, spent, left=left, label=phase)
         left = [a + b for a, b in zip(left, spent, strict=True)]
     for name, total in zip(names, left, strict=True):
         axes.text(total, names.index(name), f" {drafters[name]['tokens_per_s']:,.0f} tokens/s", va="center", fontsize=9)
     axes.set(xlabel="ms per new token", xlim=(0, max(left) * 1.2))
-    axes.legend(fontsize=9, ncols=len(SPENT) + 1)
+    axes.legend(fontsize=9, ncols=len(PHASES) + 1, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     return True

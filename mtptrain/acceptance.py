@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -226,7 +227,8 @@ def eos_token_ids(target: Target) -> tuple[int, ...]:
 
 
 def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, list[int]]:
-    """Prompts of a jsonl file by id; each line has `id` and one of `input_ids`, `text`, `messages`.
+    """Prompts of a jsonl file by id; each line has `id` (or Spec-Bench's `question_id`) and one of `input_ids`, `text`, `messages`,
+    `turns`, whose first turn is the prompt.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -253,10 +255,26 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
     return prompts
 
 
-def read_categories(path: Path) -> dict[str, str]:
-    """Of the prompts of a jsonl file that name one, by id."""
+@dataclass(frozen=True)
+class PromptNotes:
+    """What the lines of a prompts file say besides the prompt, by id."""
+
+    categories: dict[str, str] = field(default_factory=dict)
+    turns: dict[str, list[str]] = field(default_factory=dict)
+    """All that the user says in a conversation whose answers are the target's own."""
+
+
+def read_notes(path: Path) -> PromptNotes:
+    """Of a file that `read_prompts_file` accepts."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    return {str(row["id"]): str(row["category"]) for row in rows if "category" in row}
+    return PromptNotes(
+        {_id_of(row): str(row["category"]) for row in rows if "category" in row},
+        {_id_of(row): row["turns"] for row in rows if "turns" in row},
+    )
+
+
+def _id_of(row: dict[str, Any]) -> str:
+    return str(row["id"] if "id" in row else row["question_id"])
 
 
 def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
@@ -264,20 +282,26 @@ def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tup
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: a line must be JSON, but is not ({error}); correct it") from error
-    kinds = [kind for kind in ("input_ids", "text", "messages") if isinstance(row, dict) and kind in row]
-    if len(kinds) != 1 or "id" not in row:
+    kinds = [kind for kind in ("input_ids", "text", "messages", "turns") if isinstance(row, dict) and kind in row]
+    if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
         keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where}: a line must have `id` and one of `input_ids`, `text`, `messages`, but has {keys}; correct it")
+        raise ValueError(
+            f"{where}: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has {keys}; correct it"
+        )
     if kinds[0] == "input_ids":
         if not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
             raise ValueError(f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it")
-        return str(row["id"]), row["input_ids"]
+        return _id_of(row), row["input_ids"]
     if kinds[0] == "text":
         if not isinstance(row["text"], str):
             raise ValueError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
-        return str(row["id"]), list(tokenizer(row["text"])["input_ids"])
+        return _id_of(row), list(tokenizer(row["text"])["input_ids"])
+    if kinds[0] == "turns":
+        if not isinstance(row["turns"], list) or not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
+            raise ValueError(f"{where}: turns must be a list of at least one string, but is {str(row['turns'])[:40]}; correct it")
+        return _id_of(row), render_prompt(tokenizer, [{"role": "user", "content": row["turns"][0]}])
     if not isinstance(row["messages"], list) or not all(isinstance(message, dict) for message in row["messages"] or [0]):
         raise ValueError(
             f"{where}: messages must be a list of at least one message, but is {str(row['messages'])[:40]}; correct it"
         )
-    return str(row["id"]), render_prompt(tokenizer, row["messages"])
+    return _id_of(row), render_prompt(tokenizer, row["messages"])

@@ -274,7 +274,8 @@ class AcceptanceConfig:
     batch_size: int = 8
     seed: int = 0
     prompts_file: str | None = None
-    """jsonl, each line `id` and one of `input_ids`, `text`, `messages`, and perhaps a `category`; in place of the held-out documents."""
+    """jsonl in place of the held-out documents: each line `id` and one of `input_ids`, `text`, `messages` and `turns` (what a user says
+    in turn, answered by the target), and perhaps a `category`. Spec-Bench's `question.jsonl` is one."""
     beside: list[Beside] = field(default_factory=lambda: [Beside.prompt_lookup])
     """What else is measured on the same prompts."""
     draft_model: str | None = None

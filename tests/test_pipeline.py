@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from mtptrain.head_files import load_head
+from mtptrain.target import load_tokenizer
 from tests.conftest import make_config, make_target, run_program
 
 Run = tuple[Path, tuple[str, ...]]
@@ -99,6 +100,50 @@ def test_acceptance_takes_its_own_prompts_temperature_and_output_dir(finished: R
     assert (finished[0] / "acceptance/report.json").read_bytes() == before
 
 
+def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(finished: Run, tmp_path: Path) -> None:
+    target_dir = next(each.removeprefix("target.path=") for each in finished[1] if each.startswith("target.path="))
+    beside = "acceptance.beside=[none,prompt_lookup,model,tree,hybrid]"
+    rows = [{"id": f"p{i}", "text": f"def read_file_{i}():\n    open_line = ", "category": "ab"[i % 2]} for i in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = (
+        f"acceptance.prompts_file={tmp_path}/prompts.jsonl",
+        f"acceptance.output_dir={tmp_path}",
+        "acceptance.tree_nodes=12",
+    )
+    result = run_program("eval.acceptance", *finished[1], beside, f"acceptance.draft_model={target_dir}", *settings)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert list(report["beside"]) == ["none", "prompt_lookup", "model", "tree", "hybrid"]
+    assert report["beside"]["model"]["acceptance_length"] == 4.0, "the target drafts for itself"
+    assert report["beside"]["none"]["tokens_per_step"] == 1.0 and report["beside"]["none"]["drafted"] == 0
+    assert report["beside"]["tree"]["acceptance_length"] >= report["acceptance_length"]
+    assert report["beside"]["tree"]["drafted"] == 12 * report["beside"]["tree"]["rounds"]
+    assert report["by_category"]["a"]["prompts"] == report["by_category"]["b"]["prompts"] == 3
+    assert all(figures["seconds"]["verify"] > 0 for figures in report["speed"].values())
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 5 and "<td>prompt lookup</td>" in page
+
+
+def test_a_conversation_goes_on_from_the_targets_own_answer(finished: Run, tmp_path: Path) -> None:
+    rows = [{"question_id": 81, "category": "writing", "turns": ["hello", "shorter"]}, {"id": "single", "turns": ["def f"]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = (f"acceptance.prompts_file={tmp_path}/prompts.jsonl", f"acceptance.output_dir={tmp_path}/both")
+    result = run_program("eval.acceptance", *finished[1], *settings)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = {row["id"]: row for row in map(json.loads, (tmp_path / "both/generations.jsonl").read_text().splitlines())}
+    assert list(found) == ["81", "single", "81 turn 2"]
+    tokenizer = load_tokenizer(Path(make_config(*finished[1]).target.path))
+    answer = tokenizer.decode(found["81"]["tokens"], skip_special_tokens=True)
+    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}, {"role": "user", "content": "shorter"}]
+    second = {"id": "second", "messages": said}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(second) + "\n")
+    assert run_program("eval.acceptance", *finished[1], *settings[:1], f"acceptance.output_dir={tmp_path}/alone").returncode == 0
+    alone = json.loads((tmp_path / "alone/generations.jsonl").read_text())
+    assert alone["tokens"] == found["81 turn 2"]["tokens"]
+    report = json.loads((tmp_path / "both/report.json").read_text())
+    assert report["prompts"] == 3 and report["by_category"]["writing"]["prompts"] == 2
+
+
 def test_two_ranks_measure_the_same_acceptance_as_one(finished: Run, tmp_path: Path) -> None:
     result = run_program("eval.acceptance", *finished[1], f"acceptance.output_dir={tmp_path}", num_ranks=2)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -138,6 +183,18 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
         (
             ("acceptance.max_new_tokens=600",),
             "acceptance.prompt_tokens: held-out documents must hold a prompt of 32 tokens that fits",
+        ),
+        (
+            ("acceptance.beside=[tree]", "acceptance.sample_drafts=true"),
+            "acceptance.sample_drafts: must be false where acceptance.beside",
+        ),
+        (
+            ("acceptance.beside=[model]",),
+            "acceptance.draft_model: must be set where acceptance.beside names `model`, and only there",
+        ),
+        (
+            ("acceptance.beside=[model]", "acceptance.draft_model=demo"),
+            "acceptance.draft_model: must have the target's vocabulary, but",
         ),
         (("head.ttt_steps=2",), "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)"),
     ],

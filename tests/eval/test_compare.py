@@ -66,7 +66,10 @@ def test_reports_stand_beside_each_other_in_a_table_and_on_a_page_without_a_netw
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prompts_sha256": "11"}, r"b/report.json: prompts_sha256 must be that of .*a/report.json, '00', but is '11'; such figures do not"),
+        (
+            {"prompts_sha256": "11"},
+            r"b/report.json: prompts_sha256 must be that of .*a/report.json, '00', but is '11'; such",
+        ),
         ({"target": "other"}, "target must be that of"),
         ({"temperature": 1.0}, "temperature must be that of"),
         ({"num_speculative_tokens": 4}, "num_speculative_tokens must be that of"),
@@ -81,7 +84,7 @@ def test_what_was_measured_otherwise_is_refused(tmp_path: Path, settings: dict[s
 
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"rounds": 3}')
-    with pytest.raises(ValueError, match=r"other.json: must be a report.json of eval.acceptance, but is none, or an older one"):
+    with pytest.raises(ValueError, match=r"other\.json: must be a report\.json of eval\.acceptance, but is none, or an older one"):
         compare.read_reports([tmp_path / "other.json"])
-    with pytest.raises(FileNotFoundError, match="must be a report.json of eval.acceptance, but does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"must be a report\.json of eval\.acceptance, but does not"):
         compare.read_reports([tmp_path / "none.json"])

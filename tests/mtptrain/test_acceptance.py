@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtptrain.acceptance import has_loop, held_out_documents, held_out_prompts, intervals, read_prompts_file, summarise
+from mtptrain.acceptance import has_loop, held_out_documents, held_out_prompts, intervals, read_notes, read_prompts_file, summarise
 from mtptrain.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.speculate import Generation
 from tests.conftest import make_tokenizer
@@ -127,14 +127,18 @@ def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> Non
         {"id": "a", "input_ids": [1, 2, 3]},
         {"id": 7, "text": "def f"},
         {"id": "c", "messages": [{"role": "user", "content": "hi"}]},
+        {"question_id": 81, "category": "writing", "turns": ["hello", "shorter"]},
     ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     tokenizer = make_tokenizer()
     prompts = read_prompts_file(path, tokenizer, 260)
-    assert list(prompts) == ["a", "7", "c"]
+    assert list(prompts) == ["a", "7", "c", "81"]
     assert prompts["a"] == [1, 2, 3]
     assert tokenizer.decode(prompts["7"]) == "def f"
     assert tokenizer.decode(prompts["c"]) == "<user>hi<|end|><assistant>"
+    assert tokenizer.decode(prompts["81"]) == "<user>hello<|end|><assistant>"
+    notes = read_notes(path)
+    assert notes.categories == {"81": "writing"} and notes.turns == {"81": ["hello", "shorter"]}
 
 
 @pytest.mark.parametrize(
@@ -142,10 +146,12 @@ def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> Non
     [
         ("", r"must hold at least one prompt, but is empty; add lines with `id` and `text`"),
         ('{"id": 1, "text": "a"}\n{oops', r":2: a line must be JSON, but is not \("),
-        ('{"id": 1}', r":1: a line must have `id` and one of `input_ids`, `text`, `messages`, but has \['id'\]"),
+        ('{"id": 1}', r":1: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has \['id'\]"),
         ('{"text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
         ("[1]", r":1: a line must have `id` .* but has list"),
         ('{"id": 1, "text": "a", "input_ids": [1]}', r"but has \['id', 'input_ids', 'text'\]"),
+        ('{"id": 1, "turns": []}', r":1: turns must be a list of at least one string, but is \[\]; correct it"),
+        ('{"id": 1, "turns": ["a", 2]}', r":1: turns must be a list of at least one string, but is \['a', 2\]; correct it"),
         ('{"id": 1, "input_ids": "abc"}', r":1: input_ids must be a list of integers, but is abc"),
         ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must lie in the target's vocabulary of 260, but one is 999"),
         ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' stands twice"),
@@ -180,7 +186,9 @@ def test_intervals_hold_the_figure_and_are_those_of_drawing_prompts_anew() -> No
     found, pooled = intervals(generations), summarise(generations)
     low, high = found.acceptance_length
     error = np.std([sum(each.accepted_at) / 10 for each in generations]) / len(generations) ** 0.5
-    assert (pooled.acceptance_length - low, high - pooled.acceptance_length) == pytest.approx((1.96 * error, 1.96 * error), rel=0.15)
+    assert (pooled.acceptance_length - low, high - pooled.acceptance_length) == pytest.approx(
+        (1.96 * error, 1.96 * error), rel=0.15
+    )
     assert found.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1)) and found.acceptance_rate_at[1] == (0.0, 0.0)
     assert found.tokens_per_step == found.acceptance_length
     assert intervals(generations) == found, "the same seed gives the same interval"

@@ -75,6 +75,17 @@ def test_a_packing_says_where_documents_and_rows_lie() -> None:
     assert packing.num_pairs == (2 + 3) + 1 + (3 + 4)
 
 
+def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_than_tokens() -> None:
+    """Twenty answers in one document and two in another: what lies before them is never gathered for all of them together."""
+    lengths, spans = [200, 30], [(0, 10 * i + 5, 5) for i in range(20)] + [(1, 10, 5), (1, 20, 5)]
+    inside, *before = Packing.of(lengths, spans).segments
+    assert len(inside.keys) == 110 and len(before) == 20
+    assert max(len(part.keys) for part in before) <= sum(lengths)
+    assert all(len(part.keys.unique()) == len(part.keys) for part in before), "gradients are written there, not added up"
+    rows = torch.cat([torch.arange(110) if part.queries is None else part.queries for part in before])
+    assert rows.sort().values.tolist() == list(range(110)), "each row sees what lies before it once"
+
+
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
 def test_rope_equals_transformers_with_the_targets_scaling(rope: dict[str, object]) -> None:
     config = LlamaConfig(hidden_size=256, num_attention_heads=2, head_dim=128, max_position_embeddings=128, rope_parameters=rope)
