@@ -200,14 +200,17 @@ class Store:
 
 
 @pytest.mark.parametrize("make", [fp8_document, lambda i, length: document(i, [1] * length)])
-def test_memory_of_states_is_used_again_but_never_before_its_step_is_over(make: Callable[[int, int], StoredDocument]) -> None:
+@pytest.mark.parametrize(("for_gpu", "steps_in_memory"), [(False, 1), (True, 2)], ids=["CPU", "GPU: one step ahead"])
+def test_memory_of_states_is_used_again_but_never_before_its_step_is_over(
+    make: Callable[[int, int], StoredDocument], for_gpu: bool, steps_in_memory: int
+) -> None:
     store = Store(make)
-    schedule = BatchSchedule(store, T, 16, 2, seed=0, for_gpu=False)  # type: ignore[arg-type]
+    schedule = BatchSchedule(store, T, 16, 2, seed=0, for_gpu=for_gpu)  # type: ignore[arg-type]
     addresses = set()
     for batches in schedule.prefetch(0, 3 * schedule.steps_per_epoch, 0, 1):
         time.sleep(0.002)  # the next step is read meanwhile
         for batch in batches:
-            alone = make_batch([store.documents[i] for i in batch.document_ids], T, decode_states=True)
+            alone = make_batch([store.documents[i] for i in batch.document_ids], T, decode_states=not for_gpu)
             assert torch.equal(batch.hidden_states, alone.hidden_states)
             addresses.add(batch.hidden_states.data_ptr())
-    assert len(addresses) == 2 * 2, "the step at hand and the one to come"
+    assert len(addresses) == 2 * steps_in_memory
