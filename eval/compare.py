@@ -2,7 +2,9 @@
 
     python -m eval.compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
 
-Reports are refused that were measured on other prompts, another target or with other settings: their figures do not compare.
+Reports are refused that were measured on other prompts, another target or with other settings: their figures do not compare. Tokens/s
+are shown where batches, ranks and devices are the same too. Of conversations, later turns hold the target's own answers: at a temperature
+or in bf16 those differ from run to run.
 """
 
 import argparse
@@ -14,10 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.report_page import drafters_of, write_page
+from eval.report_page import drafters_of, have_equal_speeds, write_page
 
 MUST_BE_EQUAL = (
-    "prompts_sha256", "target", "num_speculative_tokens", "temperature", "sample_drafts", "max_new_tokens", "dtype"
+    "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "sample_drafts", "max_new_tokens", "dtype"
 )  # fmt: skip
 
 
@@ -27,8 +29,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page to write")
     args = parser.parse_args()
     reports = read_reports(args.reports)
-    write_page(args.out, reports)
     print_table(reports)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_page(args.out, reports)
     print(f"plots: {args.out}")
 
 
@@ -43,8 +46,13 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: must be a report.json of eval.acceptance, but does not exist; correct the path")
-        report = json.loads(path.read_text())
-        if not isinstance(report, dict) or not {"beside", "prompts_sha256"} <= report.keys():
+        try:
+            report = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}: must be a report.json of eval.acceptance, but is not JSON ({error}); measure again"
+            ) from error
+        if not isinstance(report, dict) or not {"beside", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is none, or an older one; measure again")
         if str(path) in reports:
             raise ValueError(f"{path}: reports must be different ones, but this one stands twice; remove it")
@@ -61,13 +69,12 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
 
 
 def short_names(paths: list[str]) -> list[str]:
-    """Paths without the folders that all have in common."""
+    """Paths without the folders that all have in common; whole ones where too little is left to tell them apart."""
     parts = [Path(path).parts for path in paths]
-    if len(parts) == 1:
-        return paths
     start = next((i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
     end = next((i for i, each in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(each)) > 1), 0)
-    return ["/".join(part[start : len(part) - end]) for part in parts]
+    names = ["/".join(part[start : len(part) - end]) for part in parts]
+    return names if all(names) and len(set(names)) == len(names) else paths
 
 
 def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
@@ -87,7 +94,7 @@ def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
             *(f"{figure:.3f}" for figure in figures),
             *rates,
             *[""] * (len(depths) - len(rates)),
-            f"{each['tokens_per_s']:,.0f}",
+            f"{each['tokens_per_s']:,.0f}" if have_equal_speeds(reports) else "",
         )
     console = Console()
     console.width = max(console.width, 110 + 8 * len(depths))

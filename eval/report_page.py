@@ -46,17 +46,18 @@ def write_page(path: Path, reports: Mapping[str, Figures]) -> None:
         name: first[name] for name in SETTINGS if name in first and all(each.get(name) == first[name] for each in reports.values())
     }
     plots = {
-        "Share of rounds that accept the draft at each position, with 95 % intervals over prompts": plot_positions,
+        "Share of rounds that accept the draft at each position, with intervals of 95 %": plot_positions,
         "Acceptance length by tokens of the prompt": lambda axes, each: plot_groups(axes, each, "by_prompt_tokens", "from"),
         "Acceptance length by category": lambda axes, each: plot_groups(axes, each, "by_category", ""),
         "Acceptance length of each prompt": plot_prompts,
-        "What a new token costs": plot_costs,
     }
+    if have_equal_speeds(reports):
+        plots["What a new token costs"] = plot_costs
     parts = [f"<!doctype html><meta charset='utf-8'><title>Acceptance</title><style>{STYLE}</style><h1>Acceptance</h1>"]
     parts.append(
         "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in settings.items()) + "</dl>"
     )
-    parts.append(table_of(drafters))
+    parts.append(table_of(drafters, have_equal_speeds(reports)))
     parts.append(
         "<p>Length: 1 + accepted / rounds, over rounds with drafts. Per step: tokens for each forward of the target, rounds without drafts "
         "included. At i: rounds that accepted the draft at position i, over rounds. No loops: without outputs in which a block repeats "
@@ -75,11 +76,17 @@ def drafters_of(reports: Mapping[str, Figures]) -> dict[str, Figures]:
         prefix = f"{name}: " if len(reports) > 1 else ""
         for drafter, figures in {"head": each, **each["beside"]}.items():
             shown = f"head {each['head_name']}" if drafter == "head" else drafter.replace("_", " ")
-            found[prefix + shown] = {**figures, **each["speed"][drafter]}
+            setting = f" ({each[drafter]})" if drafter in ("tree", "hybrid", "model") else ""
+            found[prefix + shown + setting] = {**figures, **each["speed"][drafter]}
     return found
 
 
-def table_of(drafters: Mapping[str, Figures]) -> str:
+def have_equal_speeds(reports: Mapping[str, Figures]) -> bool:
+    """Whether tokens/s of all reports can stand beside each other."""
+    return len({(each["batch_size"], each["num_ranks"], each["device"]) for each in reports.values()}) == 1
+
+
+def table_of(drafters: Mapping[str, Figures], with_speed: bool) -> str:
     depths = range(max(len(each["acceptance_rate_at"]) for each in drafters.values()))
     names = ["", "length", "no loops", "per step", *(f"at {depth}" for depth in depths), "prompts", "tokens/s"]
     rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
@@ -92,7 +99,7 @@ def table_of(drafters: Mapping[str, Figures]) -> str:
             f"{each['tokens_per_step']:.3f}",
             *rates,
             str(each["prompts"]),
-            f"{each['tokens_per_s']:,.0f}",
+            f"{each['tokens_per_s']:,.0f}" if with_speed else "",
         ]
         rows.append(f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return "<table>" + "".join(rows) + "</table>"

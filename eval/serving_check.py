@@ -160,7 +160,7 @@ def decode(
         target,
         drafter,
         list(prompts.values()),
-        num_speculative_tokens=drafter.max_drafts,
+        num_speculative_tokens=drafter.draft_slots,
         max_new_tokens=settings.max_new_tokens,
         sampler=Sampler(),
         eos_token_ids=eos_token_ids(target),

@@ -67,18 +67,21 @@ def summarise(generations: Sequence[Generation]) -> Acceptance:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Of 95 %, low and high, by bootstrap over prompts: prompts are drawn anew, with all rounds of each."""
+    """Of 95 %, low and high, by bootstrap over conversations: they are drawn anew, with all rounds of each."""
 
     acceptance_length: tuple[float, float]
     acceptance_rate_at: list[tuple[float, float]]
     tokens_per_step: tuple[float, float]
 
 
-def intervals(generations: Sequence[Generation], draws: int = 2000, seed: int = 0) -> Intervals:
-    """How far the figures of `summarise` may lie from those of other prompts of the same kind."""
-    if not generations:
-        return Intervals((1.0, 1.0), [], (1.0, 1.0))
-    counts = np.array([(each.rounds, each.empty_rounds, *each.accepted_at) for each in generations], dtype=np.float64)  # [P, 2+K]
+def intervals(conversations: Sequence[Sequence[Generation]], draws: int = 2000, seed: int = 0) -> Intervals:
+    """How far the figures of `summarise` may lie from those of other prompts of the same kind.
+
+    Args:
+        conversations: at least one; a prompt alone is a conversation of one answer.
+    """
+    of_each = ([(each.rounds, each.empty_rounds, *each.accepted_at) for each in answers] for answers in conversations)
+    counts = np.array([np.sum(rows, axis=0) for rows in of_each], dtype=np.float64)  # [conversations, 2 + K]
     weights = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), draws)  # [draws, P]
     rounds, empty_rounds, *accepted_at = (weights @ counts).T
     accepted = np.sum(accepted_at, axis=0)

@@ -338,12 +338,16 @@ class BatchSchedule:
         A step on a CPU keeps all its cores: a reader beside it cost a third of its speed, and reading first costs a hundredth.
         The states of a step's batches are overwritten once those of the next step are asked for.
         """
-        with ThreadPoolExecutor(max_workers=1) as reader:
-            coming: Future[list[Batch]] | None = None
+        reader = ThreadPoolExecutor(max_workers=1) if self.for_gpu else None
+        coming: Future[list[Batch]] | None = None
+        try:
             for step in range(first_step, last_step):
                 ready = self.micro_batches(step, rank, world_size) if coming is None else coming.result()
-                if self.for_gpu and step + 1 < last_step:
+                if reader is not None and step + 1 < last_step:
                     coming = reader.submit(self.micro_batches, step + 1, rank, world_size)
                 yield ready
                 for batch in ready:
                     self._buffers.give_back(batch)
+        finally:
+            if reader is not None:
+                reader.shutdown()

@@ -279,9 +279,9 @@ class AcceptanceConfig:
     beside: list[Beside] = field(default_factory=lambda: [Beside.prompt_lookup])
     """What else is measured on the same prompts."""
     draft_model: str | None = None
-    """Of `model`: a directory or a hub name, a model with the target's vocabulary."""
+    """Of `model`: a directory or a hub name, a model with the target's tokenizer."""
     tree_nodes: int = 32
-    """Tokens of a tree."""
+    """Tokens of a tree, the likeliest of top_k + (K - 1) * top_k ** 2."""
     tree_top_k: int = 6
     """Branches of a tree that are continued at each depth, and tokens that are tried behind each."""
     hybrid_min_match: int = 4
@@ -466,6 +466,7 @@ def _check(config: PipelineConfig) -> None:
             f"hidden_states.part: must be below hidden_states.num_parts={config.hidden_states.num_parts}, but is "
             f"{config.hidden_states.part}; parts are counted from 0"
         )
+    _check_beside(config.acceptance)
     if len(config.train.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.train.betas):
         raise ValueError(
             f"train.betas: must be two numbers from 0 to below 1, but is {config.train.betas}; AdamW's are (0.9, 0.95)"
@@ -482,6 +483,27 @@ def _check(config: PipelineConfig) -> None:
         raise ValueError(
             f"prompts.validation_fraction: must lie between 0 and 1, but is {config.prompts.validation_fraction}; "
             "both training and validation need documents"
+        )
+
+
+def _check_beside(settings: AcceptanceConfig) -> None:
+    if len(set(settings.beside)) < len(settings.beside):
+        raise ValueError(f"acceptance.beside: must name each once, but is [{','.join(settings.beside)}]; remove what stands twice")
+    if settings.sample_drafts and Beside.tree in settings.beside:
+        raise ValueError(
+            "acceptance.sample_drafts: must be false where acceptance.beside names `tree`, but is true: a tree holds the likeliest "
+            "tokens; leave one of them out"
+        )
+    if (settings.draft_model is not None) != (Beside.model in settings.beside):
+        raise ValueError(
+            f"acceptance.draft_model: must be set where acceptance.beside names `model`, and only there, but is {settings.draft_model}; "
+            'set both, for example acceptance.draft_model=DIR "acceptance.beside=[model]"'
+        )
+    most = settings.tree_top_k + (settings.num_speculative_tokens - 1) * settings.tree_top_k**2
+    if Beside.tree in settings.beside and settings.tree_nodes > most:
+        raise ValueError(
+            f"acceptance.tree_nodes: must be at most {most}, what {settings.num_speculative_tokens} depths of "
+            f"acceptance.tree_top_k={settings.tree_top_k} hold, but is {settings.tree_nodes}; lower it or raise acceptance.tree_top_k"
         )
 
 

@@ -38,7 +38,7 @@ class HeadDrafter:
         return self.head.capture_layers
 
     @property
-    def max_drafts(self) -> int:
+    def draft_slots(self) -> int:
         return self.num_speculative_tokens
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
@@ -86,9 +86,9 @@ class TreeDrafter(HeadDrafter):
         self.num_nodes = min(num_nodes, top_k + (num_speculative_tokens - 1) * top_k**2)
 
     @property
-    def max_drafts(self) -> int:
-        """Of the head's cache too, which holds `top_k` rows of each depth."""
-        return max(self.num_nodes, self.top_k * self.num_speculative_tokens)
+    def draft_slots(self) -> int:
+        """Of the target's cache, and of the head's, which holds `top_k` rows of each depth but the last."""
+        return max(self.num_nodes, self.top_k * (self.num_speculative_tokens - 1))
 
     def go_on(self, begun: Begun, sampler: Sampler) -> Draft:
         """See `HeadDrafter.go_on`; W is `top_k`, C counts the candidates of all depths."""
@@ -139,13 +139,15 @@ class TreeDrafter(HeadDrafter):
 
 
 class ModelDrafter:
-    """Drafts a chain of K tokens with a small language model of the target's vocabulary."""
+    """Drafts a chain of K tokens with a small language model of the target's tokenizer."""
 
     capture_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, num_speculative_tokens: int, sample_drafts: bool = False) -> None:
+    def __init__(self, model: Target, vocab_size: int, num_speculative_tokens: int, sample_drafts: bool = False) -> None:
         self.model = model
-        self.max_drafts = num_speculative_tokens
+        self.vocab_size = vocab_size
+        """Of the target: checkpoints of one family pad the tokenizer's tokens to other sizes."""
+        self.draft_slots = num_speculative_tokens
         self.sample_drafts = sample_drafts
         self.cache = PositionCache(0)
 
@@ -160,7 +162,7 @@ class ModelDrafter:
         own_sampler = sampler if self.sample_drafts else Sampler()
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
-        for depth in range(self.max_drafts):
+        for depth in range(self.draft_slots):
             if depth > 0:
                 logits = self._read(tokens[-1][:, None], (verified.num_tokens + depth - 1)[:, None], torch.zeros_like(last_row))
             if not own_sampler.is_greedy:
@@ -172,14 +174,16 @@ class ModelDrafter:
     def _read(self, tokens: torch.Tensor, positions: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] behind one row of each sequence."""
         states = self.model.forward(tokens, positions, self.cache).hidden_states
-        return self.model.parts.logits(states[torch.arange(len(row), device=row.device), row])
+        logits = self.model.parts.logits(states[torch.arange(len(row), device=row.device), row])
+        missing = max(0, self.vocab_size - logits.shape[-1])
+        return F.pad(logits[:, : self.vocab_size], (0, missing), value=-torch.inf)
 
 
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
     capture_layers: tuple[int, ...] = ()
-    max_drafts = 0
+    draft_slots = 0
 
     def start(self, batch_size: int, num_slots: int) -> None:
         pass
@@ -193,14 +197,18 @@ class PromptLookupDrafter:
     """Drafts what followed the last earlier occurrence of the newest tokens: the baseline that needs no training.
 
     The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs before wins, and its latest occurrence.
+
+    Args:
+        whole: pass over occurrences with fewer than K tokens behind them.
     """
 
     capture_layers: tuple[int, ...] = ()
 
-    def __init__(self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2) -> None:
-        self.max_drafts = num_speculative_tokens
+    def __init__(self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2, whole: bool = False) -> None:
+        self.draft_slots = num_speculative_tokens
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
+        self.whole = whole
 
     def start(self, batch_size: int, num_slots: int) -> None:
         pass
@@ -208,7 +216,7 @@ class PromptLookupDrafter:
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         rows = [tokens[:count] for tokens, count in zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)]
         found = [self._look_up(row) for row in rows]
-        missing = [self.max_drafts - len(tokens) for tokens in found]
+        missing = [self.draft_slots - len(tokens) for tokens in found]
         tokens = [proposed + [0] * pad for proposed, pad in zip(found, missing, strict=True)]
         is_proposed = [[True] * len(proposed) + [False] * pad for proposed, pad in zip(found, missing, strict=True)]
         device = verified.tokens.device
@@ -217,20 +225,21 @@ class PromptLookupDrafter:
     def _look_up(self, tokens: list[int]) -> list[int]:
         for size in range(self.max_ngram, self.min_ngram - 1, -1):
             suffix = tokens[-size:]
-            for start in range(len(tokens) - size - 1, -1, -1):
+            last = len(tokens) - size - (self.draft_slots if self.whole else 1)
+            for start in range(last, -1, -1):
                 if tokens[start : start + size] == suffix:
-                    return tokens[start + size : start + size + self.max_drafts]
+                    return tokens[start + size : start + size + self.draft_slots]
         return []
 
 
 class HybridDrafter:
-    """Prompt lookup where its match is long, a head's chain elsewhere."""
+    """What followed the latest earlier occurrence of the newest `min_match` tokens that K tokens follow; a head's chain elsewhere."""
 
     def __init__(self, head: HeadDrafter, min_match: int) -> None:
         self.head = head
-        self.look_up = PromptLookupDrafter(head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match)
+        self.look_up = PromptLookupDrafter(head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match, whole=True)
         self.capture_layers = head.capture_layers
-        self.max_drafts = head.max_drafts
+        self.draft_slots = head.draft_slots
         self.start = head.start
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:

@@ -132,7 +132,7 @@ class RecordingDrafter:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.capture_layers = drafter.capture_layers
-        self.max_drafts = drafter.max_drafts
+        self.draft_slots = drafter.draft_slots
         self.proposals: list[torch.Tensor] = []
 
     def start(self, batch_size: int, num_slots: int) -> None:

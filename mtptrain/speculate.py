@@ -5,7 +5,8 @@ K long; the target reads the last token and the drafts in one forward, and the l
 more token of its own (the bonus token). The head then runs depth 0 over the K+1 verified rows of that branch with the target's own
 states, rejected rows included, which rebuilds its keys and gives the first draft of the next round.
 
-Caches keep position p in slot p, so that each row of a batch goes on from its own length and rejected slots are written over.
+Caches keep position p in slot p, so that each row of a batch goes on from its own length and rejected slots are written over; only a
+tree takes slots of its own behind the sequence, until its accepted branch is moved to where it belongs.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Verified:
     num_tokens: torch.Tensor
     """Tokens of each sequence, the last one not yet read by the target [B]."""
     positions: torch.Tensor
-    """Positions of the rows read [B, S]; those from `num_tokens` - 1 on were rejected, or pad the batch."""
+    """Positions of the rows read [B, S]; those from `num_tokens` - 1 on were rejected, or pad the batch or the branch."""
     states: TargetStates
     """Of the rows [B, S, H], and what the drafter captures [B, S, L, H]."""
 
@@ -74,8 +75,8 @@ class Drafter(Protocol):
         """Residual streams of the target that it reads."""
 
     @property
-    def max_drafts(self) -> int:
-        """Tokens of a draft: K of a chain, D of a tree."""
+    def draft_slots(self) -> int:
+        """Slots of a cache that a draft takes behind the sequence: K of a chain, D of a tree at least."""
 
     def start(self, batch_size: int, num_slots: int) -> None:
         """Forget the sequences before."""
@@ -147,9 +148,9 @@ def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Te
         ancestors: of `Draft.ancestors`.
         num_depths: K, the longest branch.
     """
-    behind = torch.arange(draft.tokens.shape[1], device=draft.tokens.device) if draft.parents is None else draft.parents + 1
-    wanted = target_tokens.gather(1, behind.expand_as(draft.tokens))  # [B, D], what the target chose where the draft proposes
-    is_wrong = F.pad((draft.tokens != wanted) | ~draft.is_proposed, (1, 0))  # [B, 1 + D]
+    row_above = torch.arange(draft.tokens.shape[1], device=draft.tokens.device) if draft.parents is None else draft.parents + 1
+    chosen_there = target_tokens.gather(1, row_above.expand_as(draft.tokens))  # [B, D]
+    is_wrong = F.pad((draft.tokens != chosen_there) | ~draft.is_proposed, (1, 0))  # [B, 1 + D]
     is_kept = ~(ancestors & is_wrong[:, None]).any(2)
     depths = ancestors.sum(2) - 1  # [B, 1 + D], of each row
     count = torch.where(is_kept, depths, 0).amax(1)
@@ -237,7 +238,7 @@ def speculate(
     check_prompts(prompts, max_new_tokens, target.config.max_position_embeddings)
     device, width = target.device, max(len(prompt) for prompt in prompts)
     rows, depths = torch.arange(len(prompts), device=device), torch.arange(num_speculative_tokens + 1, device=device)
-    num_slots = width + max_new_tokens + 2 * (num_speculative_tokens + 1) + drafter.max_drafts
+    num_slots = width + max_new_tokens + 2 * (num_speculative_tokens + 1) + drafter.draft_slots
     num_tokens = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
     limit = num_tokens + max_new_tokens
     tokens = torch.zeros(len(prompts), num_slots, dtype=torch.long, device=device)  # [B, slots]

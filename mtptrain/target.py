@@ -304,7 +304,7 @@ class PositionCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, S, head_dim] at the positions of `begin`; returns all slots in use."""
+        """Write [B, heads, S, head_dim] into the slots of `begin`; returns all slots in use."""
         if layer_idx not in self._keys:
             batch, heads = key_states.shape[:2]
             self._keys[layer_idx] = key_states.new_zeros(batch, heads, self.num_slots, key_states.shape[-1])
@@ -420,20 +420,27 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     return Target(model)
 
 
-def load_draft_model(path: str, target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
+def load_draft_model(path: str, target_dir: Path, context_tokens: int, dtype: torch.dtype, device: torch.device) -> Target:
     """A small language model that drafts for the target.
+
+    Args:
+        context_tokens: that it must be able to read, drafts included.
 
     Raises:
         FileNotFoundError: `path` is neither a directory nor a hub name.
-        ValueError: it does not have the target's vocabulary, or a family that is not supported.
+        ValueError: it has another tokenizer, too short a context, or a family that is not supported.
     """
     directory = resolve_target(path, setting="acceptance.draft_model")
-    sizes = [read_target_config(each).vocab_size for each in (directory, target_dir)]
-    vocabularies = [load_tokenizer(each).get_vocab() for each in (directory, target_dir)]
-    if sizes[0] != sizes[1] or vocabularies[0] != vocabularies[1]:
+    if load_tokenizer(directory).get_vocab() != load_tokenizer(target_dir).get_vocab():
         raise ValueError(
-            f"acceptance.draft_model: must have the target's vocabulary, but {directory} has {sizes[0]} tokens where {target_dir} has "
-            f"{sizes[1]}{'' if sizes[0] != sizes[1] else ', and other ones'}; choose a smaller model of the same family"
+            f"acceptance.draft_model: must have the target's tokenizer, but the tokens of {directory} are not those of {target_dir}; "
+            "choose a smaller model of the same family"
+        )
+    own_context = read_target_config(directory).max_position_embeddings
+    if own_context < context_tokens:
+        raise ValueError(
+            f"acceptance.draft_model: must read the longest prompt with its answer and drafts, {context_tokens} tokens, but {directory} "
+            f"has a context of {own_context}; leave out long prompts or choose another model"
         )
     return load_target(directory, dtype, device)
 

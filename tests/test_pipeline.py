@@ -75,7 +75,7 @@ def test_the_export_holds_the_trained_weights_and_its_launch_command(finished: R
 
 
 def without_times(path: Path) -> dict[str, object]:
-    return {name: figures for name, figures in json.loads(path.read_text()).items() if name != "speed"}
+    return {name: figures for name, figures in json.loads(path.read_text()).items() if name not in ("speed", "num_ranks")}
 
 
 def test_acceptance_takes_its_own_prompts_temperature_and_output_dir(finished: Run, tmp_path: Path) -> None:
@@ -118,6 +118,11 @@ def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(
     assert report["beside"]["none"]["tokens_per_step"] == 1.0 and report["beside"]["none"]["drafted"] == 0
     assert report["beside"]["tree"]["acceptance_length"] >= report["acceptance_length"]
     assert report["beside"]["tree"]["drafted"] == 12 * report["beside"]["tree"]["rounds"]
+    answers = [
+        [json.loads(line)["tokens"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("generations.jsonl", *(f"generations_{name}.jsonl" for name in report["beside"]))
+    ]
+    assert all(each == answers[0] for each in answers) and len(answers) == 6
     assert report["by_category"]["a"]["prompts"] == report["by_category"]["b"]["prompts"] == 3
     assert all(figures["seconds"]["verify"] > 0 for figures in report["speed"].values())
     page = (tmp_path / "report.html").read_text()
@@ -130,18 +135,21 @@ def test_a_conversation_goes_on_from_the_targets_own_answer(finished: Run, tmp_p
     settings = (f"acceptance.prompts_file={tmp_path}/prompts.jsonl", f"acceptance.output_dir={tmp_path}/both")
     result = run_program("eval.acceptance", *finished[1], *settings)
     assert result.returncode == 0, result.stderr[-3000:]
-    found = {row["id"]: row for row in map(json.loads, (tmp_path / "both/generations.jsonl").read_text().splitlines())}
-    assert list(found) == ["81", "single", "81 turn 2"]
+    found = {
+        (row["id"], row["turn"]): row for row in map(json.loads, (tmp_path / "both/generations.jsonl").read_text().splitlines())
+    }
+    assert list(found) == [("81", 1), ("81", 2), ("single", 1)]
     tokenizer = load_tokenizer(Path(make_config(*finished[1]).target.path))
-    answer = tokenizer.decode(found["81"]["tokens"], skip_special_tokens=True)
+    answer = tokenizer.decode(found["81", 1]["tokens"], skip_special_tokens=True)
     said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}, {"role": "user", "content": "shorter"}]
     second = {"id": "second", "messages": said}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(second) + "\n")
     assert run_program("eval.acceptance", *finished[1], *settings[:1], f"acceptance.output_dir={tmp_path}/alone").returncode == 0
     alone = json.loads((tmp_path / "alone/generations.jsonl").read_text())
-    assert alone["tokens"] == found["81 turn 2"]["tokens"]
+    assert alone["tokens"] == found["81", 2]["tokens"]
     report = json.loads((tmp_path / "both/report.json").read_text())
-    assert report["prompts"] == 3 and report["by_category"]["writing"]["prompts"] == 2
+    assert (report["prompts"], report["conversations"], report["cut_conversations"]) == (3, 2, 0)
+    assert report["by_category"]["writing"]["prompts"] == 2
 
 
 def test_two_ranks_measure_the_same_acceptance_as_one(finished: Run, tmp_path: Path) -> None:
@@ -185,16 +193,16 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
             "acceptance.prompt_tokens: held-out documents must hold a prompt of 32 tokens that fits",
         ),
         (
-            ("acceptance.beside=[tree]", "acceptance.sample_drafts=true"),
-            "acceptance.sample_drafts: must be false where acceptance.beside",
-        ),
-        (
-            ("acceptance.beside=[model]",),
-            "acceptance.draft_model: must be set where acceptance.beside names `model`, and only there",
-        ),
-        (
             ("acceptance.beside=[model]", "acceptance.draft_model=demo"),
-            "acceptance.draft_model: must have the target's vocabulary, but",
+            "acceptance.draft_model: must have the target's tokenizer, but the tokens of",
+        ),
+        (
+            ("acceptance.beside=[model]", "acceptance.draft_model=/none"),
+            "acceptance.draft_model: must be a local directory, a hub name or `demo`, but '/none'",
+        ),
+        (
+            ("acceptance.beside=[tree]", "acceptance.tree_top_k=300"),
+            "acceptance.tree_top_k: must be at most 260, the tokens that the head can draft, but is 300; lower it",
         ),
         (("head.ttt_steps=2",), "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)"),
     ],

@@ -129,6 +129,24 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str) -> No
     assert OUT_OF_RANGE[setting][value] in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["beside=[tree,none,tree]"], r"acceptance.beside: must name each once, but is \[tree,none,tree\]; remove"),
+        (["beside=[tree]", "sample_drafts=true"], "acceptance.sample_drafts: must be false where acceptance.beside names `tree`"),
+        (
+            ["beside=[model]"],
+            "acceptance.draft_model: must be set where acceptance.beside names `model`, and only there, but is None",
+        ),
+        (["draft_model=demo"], "acceptance.draft_model: must be set where .* and only there, but is demo"),
+        (["beside=[tree]", "tree_top_k=2"], "acceptance.tree_nodes: must be at most 10, what 3 depths of .*=2 hold, but is 32"),
+    ],
+)
+def test_what_cannot_be_measured_together_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config(*(f"acceptance.{override}" for override in overrides))
+
+
 def test_every_setting_that_is_checked_is_provoked_here() -> None:
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_module._check)))
     checked = {

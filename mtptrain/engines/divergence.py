@@ -121,8 +121,8 @@ class _Recorder:
         return self.drafter.capture_layers
 
     @property
-    def max_drafts(self) -> int:
-        return self.drafter.max_drafts
+    def draft_slots(self) -> int:
+        return self.drafter.draft_slots
 
     def start(self, batch_size: int, num_slots: int) -> None:
         self.drafter.start(batch_size, num_slots)

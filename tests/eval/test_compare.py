@@ -18,7 +18,7 @@ def figures(lengths: list[int]) -> dict[str, Any]:
     pooled = summarise(generations).__dict__
     return {
         **pooled,
-        "intervals": intervals(generations).__dict__,
+        "intervals": intervals([[generation] for generation in generations]).__dict__,
         "without_loops": pooled,
         "by_prompt_tokens": {"0": pooled, "256": pooled},
         "by_category": {"code <b>": pooled},
@@ -33,6 +33,11 @@ def write_report(path: Path, lengths: list[int], **settings: object) -> Path:
         "head_name": "mtp",
         "head": str(path.parent),
         "target": "demo",
+        "target_weights_sha256": "aa",
+        "batch_size": 8,
+        "num_ranks": 1,
+        "device": "CPU",
+        "tree": "32 nodes, top 6",
         "num_speculative_tokens": 3,
         "temperature": 0.0,
         "sample_drafts": False,
@@ -70,7 +75,9 @@ def test_reports_stand_beside_each_other_in_a_table_and_on_a_page_without_a_netw
             {"prompts_sha256": "11"},
             r"b/report.json: prompts_sha256 must be that of .*a/report.json, '00', but is '11'; such",
         ),
-        ({"target": "other"}, "target must be that of"),
+        ({"target_weights_sha256": "bb"}, "target_weights_sha256 must be that of"),
+        ({"sample_drafts": True}, "sample_drafts must be that of"),
+        ({"max_new_tokens": 21}, "max_new_tokens must be that of"),
         ({"temperature": 1.0}, "temperature must be that of"),
         ({"num_speculative_tokens": 4}, "num_speculative_tokens must be that of"),
         ({"dtype": "bfloat16"}, "dtype must be that of"),
@@ -82,7 +89,29 @@ def test_what_was_measured_otherwise_is_refused(tmp_path: Path, settings: dict[s
         compare.read_reports([first, write_report(tmp_path / "b/report.json", [8, 6], **settings)])
 
 
+def test_tokens_per_second_of_other_batches_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [write_report(tmp_path / name / "report.json", [8, 6], batch_size=size) for name, size in (("a", 1), ("b", 8))]
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths), "--out", str(tmp_path / "new/page.html")])
+    compare.main()
+    page = (tmp_path / "new/page.html").read_text()
+    assert page.count("<svg") == 4 and "<td>50</td>" not in page and " 50 " not in capsys.readouterr().out
+
+
+def test_no_report_is_lost_where_paths_are_alike(tmp_path: Path) -> None:
+    paths = [
+        write_report(tmp_path / "x" / name, [8, 6]) for name in ("acceptance/report.json", "acceptance/acceptance/report.json")
+    ]
+    assert list(compare.read_reports(paths)) == [str(path) for path in paths]
+    with pytest.raises(ValueError, match="reports must be different ones, but this one stands twice"):
+        compare.read_reports([paths[0], paths[0]])
+
+
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "torn.json").write_text('{"rounds": ')
+    with pytest.raises(ValueError, match=r"torn\.json: must be a report\.json of eval\.acceptance, but is not JSON"):
+        compare.read_reports([tmp_path / "torn.json"])
     (tmp_path / "other.json").write_text('{"rounds": 3}')
     with pytest.raises(ValueError, match=r"other\.json: must be a report\.json of eval\.acceptance, but is none, or an older one"):
         compare.read_reports([tmp_path / "other.json"])

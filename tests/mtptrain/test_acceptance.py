@@ -183,7 +183,8 @@ def test_intervals_hold_the_figure_and_are_those_of_drawing_prompts_anew() -> No
     """The mean of n lengths has a standard error of sd / sqrt(n): where rounds are equal, the interval is 1.96 of it to each side."""
     rng = np.random.default_rng(1)
     generations = [Generation([], 10, 0, 20, [int(count), 0]) for count in rng.binomial(10, 0.6, size=200)]
-    found, pooled = intervals(generations), summarise(generations)
+    alone = [[generation] for generation in generations]
+    found, pooled = intervals(alone), summarise(generations)
     low, high = found.acceptance_length
     error = np.std([sum(each.accepted_at) / 10 for each in generations]) / len(generations) ** 0.5
     assert (pooled.acceptance_length - low, high - pooled.acceptance_length) == pytest.approx(
@@ -191,4 +192,6 @@ def test_intervals_hold_the_figure_and_are_those_of_drawing_prompts_anew() -> No
     )
     assert found.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1)) and found.acceptance_rate_at[1] == (0.0, 0.0)
     assert found.tokens_per_step == found.acceptance_length
-    assert intervals(generations) == found, "the same seed gives the same interval"
+    assert intervals(alone) == found, "the same seed gives the same interval"
+    twice = intervals([answers * 2 for answers in alone])
+    assert twice.acceptance_length == pytest.approx((low, high)), "a conversation of two like answers tells no more than one"

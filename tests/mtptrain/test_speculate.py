@@ -54,14 +54,14 @@ class TargetCopy:
     capture_layers = ()
 
     def __init__(self, target: Target, num_speculative_tokens: int) -> None:
-        self.target, self.max_drafts = target, num_speculative_tokens
+        self.target, self.draft_slots = target, num_speculative_tokens
 
     def start(self, batch_size: int, num_slots: int) -> None:
         self.cache = PositionCache(num_slots)
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         rows, probs, tokens = torch.arange(len(verified.tokens)), [], verified.tokens.clone()
-        for depth in range(self.max_drafts):
+        for depth in range(self.draft_slots):
             width = int(verified.num_tokens.max()) + depth
             positions = torch.arange(width).expand(len(tokens), -1)
             states = self.target.forward(tokens[:, :width], positions, PositionCache(tokens.shape[1]))
@@ -69,7 +69,7 @@ class TargetCopy:
             if not sampler.is_greedy:
                 probs.append(sampler.probs(logits))
             tokens[rows, verified.num_tokens + depth] = sampler.choose(logits)
-        drafted = tokens.gather(1, verified.num_tokens[:, None] + torch.arange(self.max_drafts))
+        drafted = tokens.gather(1, verified.num_tokens[:, None] + torch.arange(self.draft_slots))
         return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
 
 
@@ -80,7 +80,7 @@ class BranchingCopy:
 
     def __init__(self, target: Target, num_speculative_tokens: int) -> None:
         self.copy = TargetCopy(target, num_speculative_tokens)
-        self.start, self.max_drafts = self.copy.start, 3 * num_speculative_tokens
+        self.start, self.draft_slots = self.copy.start, 3 * num_speculative_tokens
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         right = self.copy.draft(verified, sampler).tokens  # [B, K]
@@ -103,7 +103,7 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(target: 
         "prompt lookup": PromptLookupDrafter(3),
         "tree": TreeDrafter(head.head, target.parts, 3, num_nodes=20, top_k=4),
         "hybrid": HybridDrafter(head, min_match=2),
-        "model": ModelDrafter(target, 3),
+        "model": ModelDrafter(target, 257, 3),
         "tree that is often right": BranchingCopy(target, 3),
     }
     prompts, accepted = random_prompts(24), 0
@@ -192,6 +192,13 @@ def test_prompt_lookup_proposes_what_followed_the_longest_and_latest_match() -> 
     assert look_up([1, 2, 3, 4]) == []
 
 
+def test_a_lookup_of_whole_matches_passes_over_those_too_near_to_the_end() -> None:
+    loop = [7, 8, 9, 9, 9, 9, 9, 9, 9, 9]
+    assert PromptLookupDrafter(3, 4, 4)._look_up(loop) == [9]
+    assert PromptLookupDrafter(3, 4, 4, whole=True)._look_up(loop) == [9, 9, 9]
+    assert PromptLookupDrafter(3, 4, 4, whole=True)._look_up(loop[:-2]) == []
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -221,7 +228,7 @@ class CertainDrafts:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.start, self.capture_layers = drafter, drafter.start, drafter.capture_layers
-        self.max_drafts = drafter.max_drafts
+        self.draft_slots = drafter.draft_slots
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         return self.drafter.draft(verified, Sampler())
@@ -244,7 +251,7 @@ def chi_square_p_value(target: Target, temperature: float, kind: str = "sampled 
         "greedy drafts": CertainDrafts(sampled),
         "tree": TreeDrafter(sampled.head, target.parts, 2, num_nodes=7, top_k=3),
         "hybrid": HybridDrafter(sampled, min_match=1),
-        "model": ModelDrafter(target, 2, sample_drafts=True),
+        "model": ModelDrafter(target, VOCAB, 2, sample_drafts=True),
     }
     drafter = drafters[kind]
     counts = torch.zeros(VOCAB, VOCAB, VOCAB)

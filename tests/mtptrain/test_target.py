@@ -19,11 +19,11 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from mtptrain.drafters import HeadDrafter, PromptLookupDrafter
+from mtptrain.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.heads import HEADS
 from mtptrain.heads.layers import Rope
 from mtptrain.identity import TargetIdentity, weights_fingerprint
-from mtptrain.speculate import Sampler, speculate
+from mtptrain.speculate import Drafter, Sampler, speculate
 from mtptrain.target import (
     DEMO_DIR,
     SUPPORTED_MODEL_TYPES,
@@ -120,7 +120,7 @@ def plain_greedy(target: Target, prompts: Sequence[Sequence[int]], max_new_token
     ]
 
 
-@pytest.mark.parametrize("drafter_name", ["mtp", "prompt lookup"])
+@pytest.mark.parametrize("drafter_name", ["mtp", "prompt lookup", "tree", "hybrid", "model"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_speculation_of_ragged_prompts_equals_plain_decoding(
     targets: dict[str, Target], family: str, drafter_name: str
@@ -128,7 +128,14 @@ def test_greedy_speculation_of_ragged_prompts_equals_plain_decoding(
     target = targets[family]
     torch.manual_seed(0)
     head = HEADS["mtp"](HEADS["mtp"].Config(), target.config)
-    drafter = HeadDrafter(head, target.parts, 3) if drafter_name == "mtp" else PromptLookupDrafter(3, min_ngram=1)
+    drafters: dict[str, Drafter] = {
+        "mtp": HeadDrafter(head, target.parts, 3),
+        "prompt lookup": PromptLookupDrafter(3, min_ngram=1),
+        "tree": TreeDrafter(head, target.parts, 3, num_nodes=20, top_k=4),
+        "hybrid": HybridDrafter(HeadDrafter(head, target.parts, 3), min_match=1),
+        "model": ModelDrafter(target, len(target.parts.lm_head), 3),
+    }
+    drafter = drafters[drafter_name]
     generations = speculate(
         target, drafter, PROMPTS, num_speculative_tokens=3, max_new_tokens=32, sampler=Sampler(), eos_token_ids=[256]
     )

@@ -75,6 +75,24 @@ def test_a_packing_says_where_documents_and_rows_lie() -> None:
     assert packing.num_pairs == (2 + 3) + 1 + (3 + 4)
 
 
+def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
+    """Sixty answers behind one prompt, in bf16: sums in bf16 would be off by more than a hundredth."""
+    generator, packing = torch.Generator().manual_seed(0), Packing.of([600], [(0, 10 * i + 5, 5) for i in range(60)])
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    inputs, weights = [make(300, 4, 64), make(600, 2, 64), make(600, 2, 64)], make(300, 4, 64)
+    grads = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        attended = depth_attention(*leaves, [], [], packing)  # type: ignore[arg-type]
+        grads.append(torch.autograd.grad(attended, leaves, weights.to(dtype)))
+    for ours, exact in list(zip(*grads, strict=True))[1:]:
+        first = slice(0, 100)  # of all answers' keys
+        assert (ours[first] - exact[first]).norm() / exact[first].norm() < 6e-3
+
+
 def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_than_tokens() -> None:
     """Twenty answers in one document and two in another: what lies before them is never gathered for all of them together."""
     lengths, spans = [200, 30], [(0, 10 * i + 5, 5) for i in range(20)] + [(1, 10, 5), (1, 20, 5)]
