@@ -345,6 +345,12 @@ class BenchConfig:
     """Hidden size and vocabulary at which bench_train measures what a prompt token costs."""
     longest_tokens: int = 32_768
     """Of one document, in the curve of cost and memory against length."""
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32])
+    """Prompts that bench_decode decodes together."""
+    draft_depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
+    """K of the head in bench_decode."""
+    decode_prompts: int = 32
+    """That bench_decode measures, and as many others that it predicts from."""
     out: str | None = None
     """JSON file for the figures."""
 
@@ -419,6 +425,7 @@ def _check(config: PipelineConfig) -> None:
         "bench.open_tokens": (config.bench.open_tokens, 8192),
         "bench.vocab_size": (config.bench.vocab_size, 2),
         "bench.depths": (config.bench.depths, 1),
+        "bench.decode_prompts": (config.bench.decode_prompts, 1),
         "bench.longest_tokens": (config.bench.longest_tokens, 1024),
         "planner.num_gpus": (config.planner.num_gpus, 1),
         "planner.gpu_memory_gb": (config.planner.gpu_memory_gb, 1),

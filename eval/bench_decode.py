@@ -1,0 +1,180 @@
+"""Decoding with drafts beside plain decoding, end to end in one run: what a round costs, how much faster it is, and which K pays.
+
+    python -m eval.bench_decode recipe=quickstart
+    python -m eval.bench_decode recipe=quickstart "bench.batch_sizes=[1,4,32]" "bench.draft_depths=[1,2,3,4,5,6]" bench.out=decode.json
+
+Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode the same prompts in turns; tokens/s
+begin behind the prompt, answers have `acceptance.max_new_tokens` tokens and do not end before. The prediction is made from other
+prompts: their tokens for each round and their seconds for each round. `bench.out=FILE` writes the figures as JSON, and a chart beside it.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from matplotlib.figure import Figure
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from mtptrain.acceptance import read_prompts
+from mtptrain.clock import PhaseClock
+from mtptrain.config import RECIPES, load_config
+from mtptrain.distributed import init_ranks
+from mtptrain.drafters import HeadDrafter, NoDrafter
+from mtptrain.speculate import PHASES, Drafter, Sampler, speculate
+from mtptrain.target import Target, load_target, resolve_target
+from mtptrain.warm_start import trained_or_initial_head
+
+Figures = dict[str, Any]
+
+
+@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    ranks, settings, bench = init_ranks(), config.acceptance, config.bench
+    target_dir = resolve_target(config.target.path, config.target.revision)
+    dtype = getattr(torch, settings.dtype)
+    found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
+    prompts = list(read_prompts(config, target_dir, spare_tokens=max(bench.draft_depths)).values())
+    target = load_target(target_dir, dtype, ranks.device)
+    measured, others = prompts[::2][: bench.decode_prompts], prompts[1::2][: bench.decode_prompts]
+    if not others:
+        raise ValueError(
+            f"acceptance.num_prompts: must give at least 2 prompts, half of them for the prediction, but gives {len(prompts)}; raise it"
+        )
+
+    drafters: dict[int, Drafter] = {0: NoDrafter()}
+    drafters |= {depths: HeadDrafter(found.head, target.parts, depths) for depths in bench.draft_depths}
+    rows: list[Figures] = []
+    for batch_size in bench.batch_sizes:
+        best: dict[tuple[int, int], Spent] = {}
+        candidates = list(itertools.product(range(bench.repeats), range(2), drafters))
+        for repeat, half, depths in tqdm(candidates, desc=f"batches of {batch_size}", unit="run"):
+            sampler = Sampler(settings.temperature, settings.seed)
+            which = (measured, others)[half]
+            spent = decode(target, drafters[depths], which, depths, batch_size, settings.max_new_tokens, sampler)
+            if repeat == 0 or spent.seconds < best[half, depths].seconds:
+                best[half, depths] = spent
+        rows += [describe(batch_size, depths, best) for depths in drafters]
+    figures = {"device": str(ranks.device), "threads": torch.get_num_threads(), "dtype": str(settings.dtype), "rows": rows}
+    print_table(rows)
+    if bench.out:
+        Path(bench.out).write_text(json.dumps(figures, indent=2) + "\n")
+        draw(rows, Path(bench.out).with_suffix(".svg"))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What decoding took behind the prompts."""
+
+    tokens: int
+    """New ones, but for each answer's first."""
+    rounds: int
+    """Forwards of the target, of all batches."""
+    phases: dict[str, float]
+    """Seconds of `PHASES`."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds for name, seconds in self.phases.items() if name != "prompt")
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def decode(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    depths: int,
+    batch_size: int,
+    max_new_tokens: int,
+    sampler: Sampler,
+) -> Spent:
+    """Decode prompts in batches; K is 0 for plain decoding."""
+    clock, num_tokens, rounds = PhaseClock(target.device), 0, 0
+    for first in range(0, len(prompts), batch_size):
+        batch = speculate(
+            target,
+            drafter,
+            prompts[first : first + batch_size],
+            num_speculative_tokens=depths,
+            max_new_tokens=max_new_tokens,
+            sampler=sampler,
+            clock=clock,
+        )
+        num_tokens += sum(len(generation.tokens) - 1 for generation in batch)
+        rounds += max(generation.rounds + generation.empty_rounds for generation in batch)
+    return Spent(num_tokens, rounds, clock.read())
+
+
+def describe(batch_size: int, depths: int, best: dict[tuple[int, int], Spent]) -> Figures:
+    """One row of the table; costs in milliseconds a round."""
+    spent, plain, other, other_plain = best[0, depths], best[0, 0], best[1, depths], best[1, 0]
+    per_round = {name: spent.phases.get(name, 0.0) / spent.rounds * 1e3 for name in PHASES if name != "prompt"}
+    tokens_of_a_round = other.tokens / other.rounds
+    seconds_of_a_round, seconds_of_a_token = other.seconds / other.rounds, other_plain.seconds / other_plain.tokens
+    return {
+        "batch_size": batch_size,
+        "num_speculative_tokens": depths,
+        "tokens_per_s": spent.tokens_per_s,
+        "speed_up": spent.tokens_per_s / plain.tokens_per_s,
+        "predicted_speed_up": tokens_of_a_round * seconds_of_a_token / seconds_of_a_round,
+        "tokens_per_round": spent.tokens / spent.rounds,
+        **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
+    }
+
+
+def recommended(rows: Sequence[Figures], batch_size: int) -> int:
+    """The K that decodes fastest; 0 where plain decoding does."""
+    fastest = max((row for row in rows if row["batch_size"] == batch_size), key=lambda row: float(row["speed_up"]))
+    return int(fastest["num_speculative_tokens"])
+
+
+def print_table(rows: Sequence[Figures]) -> None:
+    table = Table(title="Decoding")
+    for column in ("batch", "K", "tokens/s", "speed-up", "predicted", "tokens/round", "draft ms", "verify ms", "choose ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        depths, is_best = row["num_speculative_tokens"], row["num_speculative_tokens"] == recommended(rows, row["batch_size"])
+        table.add_row(
+            str(row["batch_size"]),
+            f"{depths or 'none'}{' *' if is_best else ''}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['speed_up']:.2f}",
+            f"{row['predicted_speed_up']:.2f}",
+            f"{row['tokens_per_round']:.2f}",
+            *(f"{row[f'{name}_ms']:.2f}" for name in ("draft", "verify", "choose")),
+        )
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
+    console.print("* the K that decodes fastest")
+
+
+def draw(rows: Sequence[Figures], path: Path) -> None:
+    """Speed-up against K, a curve for each batch size; the prediction dashed."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for batch_size in dict.fromkeys(row["batch_size"] for row in rows):
+        own = [row for row in rows if row["batch_size"] == batch_size]
+        depths = [row["num_speculative_tokens"] for row in own]
+        label = f"batches of {batch_size}: K = {recommended(rows, batch_size) or 'none'}"
+        (line,) = axes.plot(depths, [row["speed_up"] for row in own], marker="o", label=label)
+        axes.plot(depths, [row["predicted_speed_up"] for row in own], linestyle="--", color=line.get_color(), linewidth=1)
+    axes.axhline(1.0, color="#999", linewidth=0.8)
+    axes.set(xlabel="K, 0 for plain decoding", ylabel="speed-up over plain decoding (dashed: predicted)", ylim=(0, None))
+    axes.legend(title="fastest")
+    figure.savefig(path, format="svg")
+
+
+if __name__ == "__main__":
+    main()
