@@ -9,10 +9,12 @@ from eval.bench_decode import Spent, describe, recommended
 from tests.conftest import run_program
 
 
-def test_every_batch_size_and_depth_is_measured_and_written(tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
-    run_dir, overrides = tiny_run
+def test_every_batch_size_and_depth_is_measured_and_written(fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    _, overrides = fresh_run
+    trained = run_program("mtptrain.train", *overrides, "train.max_steps=2", "train.warmup_steps=1", "train.validation_prompts=0")
+    assert trained.returncode == 0, trained.stderr[-3000:]
     sizes = ("bench.batch_sizes=[1,3]", "bench.draft_depths=[1,4]", "bench.decode_prompts=3", "bench.repeats=1")
-    result = run_program("eval.bench_decode", *overrides, f"run_dir={run_dir}", *sizes, f"bench.out={tmp_path}/decode.json")
+    result = run_program("eval.bench_decode", *overrides, *sizes, f"bench.out={tmp_path}/decode.json")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
     assert [(row["batch_size"], row["num_speculative_tokens"]) for row in rows] == [(b, k) for b in (1, 3) for k in (0, 1, 4)]
