@@ -9,7 +9,6 @@ table with what `acceptance.beside` names beside the head: prompt lookup, trees,
     torchrun --nproc-per-node 8 -m eval.acceptance recipe=llama3_1_8b_mtp
 """
 
-import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from mtptrain.acceptance import (
     generate_in_batches,
     has_loop,
     intervals,
+    prompts_sha256,
     read_notes,
     read_prompts,
     summarise,
@@ -75,7 +75,10 @@ def main(cfg: DictConfig) -> None:
             write_generations(output_dir / ("generations.jsonl" if name == "head" else f"generations_{name}.jsonl"), each)
         described = report(config, found, target_dir, prompts, notes, ranks, measured)
         write_json(output_dir / "report.json", described)
-        write_page(output_dir / "report.html", {str(output_dir): described})
+        served = config.stage_dir("serving_check") / "report.json"
+        write_page(
+            output_dir / "report.html", {str(output_dir): described}, json.loads(served.read_text()) if served.exists() else None
+        )
         print_table(config, measured)
         print(f"plots: {output_dir / 'report.html'}")
         if not found.is_trained:
@@ -223,7 +226,6 @@ def report(
 ) -> dict[str, Any]:
     settings = config.acceptance
     described = {name: describe(each) for name, each in measured.items()}
-    asked = json.dumps({"prompts": prompts, "turns": notes.turns}, sort_keys=True)
     return {
         **described.pop("head"),
         "num_speculative_tokens": settings.num_speculative_tokens,
@@ -244,7 +246,7 @@ def report(
         "head_name": config.head.name,
         "head_sha256": found.sha256,
         "prompts_file": settings.prompts_file,
-        "prompts_sha256": hashlib.sha256(asked.encode()).hexdigest(),
+        "prompts_sha256": prompts_sha256(prompts, notes),
         "beside": described,
         "speed": {name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()},
     }

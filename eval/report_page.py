@@ -33,12 +33,16 @@ width: 16em; } .ci { color: #777; font-size: 85%; }
 """
 
 
-def write_page(path: Path, reports: Mapping[str, Figures]) -> None:
+SAME_MEASUREMENT = ("head_sha256", "prompts_sha256", "num_speculative_tokens", "max_new_tokens", "dtype")
+
+
+def write_page(path: Path, reports: Mapping[str, Figures], served: Figures | None = None) -> None:
     """Write the page.
 
     Args:
         path: of the HTML file.
         reports: of runs, by the name to show; with one, its drafters are shown beside each other, with several, their heads too.
+        served: report of `eval.serving_check`, shown where it is of the same head, prompts and settings.
     """
     drafters = drafters_of(reports)
     first = next(iter(reports.values()))
@@ -63,6 +67,8 @@ def write_page(path: Path, reports: Mapping[str, Figures]) -> None:
         "included. At i: rounds that accepted the draft at position i, over rounds. No loops: without outputs in which a block repeats "
         "itself, where drafting is easy.</p>"
     )
+    if served is not None and first["temperature"] == 0 and all(served.get(name) == first.get(name) for name in SAME_MEASUREMENT):
+        parts += ["<h2>Served by an engine, position by position</h2>", served_table(served)]
     for title, plot in plots.items():
         svg = figure(plot, drafters)
         parts += [f"<h2>{escape(title)}</h2>", svg] if svg else []
@@ -101,6 +107,19 @@ def table_of(drafters: Mapping[str, Figures], with_speed: bool) -> str:
             str(each["prompts"]),
             f"{each['tokens_per_s']:,.0f}" if with_speed else "",
         ]
+        rows.append(f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return "<table>" + "".join(rows) + "</table>"
+
+
+def served_table(served: Figures) -> str:
+    """The engine's counters beside ours."""
+    depths = range(served["num_speculative_tokens"])
+    names = ["", "drafts", "drafted tokens", *(f"accepted at {depth}" for depth in depths), "acceptance length"]
+    names.append(f"answers of plain greedy, of {served['prompts']}")
+    rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
+    for name, each in (("ours", served["ours"]), (f"{served['engine']} {served['version']}", served["theirs"])):
+        counts = [each["rounds"], each["drafted"], *each["accepted_at"]]
+        cells = [*(f"{count:,}" for count in counts), f"{each['acceptance_length']:.3f}", str(each["plain_greedy_answers"])]
         rows.append(f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return "<table>" + "".join(rows) + "</table>"
 

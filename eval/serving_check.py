@@ -22,10 +22,19 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from mtptrain.acceptance import Acceptance, eos_token_ids, generate_in_batches, read_prompts, summarise
+from eval.report_page import write_page
+from mtptrain.acceptance import (
+    Acceptance,
+    PromptNotes,
+    eos_token_ids,
+    generate_in_batches,
+    prompts_sha256,
+    read_prompts,
+    summarise,
+)
 from mtptrain.config import RECIPES, Dtype, PipelineConfig, load_config
 from mtptrain.distributed import init_ranks
-from mtptrain.drafters import HeadDrafter, PromptLookupDrafter
+from mtptrain.drafters import HeadDrafter, NoDrafter
 from mtptrain.engines.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.engines.vllm import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
 from mtptrain.heads.base import Head
@@ -56,11 +65,17 @@ def main(cfg: DictConfig) -> None:
     ours = decode_here(config, target_dir, prompts)
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
     comparison = Comparison(ours, theirs, check_counts(theirs.counts, config))
+    identity = {"head_sha256": run_head(config, target_dir, torch.device("cpu")).sha256}
+    identity["prompts_sha256"] = prompts_sha256(prompts, PromptNotes())
     divergence = None if comparison.is_equal else explain(config, target_dir, list(prompts.values()), comparison)
 
     output_dir = Path(config.serving.output_dir or config.stage_dir("serving_check"))
     write_provenance(output_dir, config)
-    write_json(output_dir / "report.json", report(config, comparison, divergence))
+    served = report(config, comparison, divergence) | identity
+    write_json(output_dir / "report.json", served)
+    measured = config.stage_dir("acceptance") / "report.json"
+    if measured.exists() and "speed" in (figures := json.loads(measured.read_text())):
+        write_page(measured.with_suffix(".html"), {str(measured.parent): figures}, served)
     print_table(config, comparison)
     if not comparison.is_equal:
         print(what_differs(list(prompts), comparison, divergence), file=sys.stderr)
@@ -137,7 +152,7 @@ def decode_here(config: PipelineConfig, target_dir: Path, prompts: Prompts) -> O
     target, head = load_pair(config, target_dir)
     head_drafter = HeadDrafter(head, target.parts, config.acceptance.num_speculative_tokens)
     drafted = decode(config, target, head_drafter, prompts, "head")
-    plain = decode(config, target, PromptLookupDrafter(1, max_ngram=0), prompts, "no drafts")  # finds no n-gram, proposes nothing
+    plain = decode(config, target, NoDrafter(), prompts, "no drafts")
     return Ours(drafted, [generation.tokens for generation in plain], eos_token_ids(target))
 
 
@@ -153,7 +168,7 @@ def run_head(config: PipelineConfig, target_dir: Path, device: torch.device) -> 
 
 
 def decode(
-    config: PipelineConfig, target: Target, drafter: HeadDrafter | PromptLookupDrafter, prompts: Prompts, name: str
+    config: PipelineConfig, target: Target, drafter: HeadDrafter | NoDrafter, prompts: Prompts, name: str
 ) -> list[Generation]:
     settings = config.acceptance
     return generate_in_batches(
@@ -241,7 +256,7 @@ def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Dive
     )
 
 
-def report(config: PipelineConfig, comparison: Comparison, divergence: Divergence | None) -> dict[str, object]:
+def report(config: PipelineConfig, comparison: Comparison, divergence: Divergence | None) -> dict[str, Any]:
     settings, acceptance, counts = config.acceptance, comparison.acceptance, comparison.counts
     our_plain, their_plain = comparison.num_plain
     names = ("rounds", "drafted", "accepted_at", "acceptance_length")

@@ -1,7 +1,8 @@
 """Acceptance: counts of rounds -> lengths and rates, and the prompts that they are measured on."""
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,21 @@ def held_out_prompts(
     return prompts
 
 
+@dataclass(frozen=True)
+class PromptNotes:
+    """What the lines of a prompts file say besides the prompt, by id."""
+
+    categories: dict[str, str] = field(default_factory=dict)
+    turns: dict[str, list[str]] = field(default_factory=dict)
+    """All that the user says in a conversation whose answers are the target's own."""
+
+
+def prompts_sha256(prompts: Mapping[str, Sequence[int]], notes: PromptNotes) -> str:
+    """Equal where the same is asked under the same ids."""
+    asked = json.dumps({"prompts": prompts, "turns": notes.turns}, sort_keys=True)
+    return hashlib.sha256(asked.encode()).hexdigest()
+
+
 def eos_token_ids(target: Target) -> tuple[int, ...]:
     """End-of-sequence tokens, from the generation config first, as engines do."""
     found = target.model.generation_config.eos_token_id if target.model.generation_config is not None else None
@@ -256,15 +272,6 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
     if not prompts:
         raise ValueError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
     return prompts
-
-
-@dataclass(frozen=True)
-class PromptNotes:
-    """What the lines of a prompts file say besides the prompt, by id."""
-
-    categories: dict[str, str] = field(default_factory=dict)
-    turns: dict[str, list[str]] = field(default_factory=dict)
-    """All that the user says in a conversation whose answers are the target's own."""
 
 
 def read_notes(path: Path) -> PromptNotes:

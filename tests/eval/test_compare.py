@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from eval import compare
+from eval.report_page import write_page
 from mtptrain.acceptance import intervals, summarise
 from mtptrain.speculate import Generation
 
@@ -66,6 +67,25 @@ def test_reports_stand_beside_each_other_in_a_table_and_on_a_page_without_a_netw
     assert page.count("<svg") == 5, "positions, prompt tokens, categories, prompts, costs"
     assert not re.findall(r"(?:src|href)=[\"']https?://", page.replace('xmlns:xlink="', "")) and "<script" not in page
     assert "<b>" not in page, "names are text, not markup"
+
+
+def test_an_engines_counters_stand_on_the_page_of_the_same_measurement_alone(tmp_path: Path) -> None:
+    same = {"head_sha256": "cc", "prompts_sha256": "00", "num_speculative_tokens": 3, "max_new_tokens": 20, "dtype": "float32"}
+    counts = {
+        "rounds": 1020,
+        "drafted": 3060,
+        "accepted_at": [903, 702, 501],
+        "acceptance_length": 3.065,
+        "plain_greedy_answers": 2,
+    }
+    served = {**same, "ours": counts, "theirs": {**counts, "rounds": 1021}, "engine": "vllm", "version": "0.32.0", "prompts": 2}
+    report = json.loads(write_report(tmp_path / "report.json", [8, 6], head_sha256="cc").read_text())
+    write_page(tmp_path / "page.html", {"a": report}, served)
+    page = (tmp_path / "page.html").read_text()
+    assert "<td>vllm 0.32.0</td><td>1,021</td><td>3,060</td><td>903</td><td>702</td><td>501</td><td>3.065</td><td>2</td>" in page
+    for name, other in (("head_sha256", "dd"), ("prompts_sha256", "11"), ("max_new_tokens", 21), ("dtype", "bfloat16")):
+        write_page(tmp_path / "page.html", {"a": report}, {**served, name: other})
+        assert "vllm" not in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(
