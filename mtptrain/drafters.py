@@ -11,7 +11,7 @@ from mtptrain.target import FrozenParts, PositionCache, Target, TreeRows
 
 
 @dataclass(frozen=True)
-class Begun:
+class FirstDepth:
     """Depth 0 of a head, behind the newest token of each sequence."""
 
     logits: torch.Tensor  # [B, D]
@@ -42,9 +42,9 @@ class HeadDrafter:
         return self.num_speculative_tokens
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        return self.go_on(self.begin(verified), sampler)
+        return self.later_depths(self.first_depth(verified), sampler)
 
-    def begin(self, verified: Verified) -> Begun:
+    def first_depth(self, verified: Verified) -> FirstDepth:
         """Depth 0 over what the target has read: rebuilds the head's keys there."""
         next_tokens = verified.tokens.gather(1, verified.positions + 1)  # [B, S]
         aux_hidden_states = verified.states.aux_hidden_states
@@ -52,14 +52,14 @@ class HeadDrafter:
         states, recycled = self.head.decode(fused, self.parts.embed(next_tokens), verified.positions, self.cache)  # [B, S, H]
         rows = torch.arange(len(states), device=states.device)
         logits = self.head.logits(states[rows, verified.last_row], self.parts)
-        return Begun(logits, recycled[rows, verified.last_row], verified.num_tokens - 2)
+        return FirstDepth(logits, recycled[rows, verified.last_row], verified.num_tokens - 2)
 
-    def go_on(self, begun: Begun, sampler: Sampler) -> Draft:
+    def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
         """The other depths, each on the token and the state of the one before."""
         is_sampled = self.sample_drafts and not sampler.is_greedy
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
-        logits, recycled, position = begun.logits, begun.recycled, begun.position
+        logits, recycled, position = first.logits, first.recycled, first.position
         for depth in range(self.num_speculative_tokens):
             if depth > 0:
                 position = position + 1
@@ -90,30 +90,30 @@ class TreeDrafter(HeadDrafter):
         """Of the target's cache, and of the head's, which holds `top_k` rows of each depth but the last."""
         return max(self.num_nodes, self.top_k * (self.num_speculative_tokens - 1))
 
-    def go_on(self, begun: Begun, sampler: Sampler) -> Draft:
-        """See `HeadDrafter.go_on`; W is `top_k`, C counts the candidates of all depths."""
-        batch_size, width = len(begun.logits), self.top_k
-        root = begun.position + 1  # the first slot behind the keys of verified rows
-        scores, tokens = self._likeliest(begun.logits, sampler)  # [B, W], of a branch its log-probability
+    def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
+        """See `HeadDrafter.later_depths`; W is `top_k`, C counts the candidates of all depths."""
+        batch_size, width = len(first.logits), self.top_k
+        root = first.position + 1  # the first slot behind the keys of verified rows
+        scores, tokens = self._likeliest(first.logits, sampler)  # [B, W], of a branch its log-probability
         all_scores, all_tokens, all_parents = [scores], [tokens], [torch.full_like(tokens, -1)]
         parents = torch.arange(width, device=tokens.device).repeat(batch_size, 1)  # [B, W], candidates that are continued
-        recycled = begun.recycled[:, None].expand(-1, width, -1)  # [B, W, H], read beside `tokens`
+        recycled = first.recycled[:, None].expand(-1, width, -1)  # [B, W, H], read beside `tokens`
         sees = torch.zeros(batch_size, width, 0, dtype=torch.bool, device=tokens.device)  # [B, W, slots of the tree]
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
         for depth in range(1, self.num_speculative_tokens):
             sees = torch.cat([sees, own], dim=2)
-            positions = (begun.position + depth)[:, None].expand(-1, width)
+            positions = (first.position + depth)[:, None].expand(-1, width)
             tree = TreeRows(root, (depth - 1) * width, sees)
             states, fed_back = self.head.decode(recycled, self.parts.embed(tokens), positions, self.cache, tree)
             more_scores, more_tokens = self._likeliest(self.head.logits(states, self.parts), sampler)  # [B, W, W]
             more_scores = (scores[..., None] + more_scores).flatten(1)  # [B, W * W]
-            first = sum(part.shape[1] for part in all_scores)
+            num_before = sum(part.shape[1] for part in all_scores)
             all_scores.append(more_scores)
             all_tokens.append(more_tokens.flatten(1))
             all_parents.append(parents.repeat_interleave(width, dim=1))
             scores, chosen = more_scores.topk(width)  # [B, W]
             branches = chosen // width
-            parents, tokens = first + chosen, all_tokens[-1].gather(1, chosen)
+            parents, tokens = num_before + chosen, all_tokens[-1].gather(1, chosen)
             recycled = fed_back.gather(1, branches[..., None].expand(-1, -1, fed_back.shape[-1]))
             sees = sees.gather(1, branches[..., None].expand(-1, -1, sees.shape[2]))
         return self._best(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1))
@@ -243,11 +243,11 @@ class HybridDrafter:
         self.start = head.start
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        begun, copied = self.head.begin(verified), self.look_up.draft(verified, sampler)
+        first, copied = self.head.first_depth(verified), self.look_up.draft(verified, sampler)
         is_found = copied.is_proposed.all(1)  # [B]
         if is_found.all():
             return copied
-        drafted = self.head.go_on(begun, sampler)
+        drafted = self.head.later_depths(first, sampler)
         tokens = torch.where(is_found[:, None], copied.tokens, drafted.tokens)
         if drafted.probs is None:
             return replace(drafted, tokens=tokens)
