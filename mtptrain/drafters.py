@@ -194,21 +194,17 @@ class NoDrafter:
 
 
 class PromptLookupDrafter:
-    """Drafts what followed the last earlier occurrence of the newest tokens: the baseline that needs no training.
+    """Drafts what followed an earlier occurrence of the newest tokens: the baseline that needs no training.
 
-    The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs before wins, and its latest occurrence.
-
-    Args:
-        whole: pass over occurrences with fewer than K tokens behind them.
+    The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs before wins, and its first occurrence: vLLM's method `ngram`.
     """
 
     capture_layers: tuple[int, ...] = ()
 
-    def __init__(self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2, whole: bool = False) -> None:
+    def __init__(self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2) -> None:
         self.draft_slots = num_speculative_tokens
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
-        self.whole = whole
 
     def start(self, batch_size: int, num_slots: int) -> None:
         pass
@@ -225,19 +221,18 @@ class PromptLookupDrafter:
     def _look_up(self, tokens: list[int]) -> list[int]:
         for size in range(self.max_ngram, self.min_ngram - 1, -1):
             suffix = tokens[-size:]
-            last = len(tokens) - size - (self.draft_slots if self.whole else 1)
-            for start in range(last, -1, -1):
+            for start in range(len(tokens) - size):
                 if tokens[start : start + size] == suffix:
                     return tokens[start + size : start + size + self.draft_slots]
         return []
 
 
 class HybridDrafter:
-    """What followed the latest earlier occurrence of the newest `min_match` tokens that K tokens follow; a head's chain elsewhere."""
+    """What followed the first occurrence of the newest `min_match` tokens, where K tokens do; a head's chain elsewhere."""
 
     def __init__(self, head: HeadDrafter, min_match: int) -> None:
         self.head = head
-        self.look_up = PromptLookupDrafter(head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match, whole=True)
+        self.look_up = PromptLookupDrafter(head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match)
         self.capture_layers = head.capture_layers
         self.draft_slots = head.draft_slots
         self.start = head.start

@@ -184,19 +184,13 @@ def test_of_a_tree_the_branch_of_the_targets_choices_is_kept() -> None:
     ]
 
 
-def test_prompt_lookup_proposes_what_followed_the_longest_and_latest_match() -> None:
+def test_prompt_lookup_proposes_what_followed_the_longest_match_and_its_first_occurrence() -> None:
     tokens = [1, 2, 3, 9, 8, 2, 3, 7, 6, 5, 1, 2, 3]
     look_up = PromptLookupDrafter(3)._look_up
-    assert look_up(tokens) == [9, 8, 2]  # after 1 2 3, not after the later 2 3
-    assert look_up(tokens[1:]) == [7, 6, 5]
+    assert look_up(tokens) == [9, 8, 2]  # after 1 2 3
+    assert look_up(tokens[1:]) == [9, 8, 2]  # after the first 2 3
+    assert look_up([9] * 6) == [9, 9]  # behind four of them stand two
     assert look_up([1, 2, 3, 4]) == []
-
-
-def test_a_lookup_of_whole_matches_passes_over_those_too_near_to_the_end() -> None:
-    loop = [7, 8, 9, 9, 9, 9, 9, 9, 9, 9]
-    assert PromptLookupDrafter(3, 4, 4)._look_up(loop) == [9]
-    assert PromptLookupDrafter(3, 4, 4, whole=True)._look_up(loop) == [9, 9, 9]
-    assert PromptLookupDrafter(3, 4, 4, whole=True)._look_up(loop[:-2]) == []
 
 
 @pytest.mark.parametrize(

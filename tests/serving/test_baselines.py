@@ -1,0 +1,71 @@
+"""Drafting without a head: prompt lookup and a small language model count what vLLM's `ngram` and `draft_model` count."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mtptrain.acceptance import generate_in_batches, summarise
+from mtptrain.drafters import ModelDrafter, PromptLookupDrafter
+from mtptrain.engines import vllm
+from mtptrain.engines.vllm import EngineRun
+from mtptrain.speculate import Drafter, Sampler
+from mtptrain.target import load_target
+from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS
+from tests.serving.conftest import OnDisk, plain_job
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def small_model(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target without its last two layers."""
+    directory = tmp_path_factory.mktemp("small")
+    model = AutoModelForCausalLM.from_pretrained(target_of("llama").directory, dtype=torch.float32)
+    model.model.layers = model.model.layers[:-2]
+    model.config.num_hidden_layers -= 2
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def served(vllm_python: str, target_of: Callable[[str], OnDisk], small_model: Path) -> dict[str, EngineRun]:
+    """By vLLM's name of the method."""
+    settings = {
+        "ngram": {"num_speculative_tokens": K, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+        "draft_model": {"num_speculative_tokens": K, "model": str(small_model)},
+    }
+    jobs = [
+        replace(plain_job(method, target_of("llama")), speculative_config={"method": method, **draft})
+        for method, draft in settings.items()
+    ]
+    return dict(zip(settings, vllm.generate(jobs, vllm_python), strict=True))
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafting_without_a_head_has_the_counters_and_answers_of_vllm(
+    served: dict[str, EngineRun], target_of: Callable[[str], OnDisk], small_model: Path, method: str
+) -> None:
+    target = target_of("llama").target
+    drafter: Drafter = PromptLookupDrafter(K, max_ngram=4, min_ngram=2)
+    if method == "draft_model":
+        small = load_target(small_model, torch.float32, torch.device("cpu"))
+        drafter = ModelDrafter(small, len(target.parts.lm_head), K)
+    generations = generate_in_batches(
+        target,
+        drafter,
+        PROMPTS,
+        num_speculative_tokens=K,
+        max_new_tokens=MAX_NEW_TOKENS,
+        sampler=Sampler(),
+        eos_token_ids=[EOS],
+        batch_size=8,
+    )
+    ours, theirs = summarise(generations), served[method]
+    assert theirs.error == "" and theirs.counts is not None
+    assert (theirs.counts.rounds, theirs.counts.drafted, theirs.counts.accepted_at) == (ours.rounds, ours.drafted, ours.accepted_at)
+    assert theirs.tokens == [generation.tokens for generation in generations]
+    assert 0.04 * ours.rounds < ours.accepted_at[0] < 0.96 * ours.rounds, "all or nothing accepted shows little"
