@@ -197,14 +197,18 @@ class PromptLookupDrafter:
     """Drafts what followed an earlier occurrence of the newest tokens: the baseline that needs no training.
 
     The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs before wins, and its first occurrence: vLLM's method `ngram`.
+
+    Args:
+        latest: take the latest occurrence that K tokens follow; a text goes on as it did last rather than as it did first.
     """
 
     capture_layers: tuple[int, ...] = ()
 
-    def __init__(self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2) -> None:
+    def __init__(self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2, latest: bool = False) -> None:
         self.draft_slots = num_speculative_tokens
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
+        self.latest = latest
 
     def start(self, batch_size: int, num_slots: int) -> None:
         pass
@@ -221,18 +225,19 @@ class PromptLookupDrafter:
     def _look_up(self, tokens: list[int]) -> list[int]:
         for size in range(self.max_ngram, self.min_ngram - 1, -1):
             suffix = tokens[-size:]
-            for start in range(len(tokens) - size):
+            starts = range(len(tokens) - size - self.draft_slots, -1, -1) if self.latest else range(len(tokens) - size)
+            for start in starts:
                 if tokens[start : start + size] == suffix:
                     return tokens[start + size : start + size + self.draft_slots]
         return []
 
 
 class HybridDrafter:
-    """What followed the first occurrence of the newest `min_match` tokens, where K tokens do; a head's chain elsewhere."""
+    """What followed the latest occurrence of the newest `min_match` tokens that K tokens follow; a head's chain elsewhere."""
 
     def __init__(self, head: HeadDrafter, min_match: int) -> None:
         self.head = head
-        self.look_up = PromptLookupDrafter(head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match)
+        self.look_up = PromptLookupDrafter(head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match, latest=True)
         self.capture_layers = head.capture_layers
         self.draft_slots = head.draft_slots
         self.start = head.start

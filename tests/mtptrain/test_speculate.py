@@ -191,6 +191,9 @@ def test_prompt_lookup_proposes_what_followed_the_longest_match_and_its_first_oc
     assert look_up(tokens[1:]) == [9, 8, 2]  # after the first 2 3
     assert look_up([9] * 6) == [9, 9]  # behind four of them stand two
     assert look_up([1, 2, 3, 4]) == []
+    latest = PromptLookupDrafter(3, latest=True)._look_up
+    assert latest(tokens[1:]) == [7, 6, 5]  # after the last 2 3
+    assert latest([9] * 6) == [9, 9, 9] and latest([8, 9, 9, 9]) == []
 
 
 @pytest.mark.parametrize(
