@@ -22,11 +22,15 @@ K = 3
 
 @pytest.fixture(scope="module")
 def small_model(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target without its last three layers of four."""
+    """The target without its last two layers, and with noise in what turns states into tokens."""
     directory = tmp_path_factory.mktemp("small")
     model = AutoModelForCausalLM.from_pretrained(target_of("llama").directory, dtype=torch.float32)
-    model.model.layers = model.model.layers[:-3]
-    model.config.num_hidden_layers -= 3
+    model.model.layers = model.model.layers[:-2]
+    model.config.num_hidden_layers -= 2
+    torch.manual_seed(0)
+    weight = model.lm_head.weight
+    with torch.no_grad():
+        weight += torch.randn_like(weight) * weight.std()
     model.save_pretrained(directory)
     return directory
 
