@@ -20,6 +20,7 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from eval.report_page import write_page
 from mtptrain.acceptance import (
@@ -67,7 +68,8 @@ def main(cfg: DictConfig) -> None:
     target = load_target(target_dir, dtype, ranks.device)
 
     drafters = drafters_of(settings, found, target, model)
-    measured = {name: Measurement(config, target, target_dir, notes, ranks).run(drafters[name], prompts, name) for name in drafters}
+    tokenizer = load_tokenizer(target_dir) if notes.turns else None
+    measured = {name: Measurement(config, target, tokenizer, notes, ranks).run(drafters[name], prompts, name) for name in drafters}
     if ranks.is_first:
         output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
         write_provenance(output_dir, config)
@@ -159,10 +161,18 @@ class Measured:
 class Measurement:
     """Decodes prompts with one drafter, turn after turn."""
 
-    def __init__(self, config: PipelineConfig, target: Target, target_dir: Path, notes: PromptNotes, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: PipelineConfig,
+        target: Target,
+        tokenizer: PreTrainedTokenizerBase | None,
+        notes: PromptNotes,
+        ranks: Ranks,
+    ) -> None:
         self.settings = config.acceptance
         self.target = target
-        self.tokenizer = load_tokenizer(target_dir) if notes.turns else None
+        self.tokenizer = tokenizer
+        """Of conversations that go on; None where none does."""
         self.notes = notes
         self.ranks = ranks
         self.clock = PhaseClock(ranks.device)

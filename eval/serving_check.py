@@ -37,7 +37,6 @@ from mtptrain.distributed import init_ranks
 from mtptrain.drafters import HeadDrafter, NoDrafter
 from mtptrain.engines.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.engines.vllm import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
-from mtptrain.heads.base import Head
 from mtptrain.run_dir import require, write_json, write_provenance
 from mtptrain.speculate import Generation, Sampler
 from mtptrain.target import Target, load_target, read_target_config, resolve_target
@@ -65,13 +64,11 @@ def main(cfg: DictConfig) -> None:
     ours = decode_here(config, target_dir, prompts)
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
     comparison = Comparison(ours, theirs, check_counts(theirs.counts, config))
-    identity = {"head_sha256": run_head(config, target_dir, torch.device("cpu")).sha256}
-    identity["prompts_sha256"] = prompts_sha256(prompts, PromptNotes())
     divergence = None if comparison.is_equal else explain(config, target_dir, list(prompts.values()), comparison)
 
     output_dir = Path(config.serving.output_dir or config.stage_dir("serving_check"))
     write_provenance(output_dir, config)
-    served = report(config, comparison, divergence) | identity
+    served = report(config, comparison, divergence) | {"prompts_sha256": prompts_sha256(prompts, PromptNotes())}
     write_json(output_dir / "report.json", served)
     measured = config.stage_dir("acceptance") / "report.json"
     if measured.exists() and "speed" in (figures := json.loads(measured.read_text())):
@@ -146,20 +143,21 @@ class Ours:
     plain: list[list[int]]
     """Plain greedy decoding's answers."""
     stop_token_ids: tuple[int, ...]
+    head_sha256: str
 
 
 def decode_here(config: PipelineConfig, target_dir: Path, prompts: Prompts) -> Ours:
-    target, head = load_pair(config, target_dir)
-    head_drafter = HeadDrafter(head, target.parts, config.acceptance.num_speculative_tokens)
+    target, found = load_pair(config, target_dir)
+    head_drafter = HeadDrafter(found.head, target.parts, config.acceptance.num_speculative_tokens)
     drafted = decode(config, target, head_drafter, prompts, "head")
     plain = decode(config, target, NoDrafter(), prompts, "no drafts")
-    return Ours(drafted, [generation.tokens for generation in plain], eos_token_ids(target))
+    return Ours(drafted, [generation.tokens for generation in plain], eos_token_ids(target), found.sha256)
 
 
-def load_pair(config: PipelineConfig, target_dir: Path) -> tuple[Target, Head]:
+def load_pair(config: PipelineConfig, target_dir: Path) -> tuple[Target, RunHead]:
     """The target and the run's head, in the dtype that acceptance is measured in."""
     device, dtype = init_ranks().device, getattr(torch, config.acceptance.dtype)
-    return load_target(target_dir, dtype, device), run_head(config, target_dir, device).head
+    return load_target(target_dir, dtype, device), run_head(config, target_dir, device)
 
 
 def run_head(config: PipelineConfig, target_dir: Path, device: torch.device) -> RunHead:
@@ -236,12 +234,14 @@ class Comparison:
 
 def explain(config: PipelineConfig, target_dir: Path, prompts: list[list[int]], comparison: Comparison) -> Divergence | None:
     """The first token on which both sides differ, where the engine tells enough."""
-    target, head = load_pair(config, target_dir)
+    target, loaded = load_pair(config, target_dir)
     found = first_answer_divergence(target, prompts, comparison.ours.plain, comparison.theirs.tokens)
     if found is not None or comparison.theirs.accepted_by_round is None:
         return found
     depths = config.acceptance.num_speculative_tokens
-    return first_draft_divergence(target, head, depths, prompts, comparison.ours.drafted, comparison.theirs.accepted_by_round)
+    return first_draft_divergence(
+        target, loaded.head, depths, prompts, comparison.ours.drafted, comparison.theirs.accepted_by_round
+    )
 
 
 def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None) -> str:
@@ -265,6 +265,7 @@ def report(config: PipelineConfig, comparison: Comparison, divergence: Divergenc
         "ours": {name: getattr(acceptance, name) for name in names} | {"plain_greedy_answers": our_plain},
         "theirs": {name: getattr(counts, name) for name in names} | {"plain_greedy_answers": their_plain},
         "first_divergence": None if divergence is None else asdict(divergence),
+        "head_sha256": comparison.ours.head_sha256,
         "engine": str(config.serving.engine),
         "version": comparison.theirs.version,
         "prompts": len(comparison.ours.plain),
