@@ -444,6 +444,7 @@ GPU_COLUMNS = {
 
 def print_tables(figures: Figures) -> None:
     console, title = Console(), f"Training step, {figures['device']}, matmul peak {figures['matmul_tflops']:.2f} TFLOP/s in bf16"
+    console.width = max(console.width, 120)
     print_table(console, figures.get("steps"), STEP_COLUMNS, title)
     print_table(console, figures.get("lengths"), LENGTH_COLUMNS, "One document")
     print_table(console, figures.get("gpu"), GPU_COLUMNS, title)

@@ -19,7 +19,8 @@ from rich.table import Table
 from eval.report_page import drafters_of, have_equal_speeds, write_page
 
 MUST_BE_EQUAL = (
-    "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "sample_drafts", "max_new_tokens", "dtype"
+    "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts",
+    "max_new_tokens", "dtype",
 )  # fmt: skip
 
 

@@ -19,6 +19,8 @@ SETTINGS = (
     "head",
     "num_speculative_tokens",
     "temperature",
+    "top_p",
+    "top_k",
     "sample_drafts",
     "max_new_tokens",
     "dtype",
@@ -54,6 +56,8 @@ def write_page(path: Path, reports: Mapping[str, Figures], served: Figures | Non
         "Acceptance length by tokens of the prompt": lambda axes, each: plot_groups(axes, each, "by_prompt_tokens", "from"),
         "Acceptance length by category": lambda axes, each: plot_groups(axes, each, "by_category", ""),
         "Acceptance length of each prompt": plot_prompts,
+        "Overlap of the head's and the target's distributions, and what is accepted, of rounds that get to a position": plot_overlap,
+        "Calibration: is a draft accepted as often as the head believes?": plot_calibration,
     }
     if have_equal_speeds(reports):
         plots["What a new token costs"] = plot_costs
@@ -170,6 +174,35 @@ def plot_prompts(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
     axes.set(xlabel="acceptance length of at least", ylabel="share of prompts", ylim=(0, 1))
     axes.legend(fontsize=9)
     return True
+
+
+def plot_overlap(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
+    """sum min(p, q), the chance of a sampled draft, solid; the share that was accepted dashed."""
+    shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
+    for name, quality in shown.items():
+        positions = range(len(quality["overlap_at"]))
+        (line,) = axes.plot(
+            positions, quality["overlap_at"], marker="o", label=f"{name}: sum min(p, q) at {quality['temperature']:g}"
+        )
+        axes.plot(positions, quality["accepted_at"], marker="x", linestyle="--", color=line.get_color(), label=f"{name}: accepted")
+        axes.set_xticks(positions)
+    axes.set(xlabel="position of the draft", ylabel="mean over rounds", ylim=(0, 1))
+    if shown:
+        axes.legend(fontsize=8, ncols=2)
+    return bool(shown)
+
+
+def plot_calibration(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
+    shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
+    for name, quality in shown.items():
+        label = f"{name}: off by {quality['calibration_error']:.3f}"
+        confidence = [tenth["confidence"] for tenth in quality["calibration"]]
+        axes.plot(confidence, [tenth["accepted"] for tenth in quality["calibration"]], marker="o", label=label)
+    axes.plot([0, 1], [0, 1], color="#999", linewidth=0.8)
+    axes.set(xlabel="the head's probability for its draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
+    if shown:
+        axes.legend(fontsize=8)
+    return bool(shown)
 
 
 def plot_costs(axes: Axes, drafters: Mapping[str, Figures]) -> bool:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from mtptrain.clock import PhaseClock
 from mtptrain.config import PipelineConfig
 from mtptrain.prompt_files import DocumentEntry, Documents, Split, name_hash, render_prompt
 from mtptrain.run_dir import require
-from mtptrain.speculate import Drafter, Generation, Sampler, check_prompts, speculate
+from mtptrain.speculate import Drafter, Generation, Round, Sampler, check_prompts, speculate
 from mtptrain.target import Target, load_tokenizer, read_target_config
 
 MAX_LOOP_PERIOD, MIN_LOOP_TOKENS = 64, 32
@@ -125,12 +125,14 @@ def generate_in_batches(
     batch_size: int,
     description: str | None = None,
     clock: PhaseClock | None = None,
+    observe: Callable[[Round], None] | None = None,
 ) -> list[Generation]:
     """Decode many prompts, those of similar length together; results in the order of the prompts.
 
     Args:
         description: of the progress bar; None shows none.
         clock: of `speculate`.
+        observe: likewise.
     """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     generations: dict[int, Generation] = {}
@@ -146,6 +148,7 @@ def generate_in_batches(
                 sampler=sampler,
                 eos_token_ids=eos_token_ids,
                 clock=clock,
+                observe=observe,
             )
             generations |= dict(zip(indices, batch, strict=True))
             bar.update(len(indices))

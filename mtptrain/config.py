@@ -262,6 +262,12 @@ class AcceptanceConfig:
 
     num_speculative_tokens: int = 3
     temperature: float = 0.0
+    top_p: float = 1.0
+    """At a temperature: of the likeliest tokens, as many as hold this share of the probability."""
+    top_k: int = 0
+    """At a temperature: so many of the likeliest tokens; 0 keeps all."""
+    temperatures: list[float] = field(default_factory=list)
+    """At which the head is measured too, with its likeliest tokens as drafts and with sampled ones."""
     sample_drafts: bool = False
     """At a temperature, sample the drafts too (vLLM's `draft_sample_method: probabilistic`); engines draft the most likely tokens
     unless told so."""
@@ -356,6 +362,25 @@ class BenchConfig:
 
 
 @dataclass
+class StudyConfig:
+    """eval.study: variants of a recipe, trained and measured beside each other; `recipes/study/` has some."""
+
+    name: str = "study"
+    """Folder below `run_dir/study/`."""
+    common: list[str] = field(default_factory=list)
+    """Overrides of all variants."""
+    variants: dict[str, list[str]] = field(default_factory=dict)
+    """Overrides of each, by its name."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    prompt_tokens: list[int] = field(default_factory=list)
+    """Of the prompts that acceptance is measured on."""
+    num_prompts: int = 80
+    """Of each length."""
+    num_ranks: int = 1
+    """Processes of each program."""
+
+
+@dataclass
 class PipelineConfig:
     """One config for all programs, so that stages cannot disagree."""
 
@@ -376,6 +401,7 @@ class PipelineConfig:
     serving: ServingConfig = field(default_factory=ServingConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    study: StudyConfig = field(default_factory=StudyConfig)
 
     def stage_dir(self, stage: str) -> Path:
         return Path(self.run_dir) / stage
@@ -456,12 +482,15 @@ def _check(config: PipelineConfig) -> None:
         "acceptance.num_speculative_tokens": (config.acceptance.num_speculative_tokens, 1),
         "acceptance.max_new_tokens": (config.acceptance.max_new_tokens, 1),
         "acceptance.temperature": (config.acceptance.temperature, 0.0),
+        "acceptance.top_k": (config.acceptance.top_k, 0),
         "acceptance.num_prompts": (config.acceptance.num_prompts, 1),
         "acceptance.prompt_tokens": (config.acceptance.prompt_tokens, 2),
         "acceptance.batch_size": (config.acceptance.batch_size, 1),
         "acceptance.tree_nodes": (config.acceptance.tree_nodes, 1),
         "acceptance.tree_top_k": (config.acceptance.tree_top_k, 1),
         "acceptance.hybrid_min_match": (config.acceptance.hybrid_min_match, 1),
+        "study.num_prompts": (config.study.num_prompts, 1),
+        "study.num_ranks": (config.study.num_ranks, 1),
     }
     for name, (value, least) in at_least.items():
         if not least <= value < math.inf:
@@ -478,8 +507,12 @@ def _check(config: PipelineConfig) -> None:
         raise ValueError(
             f"train.betas: must be two numbers from 0 to below 1, but is {config.train.betas}; AdamW's are (0.9, 0.95)"
         )
-    if not 0.0 < config.responses.top_p <= 1.0:
-        raise ValueError(f"responses.top_p: must lie above 0 and at most at 1, but is {config.responses.top_p}; 1 keeps all tokens")
+    for name, share in {
+        "acceptance.top_p": config.acceptance.top_p,
+        "responses.top_p": config.responses.top_p,
+    }.items():
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"{name}: must lie above 0 and at most at 1, but is {share}; 1 keeps all tokens")
     for name, share in {
         "planner.hidden_states_peak_share": config.planner.hidden_states_peak_share,
         "planner.train_peak_share": config.planner.train_peak_share,
@@ -494,6 +527,13 @@ def _check(config: PipelineConfig) -> None:
 
 
 def _check_beside(settings: AcceptanceConfig) -> None:
+    if len(set(settings.temperatures)) < len(settings.temperatures) or not all(
+        0 < each < math.inf for each in settings.temperatures
+    ):
+        raise ValueError(
+            f"acceptance.temperatures: must be different numbers above 0, but are {settings.temperatures}; acceptance.temperature is "
+            "measured in any case"
+        )
     if len(set(settings.beside)) < len(settings.beside):
         raise ValueError(f"acceptance.beside: must name each once, but is [{','.join(settings.beside)}]; remove what stands twice")
     if settings.sample_drafts and Beside.tree in settings.beside:

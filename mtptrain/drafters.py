@@ -59,6 +59,7 @@ class HeadDrafter:
         is_sampled = self.sample_drafts and not sampler.is_greedy
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
+        all_logits = []
         logits, recycled, position = first.logits, first.recycled, first.position
         for depth in range(self.num_speculative_tokens):
             if depth > 0:
@@ -66,13 +67,19 @@ class HeadDrafter:
                 embeddings = self.parts.embed(tokens[-1][:, None])
                 states, fed_back = self.head.decode(recycled[:, None], embeddings, position[:, None], self.cache)
                 logits, recycled = self.head.logits(states[:, 0], self.parts), fed_back[:, 0]  # [B, D], [B, H]
+            all_logits.append(logits)
             if is_sampled:
                 draft_probs = sampler.probs(logits)
                 probs.append(self.head.target_probs(draft_probs, len(self.parts.embed_tokens)))  # [B, V]
             draft_tokens = sampler.sample(draft_probs) if is_sampled else logits.argmax(-1)
             tokens.append(self.head.target_tokens(draft_tokens))
         drafted = torch.stack(tokens, 1)  # [B, K]
-        return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
+        return Draft(
+            drafted,
+            torch.ones_like(drafted, dtype=torch.bool),
+            torch.stack(probs, 1) if probs else None,
+            logits=tuple(all_logits),
+        )
 
 
 class TreeDrafter(HeadDrafter):

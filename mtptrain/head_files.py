@@ -63,11 +63,8 @@ def load_head(
         FileNotFoundError: there is none.
         ValueError: it is of another config or for another target.
     """
-    stored, wanted = _read_facts(directory)["head"], asdict(config)
-    different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
-    different = [
-        key for key in different if key not in ("init_from", "start_from_target")
-    ]  # where it started from is no part of what it is
+    stored, wanted = asdict(type(config)()) | _read_facts(directory)["head"], asdict(config)  # settings came to be, with defaults
+    different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key) and key not in START)
     if different:
         raise ValueError(
             f"{directory / 'head.json'}: the head's settings must be those of the config, but differ in "

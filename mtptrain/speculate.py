@@ -9,7 +9,7 @@ Caches keep position p in slot p, so that each row of a batch goes on from its o
 tree takes slots of its own behind the sequence, until its accepted branch is moved to where it belongs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,6 +51,8 @@ class Draft:
     parents: torch.Tensor | None = None
     """Of a tree: which token each one follows, its index, lower than its own, or -1 for the newest token of the sequence [B, D]. A
     parent's children are different tokens."""
+    logits: tuple[torch.Tensor, ...] | None = None
+    """Of a head's chain, what each depth's token was chosen by, in the head's own vocabulary: [B, D] each."""
 
     def ancestors(self) -> torch.Tensor:
         """bool[B, 1 + D, 1 + D]: whether row i, the newest token or a draft, lies behind row j, or is it."""
@@ -96,6 +98,9 @@ class Sampler:
 
     temperature: float = 0.0
     seed: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
     generator: torch.Generator | None = field(default=None, repr=False)
 
     @property
@@ -103,7 +108,15 @@ class Sampler:
         return self.temperature == 0.0
 
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
-        return (logits.float() / self.temperature).softmax(-1)  # [..., V]
+        """Of the `top_k` likeliest tokens, and of these the first that hold `top_p` of their mass [..., V]."""
+        probs = (logits.float() / self.temperature).softmax(-1)
+        if self.top_k == 0 and self.top_p == 1.0:
+            return probs
+        ordered, order = probs.sort(-1, descending=True)
+        ordered[..., self.top_k or ordered.shape[-1] :] = 0.0
+        ordered = ordered / ordered.sum(-1, keepdim=True)
+        ordered = torch.where(ordered.cumsum(-1) - ordered < self.top_p, ordered, 0.0)
+        return torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each row of logits [..., V], or a sampled one [...]."""
@@ -201,6 +214,18 @@ class Generation:
     """Rounds that accepted the draft at each position [K]."""
 
 
+@dataclass(frozen=True)
+class Round:
+    """What one round did, for those who look on."""
+
+    draft: Draft
+    accepted: Accepted
+    target_logits: torch.Tensor
+    """At the newest token and at each draft [B, 1+D, V]."""
+    is_active: torch.Tensor
+    """bool[B]: sequences that count."""
+
+
 PHASES = ("prompt", "draft", "verify", "choose", "cache")
 """Of decoding: the target reads the prompts; drafts; their verification; acceptance and sampling; an accepted branch moves."""
 
@@ -216,6 +241,7 @@ def speculate(
     sampler: Sampler,
     eos_token_ids: Sequence[int] = (),
     clock: PhaseClock | None = None,
+    observe: Callable[[Round], None] | None = None,
 ) -> list[Generation]:
     """Decode a batch of prompts with drafts.
 
@@ -230,7 +256,8 @@ def speculate(
         max_new_tokens: of each sequence.
         sampler: temperature and coins.
         eos_token_ids: tokens that end a sequence.
-        clock: is told what the time goes to, by the names of `PHASES`.
+        clock: is told what the time goes to, by the names of `PHASES`, and as `observe` what `observe` takes.
+        observe: is shown every round.
 
     Raises:
         ValueError: a prompt is empty, or longer with its answer than the target's context.
@@ -272,6 +299,9 @@ def speculate(
                 accepted = accept_chosen(draft, sampler.choose(target_logits), ancestors, num_speculative_tokens)
             else:
                 accepted = accept_sampled(draft, sampler.probs(target_logits), sampler)
+        if observe is not None:
+            with clock.phase("observe"):
+                observe(Round(draft, accepted, target_logits, is_active))
         if tree is not None:
             with clock.phase("cache"):
                 cache.keep(root[:, None] + accepted.branch, positions)

@@ -162,17 +162,17 @@ def config_for(tmp_path: Path, tiny_target: Path) -> Callable[..., PipelineConfi
     return build
 
 
-def program_command(module: str, *overrides: str, num_ranks: int = 1) -> list[str]:
-    """The command line of a program with the quickstart recipe, through torchrun where several ranks are asked for."""
+def program_command(module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> list[str]:
+    """The command line of a program with a recipe of the demo target, through torchrun where several ranks are asked for."""
     launcher = [sys.executable, "-m"]
     if num_ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
-    return [*launcher, module, "recipe=quickstart", *PLAIN, *overrides]
+    return [*launcher, module, f"recipe={recipe}", *PLAIN, *overrides]
 
 
-def run_program(module: str, *overrides: str, num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def run_program(module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> subprocess.CompletedProcess[str]:
     """Run a program to its end, as a user does."""
-    command = program_command(module, *overrides, num_ranks=num_ranks)
+    command = program_command(module, *overrides, num_ranks=num_ranks, recipe=recipe)
     return subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=600, check=False)
 
 

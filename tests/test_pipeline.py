@@ -75,7 +75,9 @@ def test_the_export_holds_the_trained_weights_and_its_launch_command(finished: R
 
 
 def without_times(path: Path) -> dict[str, object]:
-    return {name: figures for name, figures in json.loads(path.read_text()).items() if name not in ("speed", "num_ranks")}
+    """Of a report, what depends on prompts and settings alone; sums of probabilities round with the batches."""
+    report = json.loads(path.read_text())
+    return {name: figures for name, figures in report.items() if name not in ("speed", "num_ranks", "quality")}
 
 
 def test_acceptance_takes_its_own_prompts_temperature_and_output_dir(finished: Run, tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(
     assert report["by_category"]["a"]["prompts"] == report["by_category"]["b"]["prompts"] == 3
     assert all(figures["seconds"]["verify"] > 0 for figures in report["speed"].values())
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 5 and "<td>prompt lookup</td>" in page
+    assert page.count("<svg") == 7 and "<td>prompt lookup</td>" in page
 
 
 def test_a_conversation_goes_on_from_the_targets_own_answer(finished: Run, tmp_path: Path) -> None:
@@ -156,6 +158,61 @@ def test_two_ranks_measure_the_same_acceptance_as_one(finished: Run, tmp_path: P
     result = run_program("eval.acceptance", *finished[1], f"acceptance.output_dir={tmp_path}", num_ranks=2)
     assert result.returncode == 0, result.stderr[-3000:]
     assert without_times(tmp_path / "report.json") == without_times(finished[0] / "acceptance/report.json")
+    two, one = (json.loads((path / "report.json").read_text())["quality"] for path in (tmp_path, finished[0] / "acceptance"))
+    assert two["rounds_at"] == one["rounds_at"] and two["rounds_at"][0] > 0
+    assert two["overlap_at"] == pytest.approx(one["overlap_at"], abs=1e-5)
+
+
+def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path: Path) -> None:
+    settings = (
+        "acceptance.temperatures=[0.7,1]",
+        "acceptance.top_p=0.9",
+        "acceptance.beside=[]",
+        f"acceptance.output_dir={tmp_path}",
+    )
+    result = run_program("eval.acceptance", *finished[1], *settings)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report, plain = (json.loads((path / "report.json").read_text()) for path in (tmp_path, finished[0] / "acceptance"))
+    assert report["top_p"] == 0.9 and report["acceptance_length"] == plain["acceptance_length"], "greedy answers have no top-p"
+    names = [f"temperature_{each}{drafts}" for each in ("0.7", "1") for drafts in ("", "_sampled_drafts")]
+    assert list(report["beside"]) == names and all(report["beside"][name]["prompts"] == 8 for name in names)
+    assert [report["beside"][name]["quality"]["temperature"] for name in names] == [0.7, 0.7, 1.0, 1.0]
+    assert "temperature 0.7 sampled drafts" in result.stdout
+    assert "<td>temperature 1</td>" in (tmp_path / "report.html").read_text()
+
+
+def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: Run, tmp_path: Path) -> None:
+    """The recipe of continual use, as its header says: measured as it is served, trained on the traffic, measured again."""
+    lines = []
+    for i in range(30):
+        said = [{"role": "user", "content": f"read {i}"}, {"role": "assistant", "content": f"def read_file_{i}(): open_line"}]
+        lines.append(json.dumps({"id": f"c{i}", "messages": said}))
+    (tmp_path / "traffic.jsonl").write_text("\n".join(lines) + "\n")
+    of_files = ("prompts.", "run_dir=", "acceptance.prompt_tokens")
+    overrides = [
+        *(each for each in finished[1] if not each.startswith(of_files)),
+        f"prompts.paths=[{tmp_path}/traffic.jsonl]",
+        "prompts.validation_fraction=0.2",
+        f"head.init_from={finished[0]}/export/vllm",
+        f"run_dir={tmp_path}/run",
+        "train.max_steps=4",
+    ]
+    before = f"acceptance.output_dir={tmp_path}/before"
+    programs = [
+        ["data_prep.prompts"],
+        ["eval.acceptance", before],
+        ["data_prep.hidden_states"],
+        ["mtptrain.train"],
+        ["eval.acceptance"],
+    ]
+    for program, *more in programs:
+        result = run_program(program, *overrides, *more, recipe="quickstart_continual")
+        assert result.returncode == 0, result.stderr[-3000:]
+    served, learned = (
+        json.loads((path / "report.json").read_text()) for path in (tmp_path / "before", tmp_path / "run/acceptance")
+    )
+    assert served["head"] == f"{finished[0]}/export/vllm" and learned["head"] == f"{tmp_path}/run/train/best"
+    assert served["prompts_sha256"] == learned["prompts_sha256"] and served["head_sha256"] != learned["head_sha256"]
 
 
 def test_exporting_again_replaces_the_directory_whole(finished: Run) -> None:

@@ -87,12 +87,16 @@ OUT_OF_RANGE = {
     "acceptance.num_speculative_tokens": {"0": "at least 1, but is 0"},
     "acceptance.max_new_tokens": {"0": "at least 1, but is 0"},
     "acceptance.temperature": {"-0.1": "at least 0.0, but is -0.1", "inf": "at least 0.0, but is inf"},
+    "acceptance.top_p": {"0": "above 0 and at most at 1, but is 0.0", "1.1": "at most at 1, but is 1.1"},
+    "acceptance.top_k": {"-1": "at least 0, but is -1"},
     "acceptance.num_prompts": {"0": "at least 1, but is 0"},
     "acceptance.prompt_tokens": {"1": "at least 2, but is 1"},
     "acceptance.batch_size": {"0": "at least 1, but is 0"},
     "acceptance.tree_nodes": {"0": "at least 1, but is 0"},
     "acceptance.tree_top_k": {"0": "at least 1, but is 0"},
     "acceptance.hybrid_min_match": {"0": "at least 1, but is 0"},
+    "study.num_prompts": {"0": "at least 1, but is 0"},
+    "study.num_ranks": {"0": "at least 1, but is 0"},
 }
 
 

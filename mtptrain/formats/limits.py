@@ -9,6 +9,7 @@ from mtptrain.formats.transformers import MODEL_CLASSES
 from mtptrain.heads.base import HeadConfig
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
+from mtptrain.heads.mtp import MtpHead, RestoredNorm
 from mtptrain.target import sliding_window
 
 Found = Callable[[Any, PreTrainedConfig], object]
@@ -53,6 +54,10 @@ def deepseek_stream_1(head: Eagle3Head.Config, target: PreTrainedConfig) -> obje
     return list(layers) if target.model_type == "deepseek_v2" and layers[0] == 1 else None
 
 
+def norms_left_out(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+    return None if set(head.norms) == set(RestoredNorm) else f"[{','.join(head.norms)}]"
+
+
 def normed_residual(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     return head.norm_before_residual or None
 
@@ -78,6 +83,10 @@ def foreign_sizes(head: HeadConfig, target: PreTrainedConfig) -> object:
 
 # fmt: off
 LIMITS = (
+    *(Limit(engine, "mtp", "head.norms", "all four", norms_left_out,
+            "its class has every norm",
+            "train with all of them")
+      for engine in ("vllm", "sglang", "transformers")),
     Limit("vllm", "mtp", "target.path", "a target that is not quantised", quantisation,
           "vLLM builds the layers of this head with the target's quantisation",
           "export for the target in bf16, or train head=eagle3, which keeps its own dtype"),

@@ -4,7 +4,8 @@ x = eh_proj[enorm(e); hnorm(h)], a full pre-norm Llama layer, final norm, the ta
 back. DeepSeek-V3 Technical Report (arXiv 2412.19437), section 2.2, with one module for all depths.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 import torch
 from torch import nn
@@ -14,25 +15,37 @@ from mtptrain.heads.base import Head, HeadConfig
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
 
+class RestoredNorm(StrEnum):
+    """RMSNorms that EAGLE-1 left out."""
+
+    enorm = "enorm"
+    hnorm = "hnorm"
+    input_layernorm = "input_layernorm"
+    norm = "norm"
+
+
 class MtpHead(Head):
     """RMSNorm-restored multi-token-prediction head."""
 
     @dataclass
     class Config(HeadConfig):
         name: str = "mtp"
+        norms: list[RestoredNorm] = field(default_factory=lambda: list(RestoredNorm))
+        """Those that it has; engines serve it with all of them, fewer are for `recipes/study/norms.yaml`."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config)
         hidden_size, eps = dims.hidden_size, target_config.rms_norm_eps
-        self.enorm = RmsNorm(hidden_size, eps)
-        self.hnorm = RmsNorm(hidden_size, eps)
+        restored = {name: RmsNorm(hidden_size, eps) if name in config.norms else nn.Identity() for name in RestoredNorm}
+        self.enorm = restored[RestoredNorm.enorm]
+        self.hnorm = restored[RestoredNorm.hnorm]
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)  # columns of the embedding first
-        self.input_layernorm = RmsNorm(hidden_size, eps)
+        self.input_layernorm = restored[RestoredNorm.input_layernorm]
         self.self_attn = Attention(hidden_size, dims, target_config)
         self.post_attention_layernorm = RmsNorm(hidden_size, eps)
         self.mlp = SwiGlu(hidden_size, dims.intermediate_size)
-        self.norm = RmsNorm(hidden_size, eps)
+        self.norm = restored[RestoredNorm.norm]
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
     def attention_inputs(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,7 @@ def figures(lengths: list[int]) -> dict[str, Any]:
         "without_loops": pooled,
         "by_prompt_tokens": {"0": pooled, "256": pooled},
         "by_category": {"code <b>": pooled},
+        "quality": None,
         "acceptance_length_of_prompts": [1 + sum(each.accepted_at) / each.rounds for each in generations],
     }
 
@@ -41,6 +42,8 @@ def write_report(path: Path, lengths: list[int], **settings: object) -> Path:
         "tree": "32 nodes, top 6",
         "num_speculative_tokens": 3,
         "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
         "sample_drafts": False,
         "max_new_tokens": 20,
         "dtype": "float32",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import mtptrain.speculate as speculate_module
 from mtptrain.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
@@ -231,17 +232,39 @@ class CertainDrafts:
         return self.drafter.draft(verified, Sampler())
 
 
-def joint_law(target: Target, temperature: float) -> torch.Tensor:
+Filters = dict[str, float]
+
+
+def filtered(logits: torch.Tensor, temperature: float, filters: Filters) -> torch.Tensor:
+    """Probabilities [..., V] by transformers' own code."""
+    warpers = [TemperatureLogitsWarper(temperature)]
+    warpers += [TopKLogitsWarper(int(filters["top_k"]))] if "top_k" in filters else []
+    warpers += [TopPLogitsWarper(filters["top_p"])] if "top_p" in filters else []
+    scores = logits.flatten(0, -2)
+    for warper in warpers:
+        scores = warper(torch.zeros(0), scores)
+    return scores.softmax(-1).view(logits.shape)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9}, {"top_k": 1}, {"top_p": 1e-9}])
+def test_filters_keep_the_tokens_that_transformers_keeps(filters: Filters) -> None:
+    logits = 3 * torch.randn(4, 5, 50, generator=torch.Generator().manual_seed(0))
+    found = Sampler(0.7, **filters).probs(logits)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, filtered(logits, 0.7, filters))
+
+
+def joint_law(target: Target, temperature: float, filters: Filters) -> torch.Tensor:
     """Probability of every (token 2, token 3, token 4), by enumeration [V, V, V]."""
     sequences = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=4)])
     logits = target.model(sequences).logits[:, len(PROMPT) - 1 : -1]
-    probs = (logits / temperature).softmax(-1).gather(2, sequences[:, len(PROMPT) :, None])[..., 0].prod(1)
+    probs = filtered(logits, temperature, filters).gather(2, sequences[:, len(PROMPT) :, None])[..., 0].prod(1)
     return probs.view(VOCAB, VOCAB, VOCAB, VOCAB).sum(0)
 
 
-def chi_square_p_value(target: Target, temperature: float, kind: str = "sampled drafts") -> float:
+def chi_square_p_value(target: Target, temperature: float, kind: str = "sampled drafts", filters: Filters | None = None) -> float:
     """Of sampled speculation against the law, by Wilson and Hilferty's normal approximation; rare cells are pooled."""
-    sampler = Sampler(temperature, seed=1)
+    filters = filters or {}
+    sampler = Sampler(temperature, 1, **filters)  # type: ignore[arg-type]
     sampled, num_speculative_tokens = HeadDrafter(random_head(target, seed=5), target.parts, 2, sample_drafts=True), 2
     drafters: dict[str, Drafter] = {
         "sampled drafts": sampled,
@@ -262,11 +285,14 @@ def chi_square_p_value(target: Target, temperature: float, kind: str = "sampled 
             sampler=sampler,
         ):
             counts[tuple(generation.tokens[1:])] += 1
-    expected = joint_law(target, temperature).flatten() * SAMPLES
+    expected = joint_law(target, temperature, filters).flatten() * SAMPLES
+    assert not counts.flatten()[expected == 0].any()
+    counts, expected = counts.flatten()[expected > 0], expected[expected > 0]
     rare = expected < 8
-    observed = torch.cat([counts.flatten()[~rare], counts.flatten()[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    assert len(expected) > 20
+    observed, expected = (
+        torch.cat([cells[~rare], cells[rare].sum()[None]]) if rare.any() else cells for cells in (counts, expected)
+    )
+    assert len(expected) > 15
     statistic, freedom = ((observed - expected) ** 2 / expected).sum().item(), len(expected) - 1
     z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     return 0.5 * math.erfc(z / math.sqrt(2))
@@ -276,6 +302,11 @@ def chi_square_p_value(target: Target, temperature: float, kind: str = "sampled 
 @pytest.mark.parametrize("kind", ["sampled drafts", "greedy drafts", "tree", "hybrid", "model"])
 def test_sampled_speculation_follows_the_targets_joint_law(small_vocabulary: Target, temperature: float, kind: str) -> None:
     assert chi_square_p_value(small_vocabulary, temperature, kind) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["sampled drafts", "greedy drafts", "tree"])
+def test_sampled_speculation_follows_the_law_of_top_p_and_top_k(small_vocabulary: Target, kind: str) -> None:
+    assert chi_square_p_value(small_vocabulary, 1.0, kind, {"top_k": 5, "top_p": 0.9}) > 1e-3
 
 
 def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:

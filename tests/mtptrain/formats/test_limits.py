@@ -18,6 +18,13 @@ SIZES = {
 }
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] = [
+    *(
+        (
+            engine, "mtp", {"norms": ["norm"]}, "llama", {},
+            rf"head\.norms: must be all four to export head mtp for {engine}, but is \[norm\]: its class has every norm; train with",
+        )
+        for engine in ("vllm", "sglang", "transformers")
+    ),
     (
         "vllm", "mtp", {}, "llama", FP8,
         r"target\.path: must be a target that is not quantised to export head mtp for vllm, but is \{'quant_method': 'fp8'\}: vLLM "

@@ -10,6 +10,7 @@ from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.attention import Packing
 from mtptrain.heads.base import Head
+from mtptrain.heads.mtp import RestoredNorm
 from mtptrain.target import PositionCache
 
 DEPTHS = 5
@@ -29,6 +30,7 @@ def tiny_config(**settings: object) -> LlamaConfig:
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "mtp": ("mtp", {}),
+    "mtp, one norm": ("mtp", {"norms": [RestoredNorm.hnorm]}),
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", {"capture_layers": [0, 1, 2]}),
     "eagle3, draft vocabulary": ("eagle3", {"capture_layers": [1, 2], "draft_vocab_size": 20}),
@@ -211,3 +213,22 @@ def test_the_target_gets_no_gradient(name: str) -> None:
         for name, parameter in head.named_parameters()
         if name != "lm_head.weight"  # the loss reads it
     )
+
+
+def test_mtp_without_the_restored_norms_is_eagle() -> None:
+    torch.manual_seed(0)
+    bare = build_head(HEADS["mtp"].Config(ttt_steps=DEPTHS, norms=[]), tiny_config())
+    eagle = build_head(HEADS["eagle"].Config(ttt_steps=DEPTHS), tiny_config())
+    eagle.load_state_dict({name.replace("eh_proj", "fc"): tensor for name, tensor in bare.state_dict().items()})
+    hidden_states, embeddings, packing = packed_inputs(bare)
+    found, wanted = (
+        head(hidden_states, [embeddings, *(embeddings[packing.rows] for _ in range(DEPTHS - 1))], packing) for head in (bare, eagle)
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("norm", RestoredNorm)
+def test_each_norm_of_mtp_can_be_the_only_one(norm: RestoredNorm) -> None:
+    head = build_head(HEADS["mtp"].Config(norms=[norm]), tiny_config())
+    norms = {name.removesuffix(".weight") for name, parameter in head.named_parameters() if parameter.ndim == 1}
+    assert norms == {norm, "post_attention_layernorm"}

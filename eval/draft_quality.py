@@ -1,0 +1,80 @@
+"""What a head's distributions are worth beside the target's: how much they overlap, and whether its confidence can be believed."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mtptrain.heads.base import Head
+from mtptrain.speculate import Round, Sampler
+
+NUM_BINS = 10
+
+
+@dataclass
+class QualityFigures:
+    """Of rounds that got to a position: those that accepted every draft before it."""
+
+    overlap_at: list[float]
+    """Mean of sum min(p, q) over the vocabulary, p the target's distribution and q the head's: the chance that a sampled draft is
+    accepted."""
+    accepted_at: list[float]
+    """Share that accepted the draft there."""
+    rounds_at: list[int]
+    calibration: list[dict[str, float]]
+    """By tenths of the head's probability for its draft: how many drafts, that probability's mean, and the share accepted."""
+    calibration_error: float
+    """Mean distance of the two, by drafts."""
+    temperature: float
+    """Of the distributions; 1 where the output is greedy."""
+
+
+@dataclass
+class DraftQuality:
+    """Looks on while a head drafts chains, and sums up on its device."""
+
+    head: Head
+    sampler: Sampler
+    """That of the output; of a greedy one, temperature 1 shows the distributions."""
+    vocab_size: int
+    num_depths: int
+    _sums: torch.Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.sampler.is_greedy:
+            self.sampler = Sampler(1.0)
+
+    def __call__(self, seen: Round) -> None:
+        draft = seen.draft
+        assert draft.logits is not None, "drafts of a head"
+        depths = torch.arange(self.num_depths, device=draft.tokens.device)
+        draft_probs = self.head.target_probs(self.sampler.probs(torch.stack(draft.logits, 1)), self.vocab_size)  # [B, K, V]
+        overlap = torch.minimum(self.sampler.probs(seen.target_logits[:, :-1]), draft_probs).sum(-1)  # [B, K]
+        confidence = draft_probs.gather(2, draft.tokens[..., None])[..., 0]
+        is_reached = (depths <= seen.accepted.count[:, None]) & seen.is_active[:, None]
+        is_accepted = depths < seen.accepted.count[:, None]
+        figures = torch.stack([torch.ones_like(overlap), overlap, is_accepted.to(overlap), confidence], 2).double()  # [B, K, 4]
+        figures = figures * is_reached[..., None]
+        bins = (confidence * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+        by_bin = figures.new_zeros(NUM_BINS, 4).index_add_(0, bins.flatten(), figures.flatten(0, 1))
+        sums = torch.cat([figures.sum(0), by_bin])  # [K + bins, 4]
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def sums(self) -> torch.Tensor:
+        """f64[K + bins, 4]: rounds, overlap, accepted and confidence by position, then by tenth of the confidence."""
+        return torch.zeros(self.num_depths + NUM_BINS, 4, dtype=torch.float64) if self._sums is None else self._sums.cpu()
+
+    def figures(self, sums: torch.Tensor) -> QualityFigures:
+        """Of the sums of all ranks."""
+        by_depth, by_bin = sums[: self.num_depths], sums[self.num_depths :]
+        means, bin_means = by_depth / by_depth[:, :1].clamp(min=1), by_bin / by_bin[:, :1].clamp(min=1)
+        distances = (bin_means[:, 2] - bin_means[:, 3]).abs() * by_bin[:, 0]
+        names = ("drafts", "accepted", "confidence")
+        rows = torch.stack([by_bin[:, 0], bin_means[:, 2], bin_means[:, 3]], 1).tolist()
+        return QualityFigures(
+            overlap_at=means[:, 1].tolist(),
+            accepted_at=means[:, 2].tolist(),
+            rounds_at=by_depth[:, 0].long().tolist(),
+            calibration=[dict(zip(names, row, strict=True)) for row in rows if row[0]],
+            calibration_error=float(distances.sum() / by_bin[:, 0].sum().clamp(min=1)),
+            temperature=self.sampler.temperature,
+        )

@@ -1,0 +1,67 @@
+"""What is said of a head's distributions: the overlap is the chance of acceptance, and confidence is put into the right tenth."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.draft_quality import DraftQuality
+from mtptrain.acceptance import generate_in_batches
+from mtptrain.drafters import HeadDrafter
+from mtptrain.head_files import build_head
+from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.speculate import Accepted, Draft, Round, Sampler
+from mtptrain.target import load_target
+from tests.conftest import make_target
+
+
+def test_figures_are_of_rounds_that_got_to_a_position_and_of_sequences_that_count(tmp_path: Path) -> None:
+    """A head that drafts two of the target's four tokens, by hand."""
+    target = load_target(make_target(tmp_path / "target", vocab_size=4, eos_token_id=None), torch.float32, torch.device("cpu"))
+    head = build_head(Eagle3Head.Config(capture_layers=[1], draft_vocab_size=2), target.config)
+    assert head.d2t is not None
+    head.d2t.copy_(torch.tensor([1, 2]))  # its tokens are the target's 1 and 3
+    draft_probs = torch.tensor([[0.75, 0.25], [0.55, 0.45]])  # of positions 0 and 1, for every sequence
+    target_probs = torch.tensor([[0.1, 0.6, 0.1, 0.2], [0.5, 0.0, 0.4, 0.1], [0.25, 0.25, 0.25, 0.25]])
+    tokens = torch.tensor([[1, 3], [1, 3], [1, 3]])
+    draft = Draft(
+        tokens, torch.ones_like(tokens, dtype=torch.bool), logits=tuple(draft_probs[k].log().expand(3, 2) for k in range(2))
+    )
+    accepted = Accepted(torch.tensor([0, 2, 1]), torch.zeros(3, dtype=torch.long), torch.arange(3).expand(3, -1))
+    quality = DraftQuality(head, Sampler(), vocab_size=4, num_depths=2)
+    quality(Round(draft, accepted, target_probs.log().clamp(min=-1e4).expand(3, 3, 4), torch.tensor([True, True, False])))
+    found = quality.figures(quality.sums())
+    assert found.rounds_at == [2, 1]  # the first was rejected at position 0, the third does not count
+    assert found.overlap_at == pytest.approx([0.6 + 0.2, 0.0 + 0.1], abs=1e-6)
+    assert found.accepted_at == pytest.approx([0.5, 1.0])
+    assert [tenth["drafts"] for tenth in found.calibration] == [1, 2]  # 0.45 at position 1, 0.75 twice at position 0
+    assert [tenth["confidence"] for tenth in found.calibration] == pytest.approx([0.45, 0.75], abs=1e-6)
+    assert [tenth["accepted"] for tenth in found.calibration] == pytest.approx([1.0, 0.5])
+    assert found.calibration_error == pytest.approx((1 * 0.55 + 2 * 0.25) / 3, abs=1e-6) and found.temperature == 1.0
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.9}])
+def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap(filters: dict[str, float], tmp_path: Path) -> None:
+    """The theorem of speculative sampling (arXiv 2211.17192), on a target and a random head: also a check of the acceptance rule."""
+    directory = make_target(tmp_path / "target", vocab_size=12, eos_token_id=None, initializer_range=0.15)
+    target = load_target(directory, torch.float32, torch.device("cpu"))
+    torch.manual_seed(3)
+    head = build_head(MtpHead.Config(), target.config).eval().requires_grad_(False)
+    sampler = Sampler(0.8, seed=1, **filters)  # type: ignore[arg-type]
+    quality = DraftQuality(head, Sampler(0.8, **filters), vocab_size=12, num_depths=2)  # type: ignore[arg-type]
+    generate_in_batches(
+        target,
+        HeadDrafter(head, target.parts, 2, sample_drafts=True),
+        [[3, 1, 4]] * 3000,
+        num_speculative_tokens=2,
+        max_new_tokens=8,
+        sampler=sampler,
+        eos_token_ids=(),
+        batch_size=1000,
+        observe=quality,
+    )
+    found = quality.figures(quality.sums())
+    assert found.rounds_at[0] > 5000 and 0.1 < found.overlap_at[0] < 0.9
+    for overlap, accepted, rounds in zip(found.overlap_at, found.accepted_at, found.rounds_at, strict=True):
+        assert accepted == pytest.approx(overlap, abs=4 * 0.5 / rounds**0.5)

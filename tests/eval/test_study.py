@@ -1,0 +1,73 @@
+"""Studies train and measure every variant and seed once, on prompts that end at the same places."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import run_program
+
+VARIANTS = (
+    "+study.variants={short:['prompts.max_document_tokens=64'],norms:['head.norms=[norm]'],wild:['train.lr=1e30']}",
+    "study.name=tiny",
+    "study.seeds=[1]",
+    "study.prompt_tokens=[16,48]",
+    "study.num_prompts=8",
+    "train.warmup_steps=0",
+    "train.micro_batches_per_step=1",
+)
+
+
+def study(run_dir: Path, overrides: tuple[str, ...], *more: str) -> tuple[int, str, str]:
+    result = run_program("eval.study", *overrides, f"run_dir={run_dir}", *VARIANTS, *more)
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named(
+    tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    overrides = tiny_run[1]
+    status, shown, errors = study(tmp_path, overrides)
+    assert status == 0, errors[-3000:]
+    directory = tmp_path / "study" / "tiny"
+    measured = json.loads((directory / "study.json").read_text())["measured"]
+    assert measured["wild"] == {"1": None} and "diverged" in shown and "0 of 1" in shown
+    assert all(set(measured[name]["1"]["acceptance"]) == {"16", "48"} for name in ("short", "norms"))
+    assert "<svg" in (directory / "study.svg").read_text()
+    # The variants share what stages 1 and 2 made where that is the same, and each is what it says.
+    assert sorted(path.name for path in (directory / "data").iterdir()) == ["norms", "short"]
+    head = json.loads((directory / "norms" / "seed_1" / "train" / "best" / "head.json").read_text())
+    assert head["head"]["norms"] == ["norm"] and head["step"] == 20
+    manifest = json.loads((directory / "short" / "seed_1" / "prompts" / "manifest.json").read_text())
+    assert manifest["max_document_tokens"] == 64
+    # A prompt of fewer tokens is the end of the longer one at the same place.
+    prompts = [json.loads(line) for line in (directory / "held_out" / "prompts.jsonl").read_text().splitlines()]
+    assert len(prompts) == 2 * 8
+    for short, long in zip(prompts[::2], prompts[1::2], strict=True):
+        assert short["id"].split()[0] == long["id"].split()[0] and len(short["input_ids"]) == 16 and len(long["input_ids"]) == 48
+        assert long["input_ids"][-16:] == short["input_ids"]
+
+    # Nothing that is done is run again; a variant that means something else now is refused.
+    before = (directory / "norms" / "seed_1" / "log.txt").stat().st_mtime_ns
+    status, again, errors = study(tmp_path, overrides)
+    assert status == 0, errors[-3000:]
+    assert again == shown and (directory / "norms" / "seed_1" / "log.txt").stat().st_mtime_ns == before
+    status, _, errors = study(tmp_path, overrides, "study.variants.norms=['head.norms=[hnorm]']")
+    assert status != 0 and "must have been run with [" in errors and "remove the folder, or set study.name" in errors
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (),
+            "study: must have variants, seeds and prompt_tokens, but has 0, 3 and 0; choose one of recipes/study (long_context, norms)",
+        ),
+        (("study=norms", "study.prompt_tokens=[2040]"), "must be at least 2 and fit the target's context of 2048 with 64 new ones"),
+    ],
+)
+def test_a_study_that_cannot_be_run_is_refused_before_anything_is_trained(
+    overrides: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    result = run_program("eval.study", f"run_dir={tmp_path}/run", *overrides)
+    assert result.returncode != 0 and message in result.stderr and not (tmp_path / "run").exists()
