@@ -5,7 +5,9 @@
 
 Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode the same prompts in turns; tokens/s
 begin behind the prompt, answers have `acceptance.max_new_tokens` tokens and do not end before. The prediction is made from other
-prompts: their tokens for each round and their seconds for each round. `bench.out=FILE` writes the figures as JSON, and a chart beside it.
+prompts: their tokens for each round and their seconds for each round. A batch here lasts as long as its slowest answer; `refilled` is the
+speed-up where others take the places of those that are done, as in an engine. `bench.out=FILE` writes the figures as JSON, and a chart
+beside it.
 """
 
 import itertools
@@ -57,7 +59,7 @@ def main(cfg: DictConfig) -> None:
         best: dict[tuple[int, int], Spent] = {}
         candidates = list(itertools.product(range(bench.repeats), range(2), drafters))
         for repeat, half, depths in tqdm(candidates, desc=f"batches of {batch_size}", unit="run"):
-            sampler = Sampler(settings.temperature, settings.seed)
+            sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
             which = (measured, others)[half]
             spent = decode(target, drafters[depths], which, depths, batch_size, settings.max_new_tokens, sampler)
             if repeat == 0 or spent.seconds < best[half, depths].seconds:
@@ -78,6 +80,8 @@ class Spent:
     """New ones, but for each answer's first."""
     rounds: int
     """Forwards of the target, of all batches."""
+    own_rounds: int
+    """Of each answer until it was done, summed."""
     phases: dict[str, float]
     """Seconds of `PHASES`."""
 
@@ -100,7 +104,7 @@ def decode(
     sampler: Sampler,
 ) -> Spent:
     """Decode prompts in batches; K is 0 for plain decoding."""
-    clock, num_tokens, rounds = PhaseClock(target.device), 0, 0
+    clock, num_tokens, rounds, own_rounds = PhaseClock(target.device), 0, 0, 0
     for first in range(0, len(prompts), batch_size):
         batch = speculate(
             target,
@@ -112,8 +116,9 @@ def decode(
             clock=clock,
         )
         num_tokens += sum(len(generation.tokens) - 1 for generation in batch)
-        rounds += max(generation.rounds + generation.empty_rounds for generation in batch)
-    return Spent(num_tokens, rounds, clock.read())
+        of_each = [generation.rounds + generation.empty_rounds for generation in batch]
+        rounds, own_rounds = rounds + max(of_each), own_rounds + sum(of_each)
+    return Spent(num_tokens, rounds, own_rounds, clock.read())
 
 
 def describe(batch_size: int, depths: int, best: dict[tuple[int, int], Spent]) -> Figures:
@@ -128,6 +133,7 @@ def describe(batch_size: int, depths: int, best: dict[tuple[int, int], Spent]) -
         "tokens_per_s": spent.tokens_per_s,
         "speed_up": spent.tokens_per_s / plain.tokens_per_s,
         "predicted_speed_up": tokens_of_a_round * seconds_of_a_token / seconds_of_a_round,
+        "refilled_speed_up": spent.tokens / spent.own_rounds * (plain.seconds / plain.rounds) / (spent.seconds / spent.rounds),
         "tokens_per_round": spent.tokens / spent.rounds,
         **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
     }
@@ -141,7 +147,18 @@ def recommended(rows: Sequence[Figures], batch_size: int) -> int:
 
 def print_table(rows: Sequence[Figures]) -> None:
     table = Table(title="Decoding")
-    for column in ("batch", "K", "tokens/s", "speed-up", "predicted", "tokens/round", "draft ms", "verify ms", "choose ms"):
+    for column in (
+        "batch",
+        "K",
+        "tokens/s",
+        "speed-up",
+        "predicted",
+        "refilled",
+        "tokens/round",
+        "draft ms",
+        "verify ms",
+        "choose ms",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         depths, is_best = row["num_speculative_tokens"], row["num_speculative_tokens"] == recommended(rows, row["batch_size"])
@@ -151,6 +168,7 @@ def print_table(rows: Sequence[Figures]) -> None:
             f"{row['tokens_per_s']:,.0f}",
             f"{row['speed_up']:.2f}",
             f"{row['predicted_speed_up']:.2f}",
+            f"{row['refilled_speed_up']:.2f}",
             f"{row['tokens_per_round']:.2f}",
             *(f"{row[f'{name}_ms']:.2f}" for name in ("draft", "verify", "choose")),
         )

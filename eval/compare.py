@@ -53,6 +53,8 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             raise ValueError(
                 f"{path}: must be a report.json of eval.acceptance, but is not JSON ({error}); measure again"
             ) from error
+        if isinstance(report, dict):
+            report = {"top_p": 1.0, "top_k": 0} | report
         if not isinstance(report, dict) or not {"beside", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is none, or an older one; measure again")
         if str(path) in reports:

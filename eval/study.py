@@ -2,7 +2,7 @@
 
     python -m eval.study recipe=quickstart study=norms
     python -m eval.study recipe=quickstart study=long_context "study.seeds=[0]" study.num_prompts=20
-    python -m eval.study recipe=quickstart study=norms '+study.variants.more=[train.lr=1e-3]'
+    python -m eval.study recipe=quickstart study=norms '+study.variants.slower=["train.lr=1e-3"]'
 
 `recipes/study/` has the variants, each a list of overrides. The stages run as programs of their own in `run_dir/study/<name>/`, where
 `log.txt` beside each has what they print; what is finished there is not run again. Prompts of all lengths end at the same places of
@@ -10,141 +10,186 @@ held-out documents, so that their answers differ by the context alone. Writes `s
 """
 
 import json
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+from transformers import PreTrainedConfig
 
 from mtptrain.acceptance import held_out_documents, held_out_prompts, summarise
-from mtptrain.config import RECIPES, PipelineConfig, load_config
+from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
+from mtptrain.heads import HEADS
+from mtptrain.identity import file_sha256
 from mtptrain.run_dir import write_json, write_provenance
 from mtptrain.speculate import Generation
 from mtptrain.target import read_target_config, resolve_target
 
 Figures = dict[str, Any]
 """Of one training run: `acceptance` by tokens of the prompt, `without_loops` likewise, and `acceptance_rate_at` of all."""
-OF_THE_DATA = ("prompts", "hidden_states", "head", "head.capture_layers")
-"""Overrides, or what their names begin with, that stages 1 and 2 depend on."""
+Measured = Mapping[str, Mapping[int, Figures | None]]
+"""By variant and seed; None where the training diverged."""
+OF_THE_STUDY = ("study", "run_dir", "seed", "plan")
+STAGES = {"prompts": "data_prep.prompts", "hidden_states": "data_prep.hidden_states", "draft_vocab": "data_prep.draft_vocab"}
+"""Before training, and their programs."""
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
 def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
-    check(config)
-    study = Study(config, HydraConfig.get().overrides.task)
+    study = Study(load_config(cfg), HydraConfig.get().overrides.task)
+    study.check()
     prompts_file = study.prompts_file()
-    runs = [(seed, variant) for seed in config.study.seeds for variant in config.study.variants]
-    measured: dict[str, dict[int, Figures | None]] = {variant: {} for variant in config.study.variants}
-    for seed, variant in (bar := tqdm(runs, desc=config.study.name, unit="run")):
+    runs = [(seed, variant) for seed in study.settings.seeds for variant in study.variants]
+    measured: dict[str, dict[int, Figures | None]] = {variant: {} for variant in study.variants}
+    for seed, variant in (bar := tqdm(runs, desc=study.settings.name, unit="run")):
         bar.set_postfix_str(f"{variant}, seed {seed}")
         measured[variant][seed] = study.measure(variant, seed, prompts_file)
-    write_provenance(study.directory, config)
-    write_json(study.directory / "study.json", {"study": asdict(config.study), "measured": measured})
-    print_tables(config, measured)
-    draw(config, measured, study.directory / "study.svg")
+    write_provenance(study.directory, study.config)
+    write_json(study.directory / "study.json", {"study": asdict(study.settings), "measured": measured})
+    print_tables(study.settings.name, study.settings.prompt_tokens, measured)
+    draw(study.settings.prompt_tokens, measured, study.directory / "study.svg")
     print(f"plot: {study.directory / 'study.svg'}")
-
-
-def check(config: PipelineConfig) -> None:
-    """Raises ValueError where no study was chosen, or its prompts do not fit the target."""
-    settings = config.study
-    if not settings.variants or not settings.seeds or not settings.prompt_tokens:
-        names = ", ".join(sorted(path.stem for path in (Path(RECIPES) / "study").glob("*.yaml")))
-        raise ValueError(
-            f"study: must have variants, seeds and prompt_tokens, but has {len(settings.variants)}, {len(settings.seeds)} and "
-            f"{len(settings.prompt_tokens)}; choose one of recipes/study ({names}), for example study={names.split(', ')[0]}"
-        )
-    context_tokens = read_target_config(resolve_target(config.target.path, config.target.revision)).max_position_embeddings
-    longest = max(settings.prompt_tokens) + config.acceptance.max_new_tokens
-    if min(settings.prompt_tokens) < 2 or longest > context_tokens:
-        raise ValueError(
-            f"study.prompt_tokens: must be at least 2 and fit the target's context of {context_tokens} with "
-            f"{config.acceptance.max_new_tokens} new ones, but are {settings.prompt_tokens}; correct them"
-        )
 
 
 class Study:
     """Runs the stages of every variant and seed."""
 
     def __init__(self, config: PipelineConfig, overrides: Sequence[str]) -> None:
-        self.config = config
         self.settings = config.study
-        self.directory = config.stage_dir("study") / config.study.name
-        given = [override for override in overrides if name_of(override).split(".")[0] not in ("study", "run_dir", "seed")]
+        given = [override for override in overrides if name_of(override).split(".")[0] not in OF_THE_STUDY]
         self.common = [*config.study.common, *given]
+        self.config = load_config(compose("pipeline", [*config.study.common, *overrides]))
+        self.variants = {
+            name: load_config(compose("pipeline", [*self.common, *own, f"run_dir={quoted(config.run_dir)}"]))
+            for name, own in config.study.variants.items()
+        }
+        self.directory = config.stage_dir("study") / config.study.name
+
+    def check(self) -> None:
+        """Raises ValueError where no study was chosen, or it cannot be run as it is."""
+        settings, answers = self.settings, self.config.acceptance
+        if not settings.variants or not settings.seeds or not settings.prompt_tokens:
+            names = sorted(path.stem for path in (Path(RECIPES) / "study").glob("*.yaml"))
+            raise ValueError(
+                f"study: must have variants, seeds and prompt_tokens, but has {len(settings.variants)}, {len(settings.seeds)} and "
+                f"{len(settings.prompt_tokens)}; choose one of recipes/study ({', '.join(names)}), for example study={names[0]}"
+            )
+        for name, variant in self.variants.items():
+            if not re.fullmatch(r"[\w-]+", name) or name in ("data", "held_out"):
+                raise ValueError(
+                    f"study.variants: names must be letters, digits, - and _, and not data or held_out, but one is {name!r}; rename it"
+                )
+            if variant.target != self.config.target or variant.prompts.source is PromptSource.responses:
+                raise ValueError(
+                    f"study.variants.{name}: must be of the study's target and take prompts from files or conversations, but has target "
+                    f"{variant.target.path} and prompts.source={variant.prompts.source}; make it a study of its own"
+                )
+        if self.config.seed != 0:
+            raise ValueError(f"seed: must be left out, but is {self.config.seed}; set study.seeds")
+        context_tokens, lengths = target_config_of(self.config).max_position_embeddings, settings.prompt_tokens
+        if len(set(lengths)) < len(lengths) or min(lengths) < 4 or max(lengths) + answers.max_new_tokens > context_tokens:
+            raise ValueError(
+                f"study.prompt_tokens: must be different, at least 4, and fit the target's context of {context_tokens} with "
+                f"{answers.max_new_tokens} new ones, but are {lengths}; correct them"
+            )
 
     def prompts_file(self) -> Path:
         """The last tokens before the same places of held-out documents, as many as each length says."""
-        lengths, directory = self.settings.prompt_tokens, self.directory / "held_out"
-        overrides = [*self.common, f"prompts.max_document_tokens={max(lengths)}"]
-        self._once(directory, overrides, ["data_prep.prompts"])
-        documents, answers = held_out_documents(directory / "prompts"), self.config.acceptance
-        whole = held_out_prompts(
-            documents, self.settings.num_prompts, max(lengths), answers.max_new_tokens, max(lengths) + answers.max_new_tokens
+        lengths, directory, answers = self.settings.prompt_tokens, self.directory / "held_out", self.config.acceptance
+        of_longest = [*self.common, f"prompts.max_document_tokens={max(lengths)}"]
+        self._run(directory, of_longest, [STAGES["prompts"]], {"prompts": {**asdict(self.config.prompts), "windows": max(lengths)}})
+        documents = held_out_documents(directory / "prompts")
+        found = held_out_prompts(
+            documents, len(documents), max(lengths), answers.max_new_tokens, target_config_of(self.config).max_position_embeddings
         )
+        places = {place: tokens for place, tokens in found.items() if len(tokens) >= max(lengths)}
+        if len(places) < self.settings.num_prompts:
+            raise ValueError(
+                f"study.num_prompts: must be at most {len(places)}, the places in held-out documents with {max(lengths)} tokens before "
+                f"them, but is {self.settings.num_prompts}; lower it, lower study.prompt_tokens, or raise prompts.validation_fraction"
+            )
         lines = (
-            {"id": f"{place} {length}", "category": str(length), "input_ids": tokens[-length:]}
-            for place, tokens in whole.items()
+            {"id": f"{place} {length}", "category": str(length), "input_ids": places[place][-length:]}
+            for place in list(places)[: self.settings.num_prompts]
             for length in lengths
         )
         path = directory / "prompts.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return path
+        return path.rename(directory / f"prompts_{file_sha256(path)[:8]}.jsonl")
 
     def measure(self, variant: str, seed: int, prompts_file: Path) -> Figures | None:
-        """Train and measure; None where the training diverged."""
-        own = self.settings.variants[variant]
-        data, directory = self._data(variant), self.directory / variant / f"seed_{seed}"
+        """Train, and measure on the prompts; None where the training diverged."""
+        config, data, directory = self.variants[variant], self._data(variant), self.directory / variant / f"seed_{seed}"
         directory.mkdir(parents=True, exist_ok=True)
-        for stage in ("prompts", "hidden_states"):
+        for stage in STAGES:
             (directory / stage).unlink(missing_ok=True)
-            (directory / stage).symlink_to((data / stage).resolve())
-        overrides = [*self.common, *own, f"seed={seed}", f"acceptance.prompts_file={prompts_file}", "acceptance.beside=[]"]
-        try:
-            self._once(directory, overrides, ["mtptrain.train", "eval.acceptance"])
-        except RuntimeError as error:
-            if "must be finite" in str(error):
-                return None
-            raise
-        return figures_of(directory / "acceptance" / "generations.jsonl", self.settings.prompt_tokens)
+            if (data / stage).exists():
+                (directory / stage).symlink_to((data / stage).resolve())
+        overrides = [*self.common, *self.settings.variants[variant], f"seed={seed}"]
+        trained = {"seed": seed, "head": asdict(config.head), "train": asdict(config.train), "deepspeed": config.deepspeed}
+        if not self._run(directory, overrides, ["mtptrain.train"], trained, record="trained.json"):
+            return None
+        output_dir = directory / f"acceptance_{prompts_file.stem}"
+        plain = ["acceptance.beside=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null"]
+        of_prompts = [f"acceptance.prompts_file={quoted(prompts_file)}", f"acceptance.output_dir={quoted(output_dir)}"]
+        record = f"measured_{prompts_file.stem}.json"
+        self._run(
+            directory, [*overrides, *plain, *of_prompts], ["eval.acceptance"], {"settings": asdict(config.acceptance)}, record
+        )
+        return figures_of(output_dir / "generations.jsonl", self.settings.prompt_tokens)
 
     def _data(self, variant: str) -> Path:
-        """Stages 1 and 2, once for all variants that share what they depend on."""
-        of_variant = {name: [each for each in own if is_of_the_data(each)] for name, own in self.settings.variants.items()}
-        first = next(name for name, own in of_variant.items() if own == of_variant[variant])
-        directory = self.directory / "data" / first
-        self._once(directory, [*self.common, *of_variant[variant]], ["data_prep.prompts", "data_prep.hidden_states"])
+        """Stages before training, once for all variants that share what they depend on."""
+        needs = {name: needed_data(config) for name, config in self.variants.items()}
+        first = next(name for name in needs if needs[name] == needs[variant])
+        directory, programs = self.directory / "data" / first, list(STAGES.values())
+        if needs[variant]["draft_vocab_size"] is None:
+            programs.remove(STAGES["draft_vocab"])
+        self._run(directory, [*self.common, *self.settings.variants[first]], programs, needs[variant])
         return directory
 
-    def _once(self, directory: Path, overrides: Sequence[str], programs: Sequence[str]) -> None:
-        """Run programs with `directory` as their run_dir, unless they have run there.
+    def _run(
+        self, directory: Path, overrides: Sequence[str], programs: Sequence[str], settings: Figures, record: str = "made.json"
+    ) -> bool:
+        """Run programs with `directory` as their run_dir, unless they have run there; false where training diverged.
 
         Raises:
             ValueError: they have, with other settings.
             RuntimeError: one failed.
         """
-        record = directory / "study_run.json"
-        if record.exists():
-            if (found := json.loads(record.read_text())) != list(overrides):
+        path, wanted = directory / record, json.loads(json.dumps(settings))
+        state = "begun"
+        if path.exists():
+            found = json.loads(path.read_text())
+            different = [name for name in wanted if found["settings"].get(name) != wanted[name]]
+            if different:
                 raise ValueError(
-                    f"{directory}: must have been run with {overrides}, but was with {found}; remove the folder, or set study.name"
+                    f"{path}: {different[0]} must be {wanted[different[0]]}, but was {found['settings'].get(different[0])}; remove the "
+                    "folder, or set study.name"
                 )
-            return
-        directory.mkdir(parents=True, exist_ok=True)
-        for program in programs:
-            run_program(program, [*overrides, f"run_dir={directory}"], self.settings.num_ranks, directory / "log.txt")
-        write_json(record, list(overrides))
+            state = found["state"]
+        if state == "begun":
+            directory.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"state": state, "settings": wanted})
+            outcomes = [
+                run_program(program, [*overrides, f"run_dir={quoted(directory)}"], self.settings.num_ranks, directory / "log.txt")
+                for program in programs
+            ]
+            state = "done" if all(outcomes) else "diverged"
+            write_json(path, {"state": state, "settings": wanted})
+        return bool(state == "done")
 
 
 def name_of(override: str) -> str:
@@ -152,34 +197,58 @@ def name_of(override: str) -> str:
     return override.lstrip("+~").split("=")[0]
 
 
-def is_of_the_data(override: str) -> bool:
-    return name_of(override) in OF_THE_DATA or name_of(override).startswith(("prompts.", "hidden_states."))
+def quoted(path: Path | str) -> str:
+    """As the value of an override."""
+    return "'" + str(path).replace("'", "\\'") + "'"
 
 
-def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Path) -> None:
-    """Raises RuntimeError, with the last line of its log, where the program fails."""
+def target_config_of(config: PipelineConfig) -> PreTrainedConfig:
+    return read_target_config(resolve_target(config.target.path, config.target.revision))
+
+
+def needed_data(config: PipelineConfig) -> Figures:
+    """What the stages before training depend on."""
+    return {
+        "prompts": asdict(config.prompts),
+        "hidden_states": asdict(config.hidden_states),
+        "capture_layers": list(HEADS[config.head.name].layers_to_capture(config.head, target_config_of(config))),
+        "draft_vocab_size": getattr(config.head, "draft_vocab_size", None),
+    }
+
+
+def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Path) -> bool:
+    """Returns false where training diverged.
+
+    Raises:
+        RuntimeError: with the last line of its log, where the program failed otherwise.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    is_of_ranks = num_ranks > 1 and program != "data_prep.prompts"
+    is_of_ranks = num_ranks > 1 and program not in ("data_prep.prompts", "data_prep.draft_vocab")
     with log.open("a") as file:
+        before = log.stat().st_size
         command = [sys.executable, *(launcher if is_of_ranks else []), "-m", program, *overrides]
         ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
-    if ended.returncode:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if "Error: " in line] or ["see the log"]
-        raise RuntimeError(f"{program}: must end well, but ended with {ended.returncode}: {lines[-1]}; see {log}")
+    if ended.returncode == 0:
+        return True
+    lines = log.read_bytes()[before:].decode(errors="replace").splitlines()
+    errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line] or ["see the log"]
+    if program == "mtptrain.train" and "must be finite" in errors[-1]:
+        return False
+    raise RuntimeError(f"{program}: must end well, but ended with {ended.returncode}: {errors[-1]}; see {log}")
 
 
 def figures_of(generations: Path, prompt_tokens: Sequence[int]) -> Figures:
-    """From the counts of every answer."""
+    """From the counts of every answer; None for a length without rounds."""
     lines = [json.loads(line) for line in generations.read_text().splitlines()]
     names = ("tokens", "rounds", "empty_rounds", "drafted", "accepted_at")
-    answers = [(line["id"].split()[1], line["has_loop"], Generation(**{name: line[name] for name in names})) for line in lines]
+    answers = [(int(line["id"].split()[1]), line["has_loop"], Generation(**{name: line[name] for name in names})) for line in lines]
 
-    def lengths(with_loops: bool) -> dict[str, float]:
-        of_length = {
-            str(tokens): [each for length, loops, each in answers if length == str(tokens) and (with_loops or not loops)]
-            for tokens in prompt_tokens
-        }
-        return {tokens: summarise(part).acceptance_length for tokens, part in of_length.items()}
+    def lengths(with_loops: bool) -> dict[str, float | None]:
+        found = {}
+        for tokens in prompt_tokens:
+            pooled = summarise([each for length, loops, each in answers if length == tokens and (with_loops or not loops)])
+            found[str(tokens)] = pooled.acceptance_length if pooled.rounds else None
+        return found
 
     return {
         "acceptance": lengths(with_loops=True),
@@ -188,55 +257,61 @@ def figures_of(generations: Path, prompt_tokens: Sequence[int]) -> Figures:
     }
 
 
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation over seeds."""
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+def over_seeds(runs: Mapping[int, Figures | None], key: str, place: str | int) -> list[float]:
+    """A figure of each seed that has it."""
+    found = []
+    for run in runs.values():
+        if run is not None and (isinstance(place, str) or place < len(run[key])) and run[key][place] is not None:
+            found.append(run[key][place])
+    return found
 
 
-Measured = Mapping[str, Mapping[int, Figures | None]]
+def spread(values: Sequence[float]) -> float:
+    """Standard deviation over seeds."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def converged(measured: Measured) -> Iterator[tuple[str, list[Figures]]]:
-    for variant, runs in measured.items():
-        yield variant, [run for run in runs.values() if run is not None]
+def shown(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    return f"{statistics.mean(values):.3f}" + (f" ± {spread(values):.3f}" if len(values) > 1 else "")
 
 
 def num_depths(measured: Measured) -> int:
-    return max((len(run["acceptance_rate_at"]) for _, runs in converged(measured) for run in runs), default=0)
+    return max((len(run["acceptance_rate_at"]) for runs in measured.values() for run in runs.values() if run), default=0)
 
 
-def print_tables(config: PipelineConfig, measured: Measured) -> None:
+def print_tables(name: str, prompt_tokens: Sequence[int], measured: Measured) -> None:
     console = Console()
-    console.width = max(console.width, 100)
-    tokens = list(map(str, config.study.prompt_tokens))
+    console.width = max(console.width, 40 + 16 * len(prompt_tokens))
     for key, title in (("acceptance", "acceptance length"), ("without_loops", "acceptance length without loops")):
-        table = Table("prompts of", *(f"{each} tokens" for each in tokens), "seeds", title=f"{config.study.name}: {title}")
-        for variant, runs in converged(measured):
-            cells = ["{:.3f} ± {:.3f}".format(*spread([run[key][each] for run in runs])) if runs else "diverged" for each in tokens]
-            table.add_row(variant, *cells, f"{len(runs)} of {len(measured[variant])}")
+        table = Table("prompts of", *(f"{each} tokens" for each in prompt_tokens), "trained", title=f"{name}: {title}")
+        for variant, runs in measured.items():
+            diverged = sum(run is None for run in runs.values())
+            cells = [shown(over_seeds(runs, key, str(each))) for each in prompt_tokens]
+            table.add_row(variant, *cells, f"{len(runs)} seeds" + (f", {diverged} diverged" if diverged else ""))
         console.print(table)
     depths = range(num_depths(measured))
-    table = Table("accepted", *(f"at {depth}" for depth in depths), title=f"{config.study.name}: by position")
-    for variant, runs in converged(measured):
-        rates = [[run["acceptance_rate_at"][depth] for run in runs] for depth in depths]
-        table.add_row(variant, *("{:.3f} ± {:.3f}".format(*spread(rate)) if rate else "diverged" for rate in rates))
+    table = Table("accepted", *(f"at {depth}" for depth in depths), title=f"{name}: by position")
+    for variant, runs in measured.items():
+        table.add_row(variant, *(shown(over_seeds(runs, "acceptance_rate_at", depth)) for depth in depths))
     console.print(table)
 
 
-def draw(config: PipelineConfig, measured: Measured, path: Path) -> None:
+def draw(prompt_tokens: Sequence[int], measured: Measured, path: Path) -> None:
     """Acceptance length against tokens of the prompt, and acceptance by position; bars are standard deviations over seeds."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     by_tokens, by_position = figure.subplots(1, 2)
-    tokens, depths = config.study.prompt_tokens, range(num_depths(measured))
-    for variant, runs in converged(measured):
-        if runs:
-            lengths = [spread([run["acceptance"][str(each)] for run in runs]) for each in tokens]
-            rates = [spread([run["acceptance_rate_at"][depth] for run in runs]) for depth in depths]
-            for axes, places, points in ((by_tokens, tokens, lengths), (by_position, depths, rates)):
-                means, deviations = zip(*points, strict=True)
-                axes.errorbar(list(places), means, yerr=deviations, marker="o", capsize=3, label=variant)
+    depths = range(num_depths(measured))
+    for variant, runs in measured.items():
+        lengths = {each: over_seeds(runs, "acceptance", str(each)) for each in prompt_tokens}
+        rates = {depth: over_seeds(runs, "acceptance_rate_at", depth) for depth in depths}
+        for axes, points in ((by_tokens, lengths), (by_position, rates)):
+            values = {place: each for place, each in points.items() if each}
+            means, deviations = [statistics.mean(each) for each in values.values()], [spread(each) for each in values.values()]
+            axes.errorbar(list(values), means, yerr=deviations, marker="o", capsize=3, label=variant)
     by_tokens.set_xscale("log", base=2)
-    by_tokens.set_xticks(tokens, list(map(str, tokens)))
+    by_tokens.set_xticks(prompt_tokens, list(map(str, prompt_tokens)))
     by_tokens.set(xlabel="tokens of the prompt", ylabel="acceptance length")
     by_position.set_xticks(depths)
     by_position.set(xlabel="position of the draft", ylabel="accepted", ylim=(0, None))

@@ -22,6 +22,7 @@ from deepspeed.utils import (
 from safetensors import safe_open
 
 from mtptrain.distributed import Ranks
+from mtptrain.head_files import with_defaults
 from mtptrain.run_dir import write_json
 from mtptrain.tensor_files import write_tensors
 
@@ -102,6 +103,8 @@ def check_checkpoint(directory: Path, facts: dict[str, object]) -> None:
     if not found:
         return
     stored = json.loads((found[-1] / MARKER).read_text())
+    if "head" in stored:
+        stored["head"] = with_defaults(stored["head"])
     present = json.loads(json.dumps(facts))
     different = [
         f"{name} must be {stored.get(name)}, but is {value}" for name, value in present.items() if stored.get(name) != value

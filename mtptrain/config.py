@@ -502,7 +502,6 @@ def _check(config: PipelineConfig) -> None:
             f"hidden_states.part: must be below hidden_states.num_parts={config.hidden_states.num_parts}, but is "
             f"{config.hidden_states.part}; parts are counted from 0"
         )
-    _check_beside(config.acceptance)
     if len(config.train.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.train.betas):
         raise ValueError(
             f"train.betas: must be two numbers from 0 to below 1, but is {config.train.betas}; AdamW's are (0.9, 0.95)"
@@ -524,15 +523,20 @@ def _check(config: PipelineConfig) -> None:
             f"prompts.validation_fraction: must lie between 0 and 1, but is {config.prompts.validation_fraction}; "
             "both training and validation need documents"
         )
+    _check_acceptance(config.acceptance)
 
 
-def _check_beside(settings: AcceptanceConfig) -> None:
-    if len(set(settings.temperatures)) < len(settings.temperatures) or not all(
-        0 < each < math.inf for each in settings.temperatures
-    ):
+def _check_acceptance(settings: AcceptanceConfig) -> None:
+    named = {f"{each:g}" for each in (settings.temperature, *settings.temperatures)}
+    if len(named) <= len(settings.temperatures) or not all(0.01 <= each < math.inf for each in settings.temperatures):
         raise ValueError(
-            f"acceptance.temperatures: must be different numbers above 0, but are {settings.temperatures}; acceptance.temperature is "
-            "measured in any case"
+            f"acceptance.temperatures: must be different numbers of at least 0.01, but are {settings.temperatures} beside "
+            f"acceptance.temperature={settings.temperature:g}, which is measured in any case; correct them"
+        )
+    if (settings.top_p < 1 or settings.top_k) and settings.temperature == 0 and not settings.temperatures:
+        raise ValueError(
+            f"acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are {settings.top_p} and "
+            f"{settings.top_k}; leave them out, or set acceptance.temperature"
         )
     if len(set(settings.beside)) < len(settings.beside):
         raise ValueError(f"acceptance.beside: must name each once, but is [{','.join(settings.beside)}]; remove what stands twice")

@@ -257,6 +257,6 @@ class HybridDrafter:
         drafted = self.head.later_depths(first, sampler)
         tokens = torch.where(is_found[:, None], copied.tokens, drafted.tokens)
         if drafted.probs is None:
-            return replace(drafted, tokens=tokens)
+            return replace(drafted, tokens=tokens, logits=None)
         certain = F.one_hot(copied.tokens, drafted.probs.shape[-1]).to(drafted.probs.dtype)
-        return replace(drafted, tokens=tokens, probs=torch.where(is_found[:, None, None], certain, drafted.probs))
+        return replace(drafted, tokens=tokens, logits=None, probs=torch.where(is_found[:, None, None], certain, drafted.probs))

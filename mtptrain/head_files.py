@@ -35,6 +35,11 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
     write_json(directory / "head.json", {"head": asdict(config), **facts})
 
 
+def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """A head's settings as they were written, and the defaults of those that did not exist yet."""
+    return {**asdict(HEADS[settings["name"]].Config()), **settings}
+
+
 START = ("init_from", "start_from_target")
 """Settings that say where a head started from, which is no part of what it is."""
 
@@ -63,7 +68,7 @@ def load_head(
         FileNotFoundError: there is none.
         ValueError: it is of another config or for another target.
     """
-    stored, wanted = asdict(type(config)()) | _read_facts(directory)["head"], asdict(config)  # settings came to be, with defaults
+    stored, wanted = (json.loads(json.dumps(each)) for each in (with_defaults(_read_facts(directory)["head"]), asdict(config)))
     different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key) and key not in START)
     if different:
         raise ValueError(

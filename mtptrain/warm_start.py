@@ -173,7 +173,9 @@ def _either(values: list[object]) -> str:
 
 def _override(name: str, value: object) -> str:
     """A setting as it is typed."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, list):
+        text = f"[{','.join(map(str, value))}]"
     return f"head.{name}={text}"
 
 

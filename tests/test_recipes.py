@@ -137,6 +137,9 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str) -> No
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["temperatures=[0.7,0.70000001]"], "acceptance.temperatures: must be different numbers of at least 0.01, but are"),
+        (["temperatures=[0]"], r"but are \[0.0\] beside acceptance.temperature=0, which is measured in any case"),
+        (["top_p=0.9"], "acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are 0.9 and 0"),
         (["beside=[tree,none,tree]"], r"acceptance.beside: must name each once, but is \[tree,none,tree\]; remove"),
         (["beside=[tree]", "sample_drafts=true"], "acceptance.sample_drafts: must be false where acceptance.beside names `tree`"),
         (

@@ -33,6 +33,9 @@ class MtpHead(Head):
         norms: list[RestoredNorm] = field(default_factory=lambda: list(RestoredNorm))
         """Those that it has; engines serve it with all of them, fewer are for `recipes/study/norms.yaml`."""
 
+        def __post_init__(self) -> None:
+            self.norms = [norm for norm in RestoredNorm if norm in self.norms]
+
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config)

@@ -26,12 +26,13 @@ def test_every_batch_size_and_depth_is_measured_and_written(fresh_run: tuple[Pat
 
 def test_the_prediction_is_tokens_and_seconds_of_a_round_on_other_prompts() -> None:
     best = {
-        (0, 0): Spent(100, 100, {"prompt": 5.0, "verify": 1.0}),  # 100 tokens/s
-        (0, 3): Spent(100, 40, {"draft": 0.1, "verify": 0.4}),  # 200 tokens/s
-        (1, 0): Spent(100, 100, {"prompt": 7.0, "verify": 2.0}),  # 20 ms a token
-        (1, 3): Spent(120, 40, {"draft": 0.2, "verify": 0.8}),  # 3 tokens in 25 ms
+        (0, 0): Spent(100, 100, 100, {"prompt": 5.0, "verify": 1.0}),  # 100 tokens/s
+        (0, 3): Spent(100, 40, 25, {"draft": 0.1, "verify": 0.4}),  # 200 tokens/s
+        (1, 0): Spent(100, 100, 100, {"prompt": 7.0, "verify": 2.0}),  # 20 ms a token
+        (1, 3): Spent(120, 40, 40, {"draft": 0.2, "verify": 0.8}),  # 3 tokens in 25 ms
     }
     row = describe(1, 3, best)
     assert row["speed_up"] == pytest.approx(2.0) and row["predicted_speed_up"] == pytest.approx(3 * 20 / 25)
+    assert row["refilled_speed_up"] == pytest.approx(4 * 10 / 12.5)  # 4 tokens in 12.5 ms, beside one in 10 ms
     assert row["tokens_per_round"] == 2.5 and row["draft_ms"] == pytest.approx(2.5) and row["verify_ms"] == pytest.approx(10.0)
     assert recommended([describe(1, 0, best), row], 1) == 3

@@ -140,3 +140,11 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
         compare.read_reports([tmp_path / "other.json"])
     with pytest.raises(FileNotFoundError, match=r"must be a report\.json of eval\.acceptance, but does not"):
         compare.read_reports([tmp_path / "none.json"])
+
+
+def test_a_report_from_before_top_p_counts_as_without_it(tmp_path: Path) -> None:
+    older = json.loads(write_report(tmp_path / "a/report.json", [8, 6]).read_text())
+    del older["top_p"], older["top_k"]
+    (tmp_path / "a/report.json").write_text(json.dumps(older))
+    write_report(tmp_path / "b/report.json", [4, 4])
+    assert list(compare.read_reports([tmp_path / "a/report.json", tmp_path / "b/report.json"])) == ["a", "b"]

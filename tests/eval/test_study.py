@@ -31,7 +31,7 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     assert status == 0, errors[-3000:]
     directory = tmp_path / "study" / "tiny"
     measured = json.loads((directory / "study.json").read_text())["measured"]
-    assert measured["wild"] == {"1": None} and "diverged" in shown and "0 of 1" in shown
+    assert measured["wild"] == {"1": None} and "1 seeds, 1 diverged" in shown
     assert all(set(measured[name]["1"]["acceptance"]) == {"16", "48"} for name in ("short", "norms"))
     assert "<svg" in (directory / "study.svg").read_text()
     # The variants share what stages 1 and 2 made where that is the same, and each is what it says.
@@ -41,19 +41,26 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     manifest = json.loads((directory / "short" / "seed_1" / "prompts" / "manifest.json").read_text())
     assert manifest["max_document_tokens"] == 64
     # A prompt of fewer tokens is the end of the longer one at the same place.
-    prompts = [json.loads(line) for line in (directory / "held_out" / "prompts.jsonl").read_text().splitlines()]
+    prompts = [json.loads(line) for line in next((directory / "held_out").glob("prompts_*.jsonl")).read_text().splitlines()]
     assert len(prompts) == 2 * 8
     for short, long in zip(prompts[::2], prompts[1::2], strict=True):
         assert short["id"].split()[0] == long["id"].split()[0] and len(short["input_ids"]) == 16 and len(long["input_ids"]) == 48
         assert long["input_ids"][-16:] == short["input_ids"]
 
-    # Nothing that is done is run again; a variant that means something else now is refused.
-    before = (directory / "norms" / "seed_1" / "log.txt").stat().st_mtime_ns
+    # Nothing that is done is run again, diverged runs included; other prompts are measured beside, without training anew.
+    logs = {path: path.stat().st_mtime_ns for path in directory.rglob("log.txt")}
     status, again, errors = study(tmp_path, overrides)
+    assert status == 0 and again == shown, errors[-3000:]
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("log.txt")} == logs and len(logs) == 6
+    trained = (directory / "norms" / "seed_1" / "train" / "best" / "head.safetensors").stat().st_mtime_ns
+    status, _, errors = study(tmp_path, overrides, "study.num_prompts=4", "study.prompt_tokens=[48]")
     assert status == 0, errors[-3000:]
-    assert again == shown and (directory / "norms" / "seed_1" / "log.txt").stat().st_mtime_ns == before
+    assert (directory / "norms" / "seed_1" / "train" / "best" / "head.safetensors").stat().st_mtime_ns == trained
+    report = json.loads((directory / "study.json").read_text())
+    assert set(report["measured"]["norms"]["1"]["acceptance"]) == {"48"}
+    # A variant that means something else now is refused.
     status, _, errors = study(tmp_path, overrides, "study.variants.norms=['head.norms=[hnorm]']")
-    assert status != 0 and "must have been run with [" in errors and "remove the folder, or set study.name" in errors
+    assert status != 0 and "head must be {" in errors and "; remove the folder, or set study.name" in errors
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,15 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
             (),
             "study: must have variants, seeds and prompt_tokens, but has 0, 3 and 0; choose one of recipes/study (long_context, norms)",
         ),
-        (("study=norms", "study.prompt_tokens=[2040]"), "must be at least 2 and fit the target's context of 2048 with 64 new ones"),
+        (
+            ("study=norms", "study.prompt_tokens=[2040]"),
+            "must be different, at least 4, and fit the target's context of 2048 with 64 new",
+        ),
+        (("study=norms", "study.prompt_tokens=[16,16]"), "must be different, at least 4, and fit"),
+        (("study=norms", "seed=3"), "seed: must be left out, but is 3; set study.seeds"),
+        (("study=norms", "+study.variants.data=[]"), "and not data or held_out, but one is 'data'; rename it"),
+        (("study=norms", '+study.variants.x=["target.path=/x"]'), "study.variants.x: must be of the study's target"),
+        (("study=norms", '+study.variants.x=["train.lr=-1"]'), "train.lr: must be a number of at least 0"),
     ],
 )
 def test_a_study_that_cannot_be_run_is_refused_before_anything_is_trained(

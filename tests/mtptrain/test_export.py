@@ -1,6 +1,7 @@
 """The exported directory: exact keys, shapes and columns, and the same proposals after reloading."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from mtptrain.export import check_directory_name, check_tensors, export, propose
 from mtptrain.formats import format_for, sglang
 from mtptrain.head_files import TARGET_WEIGHTS, build_head, load_head, save_head
 from mtptrain.heads.layers import head_dims
-from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.mtp import MtpHead, RestoredNorm
 from mtptrain.identity import file_sha256, weights_fingerprint
 from mtptrain.prompt_files import Documents
 from mtptrain.run_dir import write_json
@@ -154,6 +155,18 @@ def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(
 def test_sizes_that_no_engine_serves_are_refused(tiny_target: Path, config: MtpHead.Config, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_head(config, read_target_config(tiny_target))
+
+
+def test_a_head_from_before_a_setting_has_its_default(tmp_path: Path, tiny_target: Path) -> None:
+    target_config = read_target_config(tiny_target)
+    facts: dict[str, object] = {"step": 3, TARGET_WEIGHTS: "aa"}
+    save_head(tmp_path / "head", build_head(CONFIG, target_config).state_dict(), CONFIG, facts)
+    stored = json.loads((tmp_path / "head/head.json").read_text())
+    del stored["head"]["norms"]
+    (tmp_path / "head/head.json").write_text(json.dumps(stored))
+    load_head(tmp_path / "head", CONFIG, target_config, None, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"differ in head\.norms \(\['enorm', .*\] there, \['norm'\] here\); set"):
+        load_head(tmp_path / "head", replace(CONFIG, norms=[RestoredNorm.norm]), target_config, None, torch.device("cpu"))
 
 
 def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path, tiny_target: Path) -> None:

@@ -304,7 +304,7 @@ def test_sampled_speculation_follows_the_targets_joint_law(small_vocabulary: Tar
     assert chi_square_p_value(small_vocabulary, temperature, kind) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["sampled drafts", "greedy drafts", "tree"])
+@pytest.mark.parametrize("kind", ["sampled drafts", "greedy drafts", "tree", "hybrid", "model"])
 def test_sampled_speculation_follows_the_law_of_top_p_and_top_k(small_vocabulary: Target, kind: str) -> None:
     assert chi_square_p_value(small_vocabulary, 1.0, kind, {"top_k": 5, "top_p": 0.9}) > 1e-3
 
