@@ -21,8 +21,9 @@ class QualityFigures:
     """Share that accepted the draft there."""
     rounds_at: list[int]
     calibration: list[dict[str, float]]
-    """By tenths of the head's probability for its draft: how many drafts, that probability's mean, and the share accepted."""
-    calibration_error: float
+    """By tenths of the head's probability for its draft: how many drafts, that probability's mean, and the share accepted. Of the
+    likeliest tokens as drafts: sampled ones are accepted by another rule."""
+    calibration_error: float | None
     """Mean distance of the two, by drafts."""
     temperature: float
     """Of the distributions; 1 where the output is greedy."""
@@ -37,6 +38,8 @@ class DraftQuality:
     """That of the output; of a greedy one, temperature 1 shows the distributions."""
     vocab_size: int
     num_depths: int
+    is_sampled: bool = False
+    """Whether drafts were sampled."""
     _sums: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +57,7 @@ class DraftQuality:
         is_accepted = depths < seen.accepted.count[:, None]
         figures = torch.stack([torch.ones_like(overlap), overlap, is_accepted.to(overlap), confidence], 2).double()  # [B, K, 4]
         figures = figures * is_reached[..., None]
+        self.is_sampled = draft.probs is not None
         bins = (confidence * NUM_BINS).long().clamp(max=NUM_BINS - 1)
         by_bin = figures.new_zeros(NUM_BINS, 4).index_add_(0, bins.flatten(), figures.flatten(0, 1))
         sums = torch.cat([figures.sum(0), by_bin])  # [K + bins, 4]
@@ -74,7 +78,7 @@ class DraftQuality:
             overlap_at=means[:, 1].tolist(),
             accepted_at=means[:, 2].tolist(),
             rounds_at=by_depth[:, 0].long().tolist(),
-            calibration=[dict(zip(names, row, strict=True)) for row in rows if row[0]],
-            calibration_error=float(distances.sum() / by_bin[:, 0].sum().clamp(min=1)),
+            calibration=[] if self.is_sampled else [dict(zip(names, row, strict=True)) for row in rows if row[0]],
+            calibration_error=None if self.is_sampled else float(distances.sum() / by_bin[:, 0].sum().clamp(min=1)),
             temperature=self.sampler.temperature,
         )

@@ -193,7 +193,8 @@ def plot_overlap(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
 
 
 def plot_calibration(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
-    shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
+    """Of a greedy output too, which takes its likeliest token, so that drafts are accepted more often than their probability."""
+    shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality") and each["quality"]["calibration"]}
     for name, quality in shown.items():
         label = f"{name}: off by {quality['calibration_error']:.3f}"
         confidence = [tenth["confidence"] for tenth in quality["calibration"]]

@@ -62,6 +62,7 @@ def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap(filte
         observe=quality,
     )
     found = quality.figures(quality.sums())
+    assert found.calibration == [] and found.calibration_error is None
     assert found.rounds_at[0] > 5000 and 0.1 < found.overlap_at[0] < 0.9
     for overlap, accepted, rounds in zip(found.overlap_at, found.accepted_at, found.rounds_at, strict=True):
         assert accepted == pytest.approx(overlap, abs=4 * 0.5 / rounds**0.5)
