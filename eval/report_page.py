@@ -130,11 +130,16 @@ def served_table(served: Figures) -> str:
 
 def figure(plot: Callable[[Axes, Mapping[str, Figures]], bool], drafters: Mapping[str, Figures]) -> str:
     """A plot as SVG; nothing where there is nothing to show."""
-    drawn, buffer = Figure(figsize=(9, 4), layout="constrained"), io.StringIO()
+    drawn, buffer = Figure(figsize=(11, 4), layout="constrained"), io.StringIO()
     has_content = plot(drawn.subplots(), drafters)
     drawn.savefig(buffer, format="svg")
     svg = buffer.getvalue()
     return svg[svg.index("<svg") :] if has_content else ""
+
+
+def put_legend(axes: Axes) -> None:
+    """Beside the plot: many drafters leave no room inside."""
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
 
 
 def plot_positions(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
@@ -147,7 +152,7 @@ def plot_positions(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
             axes.fill_between(positions, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
             axes.set_xticks(positions)
     axes.set(xlabel="position of the draft", ylabel="accepted", ylim=(0, 1))
-    axes.legend(fontsize=9)
+    put_legend(axes)
     return True
 
 
@@ -162,7 +167,7 @@ def plot_groups(axes: Axes, drafters: Mapping[str, Figures], key: str, prefix: s
     counts = {group: max(each[key][group]["prompts"] for each in drafters.values() if group in each[key]) for group in groups}
     axes.set_xticks(range(len(groups)), [f"{prefix} {group}\n{counts[group]} prompts".strip() for group in groups], fontsize=9)
     axes.set(ylabel="acceptance length", ylim=(1, None))
-    axes.legend(fontsize=9)
+    put_legend(axes)
     return len(groups) > 0
 
 
@@ -172,7 +177,7 @@ def plot_prompts(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
         if lengths := sorted(each["acceptance_length_of_prompts"], reverse=True):
             axes.step(lengths, [(i + 1) / len(lengths) for i in range(len(lengths))], where="post", label=name)
     axes.set(xlabel="acceptance length of at least", ylabel="share of prompts", ylim=(0, 1))
-    axes.legend(fontsize=9)
+    put_legend(axes)
     return True
 
 
@@ -188,7 +193,7 @@ def plot_overlap(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
         axes.set_xticks(positions)
     axes.set(xlabel="position of the draft", ylabel="mean over rounds", ylim=(0, 1))
     if shown:
-        axes.legend(fontsize=8, ncols=2)
+        put_legend(axes)
     return bool(shown)
 
 
@@ -202,7 +207,7 @@ def plot_calibration(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
     axes.plot([0, 1], [0, 1], color="#999", linewidth=0.8)
     axes.set(xlabel="the head's probability for its draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
     if shown:
-        axes.legend(fontsize=8)
+        put_legend(axes)
     return bool(shown)
 
 
