@@ -50,6 +50,8 @@ def main(cfg: DictConfig) -> None:
     if settings.draft_model is not None:
         longest = max(map(len, prompts.values())) + settings.max_new_tokens + settings.num_speculative_tokens
         model = load_draft_model(settings.draft_model, target_dir, longest, dtype, ranks.device)
+    output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
+    output_dir.mkdir(parents=True, exist_ok=True)
     target = load_target(target_dir, dtype, ranks.device)
 
     candidates = candidates_of(settings, found, target, model, ranks.rank)
@@ -57,7 +59,6 @@ def main(cfg: DictConfig) -> None:
     measurement = Measurement(settings, target, tokenizer, notes, ranks)
     measured = {name: measurement.run(candidate, prompts, name) for name, candidate in candidates.items()}
     if ranks.is_first:
-        output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
         write_provenance(output_dir, config)
         for name, each in measured.items():
             write_generations(output_dir / ("generations.jsonl" if name == "head" else f"generations_{name}.jsonl"), each)

@@ -5,9 +5,9 @@
 
 Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode each batch in turns, and its fastest
 of `bench.repeats` counts; tokens/s begin behind the prompt, answers have `acceptance.max_new_tokens` tokens and do not end before. The
-prediction is made from other prompts: their tokens for each round and their seconds for each round. A batch here lasts as long as its
-slowest answer; `refilled` is the speed-up where others take the places of those that are done, as in an engine. `bench.out=FILE` writes
-the figures as JSON, and a chart beside it.
+prediction is made from other prompts, their tokens for each round and their seconds for each round: how far the speed-up carries over.
+A batch here lasts as long as its slowest answer; `refilled` is the speed-up where others take the places of those that are done, as in
+an engine. `bench.out=FILE` writes the figures as JSON, and a chart beside it.
 """
 
 import itertools
@@ -41,6 +41,12 @@ Figures = dict[str, Any]
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks, settings, bench = init_ranks(), config.acceptance, config.bench
+    if settings.max_new_tokens < 2:
+        raise ValueError(
+            f"acceptance.max_new_tokens: must be at least 2, of which the first is not timed, but is {settings.max_new_tokens}"
+        )
+    if bench.out and (Path(bench.out).suffix == ".svg" or not Path(bench.out).parent.is_dir()):
+        raise ValueError(f"bench.out: must be a JSON file in a folder that exists, but is {bench.out}; correct it")
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)

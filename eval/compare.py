@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("reports", type=Path, nargs="+", help="report.json of eval.acceptance")
     parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page to write")
     args = parser.parse_args()
+    if args.out.suffix == ".json":
+        raise ValueError(f"--out: must be an HTML page, but is {args.out}, named as a report; choose another name")
     reports = read_reports(args.reports)
     print_table(reports)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +59,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             report = {"top_p": 1.0, "top_k": 0} | report
         if not isinstance(report, dict) or not {"beside", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is none, or an older one; measure again")
-        if str(path) in reports:
+        if path.resolve() in map(Path.resolve, map(Path, reports)):
             raise ValueError(f"{path}: reports must be different ones, but this one stands twice; remove it")
         reports[str(path)] = report
     (first_path, first), *others = reports.items()

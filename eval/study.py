@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,20 @@ class Study:
                     f"study.variants.{name}: must be of the study's target and take prompts from files or conversations, but has target "
                     f"{variant.target.path} and prompts.source={variant.prompts.source}; make it a study of its own"
                 )
+            of_length = {"max_document_tokens": 0, "max_train_tokens": 0}
+            if replace(variant.prompts, **of_length) != replace(self.config.prompts, **of_length):
+                raise ValueError(
+                    f"study.variants.{name}: must take its documents from where the study's prompts are held out, but has other settings "
+                    "of prompts than max_document_tokens and max_train_tokens; make it a study of its own"
+                )
+            if variant.acceptance != answers:
+                raise ValueError(
+                    f"study.variants.{name}: must be measured as the others are, but has other settings of acceptance; set them for all"
+                )
+        if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
+            raise ValueError(f"study.seeds: must be different and at least 0, but are {settings.seeds}; correct them")
+        if not re.fullmatch(r"[\w-]+", settings.name):
+            raise ValueError(f"study.name: must be letters, digits, - and _, but is {settings.name!r}; rename it")
         if self.config.seed != 0:
             raise ValueError(f"seed: must be left out, but is {self.config.seed}; set study.seeds")
         context_tokens, lengths = target_config_of(self.config).max_position_embeddings, settings.prompt_tokens

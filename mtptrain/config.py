@@ -506,6 +506,12 @@ def _check(config: PipelineConfig) -> None:
         raise ValueError(
             f"train.betas: must be two numbers from 0 to below 1, but is {config.train.betas}; AdamW's are (0.9, 0.95)"
         )
+    for name, sizes in {
+        "bench.draft_depths": config.bench.draft_depths,
+        "bench.batch_sizes": config.bench.batch_sizes,
+    }.items():
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"{name}: must hold at least one number, each at least 1, but is {sizes}; correct it")
     for name, share in {
         "acceptance.top_p": config.acceptance.top_p,
         "responses.top_p": config.responses.top_p,

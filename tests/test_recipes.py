@@ -34,6 +34,8 @@ OUT_OF_RANGE = {
     "train.feature_weight": {"-0.1": "at least 0.0, but is -0.1"},
     "bench.vocab_size": {"1": "at least 2, but is 1"},
     "bench.depths": {"0": "at least 1, but is 0"},
+    "bench.draft_depths": {"[]": "at least one number, each at least 1, but is []", "[1,0]": "each at least 1, but is [1, 0]"},
+    "bench.batch_sizes": {"[]": "at least one number", "[0]": "each at least 1, but is [0]"},
     "bench.decode_prompts": {"0": "at least 1, but is 0"},
     "bench.longest_tokens": {"512": "at least 1024, but is 512"},
     "prompts.max_document_tokens": {"3": "at least 4, but is 3"},
