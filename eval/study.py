@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,9 @@ class Study:
                     f"study.variants.{name}: must be of the study's target and take prompts from files or conversations, but has target "
                     f"{variant.target.path} and prompts.source={variant.prompts.source}; make it a study of its own"
                 )
-            of_length = {"max_document_tokens": 0, "max_train_tokens": 0}
-            if replace(variant.prompts, **of_length) != replace(self.config.prompts, **of_length):
+            source = self.config.prompts
+            lengths_of = {"max_document_tokens": source.max_document_tokens, "max_train_tokens": source.max_train_tokens}
+            if asdict(variant.prompts) | lengths_of != asdict(source):
                 raise ValueError(
                     f"study.variants.{name}: must take its documents from where the study's prompts are held out, but has other settings "
                     "of prompts than max_document_tokens and max_train_tokens; make it a study of its own"

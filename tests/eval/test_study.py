@@ -78,6 +78,9 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
         (("study=norms", "seed=3"), "seed: must be left out, but is 3; set study.seeds"),
         (("study=norms", "+study.variants.data=[]"), "and not data or held_out, but one is 'data'; rename it"),
         (("study=norms", '+study.variants.x=["target.path=/x"]'), "study.variants.x: must be of the study's target"),
+        (("study=norms", '+study.variants.x=["prompts.validation_fraction=0.001"]'), "from where the study's prompts are held out"),
+        (("study=norms", '+study.variants.x=["acceptance.temperature=1"]'), "study.variants.x: must be measured as the others are"),
+        (("study=norms", "study.seeds=[1,1]"), "study.seeds: must be different and at least 0, but are [1, 1]"),
         (("study=norms", '+study.variants.x=["train.lr=-1"]'), "train.lr: must be a number of at least 0"),
     ],
 )
