@@ -25,7 +25,8 @@ from rich.table import Table
 from eval.draft_quality import DraftQuality
 from eval.measurement import Candidate, Measured, Measurement
 from eval.report_page import write_page
-from mtptrain.acceptance import PromptNotes, has_loop, prompts_sha256, read_notes, read_prompts
+from mtptrain.acceptance import has_loop
+from mtptrain.acceptance_prompts import Prompts, read_prompts
 from mtptrain.config import RECIPES, AcceptanceConfig, Beside, PipelineConfig, load_config
 from mtptrain.distributed import Ranks, init_ranks
 from mtptrain.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
@@ -45,24 +46,24 @@ def main(cfg: DictConfig) -> None:
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
     prompts = read_prompts(config, target_dir)
-    notes = read_notes(Path(settings.prompts_file)) if settings.prompts_file else PromptNotes()
     model = None
     if settings.draft_model is not None:
-        longest = max(map(len, prompts.values())) + settings.max_new_tokens + settings.num_speculative_tokens
+        longest = max(map(len, prompts.input_ids.values())) + settings.max_new_tokens + settings.num_speculative_tokens
         model = load_draft_model(settings.draft_model, target_dir, longest, dtype, ranks.device)
     output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
     output_dir.mkdir(parents=True, exist_ok=True)
     target = load_target(target_dir, dtype, ranks.device)
 
     candidates = candidates_of(settings, found, target, model, ranks.rank)
-    tokenizer = load_tokenizer(target_dir) if notes.turns else None
-    measurement = Measurement(settings, target, tokenizer, notes, ranks)
-    measured = {name: measurement.run(candidate, prompts, name) for name, candidate in candidates.items()}
+    tokenizer = load_tokenizer(target_dir) if prompts.turns else None
+    measured = Measurement(settings, target, tokenizer, prompts, ranks).run(candidates)
     if ranks.is_first:
         write_provenance(output_dir, config)
+        for old in output_dir.glob("generations*.jsonl"):
+            old.unlink()
         for name, each in measured.items():
             write_generations(output_dir / ("generations.jsonl" if name == "head" else f"generations_{name}.jsonl"), each)
-        described = report(config, found, target_dir, prompts, notes, ranks, measured)
+        described = report(config, found, target_dir, prompts, ranks, measured)
         write_json(output_dir / "report.json", described)
         served = config.stage_dir("serving_check") / "report.json"
         write_page(
@@ -129,8 +130,7 @@ def report(
     config: PipelineConfig,
     found: RunHead,
     target_dir: Path,
-    prompts: dict[str, list[int]],
-    notes: PromptNotes,
+    prompts: Prompts,
     ranks: Ranks,
     measured: dict[str, Measured],
 ) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def report(
         "head_name": config.head.name,
         "head_sha256": found.sha256,
         "prompts_file": settings.prompts_file,
-        "prompts_sha256": prompts_sha256(prompts, notes),
+        "prompts_sha256": prompts.sha256,
         "beside": described,
         "speed": {name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()},
     }

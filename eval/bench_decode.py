@@ -3,14 +3,14 @@
     python -m eval.bench_decode recipe=quickstart
     python -m eval.bench_decode recipe=quickstart "bench.batch_sizes=[1,4,32]" "bench.draft_depths=[1,2,3,4,5,6]" bench.out=decode.json
 
-Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode each batch in turns, and its fastest
+Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode each batch in turns, and the fastest
 of `bench.repeats` counts; tokens/s begin behind the prompt, answers have `acceptance.max_new_tokens` tokens and do not end before. The
-prediction is made from other prompts, their tokens for each round and their seconds for each round: how far the speed-up carries over.
-A batch here lasts as long as its slowest answer; `refilled` is the speed-up where others take the places of those that are done, as in
-an engine. `bench.out=FILE` writes the figures as JSON, and a chart beside it.
+prediction sees none of this: it takes what a round costs from prompts of random tokens, and the rounds that an answer needs with every K
+from how often the drafts of the largest one are accepted at each position on other prompts. A batch lasts as long as its slowest answer;
+`refilled` is the speed-up where others take the places of those that are done, as in an engine. `bench.out=FILE` writes the figures as
+JSON, and a chart beside it.
 """
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from mtptrain.acceptance import read_prompts
+from mtptrain.acceptance_prompts import read_prompts
 from mtptrain.clock import PhaseClock
 from mtptrain.config import RECIPES, load_config
 from mtptrain.distributed import init_ranks
 from mtptrain.drafters import HeadDrafter, NoDrafter
-from mtptrain.speculate import PHASES, Drafter, Sampler, speculate
+from mtptrain.speculate import PHASES, Drafter, Generation, Sampler, speculate
 from mtptrain.target import Target, load_target, resolve_target
 from mtptrain.warm_start import trained_or_initial_head
 
@@ -50,32 +50,34 @@ def main(cfg: DictConfig) -> None:
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
-    prompts = list(read_prompts(config, target_dir, spare_tokens=max(bench.draft_depths)).values())
+    prompts = list(read_prompts(config, target_dir, spare_tokens=max(bench.draft_depths)).input_ids.values())
     target = load_target(target_dir, dtype, ranks.device)
-    measured, others = prompts[::2][: bench.decode_prompts], prompts[1::2][: bench.decode_prompts]
-    if not others:
+    halves = [prompts[half::2][: bench.decode_prompts] for half in range(2)]
+    if len(halves[1]) < max(bench.batch_sizes):
         raise ValueError(
-            f"acceptance.num_prompts: must give at least 2 prompts, half of them for the prediction, but gives {len(prompts)}; raise it"
+            f"bench.batch_sizes: must be at most {len(halves[1])}, the prompts that are measured, of which as many are predicted from, but "
+            f"hold {max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts or acceptance.num_prompts"
         )
 
     drafters: dict[int, Drafter] = {0: NoDrafter()}
-    drafters |= {depths: HeadDrafter(found.head, target.parts, depths) for depths in bench.draft_depths}
+    drafters |= {depths: HeadDrafter(found.head, target.parts, depths, settings.sample_drafts) for depths in bench.draft_depths}
+
+    def decode_with(depths: int, batch: Batch) -> Spent:
+        sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
+        return decode(target, drafters[depths], batch, depths, settings.max_new_tokens, sampler)
+
     rows: list[Figures] = []
     for batch_size in bench.batch_sizes:
-        totals = dict.fromkeys(itertools.product(range(2), drafters), Spent())
-        batches = [
-            (half, part[first : first + batch_size])
-            for half, part in enumerate((measured, others))
-            for first in range(0, len(part), batch_size)
-        ]
-        for half, batch in tqdm(batches, desc=f"batches of {batch_size}", unit="batch"):
-            tries: dict[int, list[Spent]] = {depths: [] for depths in drafters}
-            for _, depths in itertools.product(range(bench.repeats), drafters):
-                sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
-                tries[depths].append(decode(target, drafters[depths], batch, depths, settings.max_new_tokens, sampler))
-            for depths, spent in tries.items():
-                totals[half, depths] += min(spent, key=lambda each: each.seconds)
-        rows += [describe(batch_size, depths, totals) for depths in drafters]
+        measured, costs = dict.fromkeys(drafters, Spent()), dict.fromkeys(drafters, Spent())
+        batches, other_batches = (full_batches(half, batch_size) for half in halves)
+        for batch in tqdm(batches, desc=f"batches of {batch_size}", unit="batch"):
+            for total, asked in ((measured, batch), (costs, random_tokens(batch, len(target.parts.lm_head)))):
+                tries = [{depths: decode_with(depths, asked) for depths in drafters} for _ in range(bench.repeats)]
+                for depths in drafters:
+                    total[depths] += min((each[depths] for each in tries), key=lambda spent: spent.seconds)
+        deepest = max(bench.draft_depths)
+        answers = [decode_with(deepest, batch).answers for batch in tqdm(other_batches, desc="other prompts", unit="batch")]
+        rows += [describe(batch_size, depths, measured, costs, answers) for depths in drafters]
     figures = {"device": str(ranks.device), "threads": torch.get_num_threads(), "dtype": str(settings.dtype), "rows": rows}
     print_table(rows)
     if bench.out:
@@ -91,51 +93,89 @@ class Spent:
     """New ones, but for each answer's first."""
     rounds: int = 0
     """Forwards of the target, of all batches."""
-    own_rounds: int = 0
-    """Of each answer until it was done, summed."""
+    answers: tuple[Generation, ...] = ()
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds of `PHASES`."""
 
     def __add__(self, other: "Spent") -> "Spent":
         phases = {name: self.phases.get(name, 0.0) + other.phases.get(name, 0.0) for name in self.phases | other.phases}
-        return Spent(self.tokens + other.tokens, self.rounds + other.rounds, self.own_rounds + other.own_rounds, phases)
+        return Spent(self.tokens + other.tokens, self.rounds + other.rounds, self.answers + other.answers, phases)
 
     @property
     def seconds(self) -> float:
         return sum(seconds for name, seconds in self.phases.items() if name != "prompt")
 
     @property
+    def seconds_of_a_round(self) -> float:
+        return self.seconds / self.rounds
+
+    @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
 
-def decode(
-    target: Target, drafter: Drafter, batch: Sequence[Sequence[int]], depths: int, max_new_tokens: int, sampler: Sampler
-) -> Spent:
+Batch = Sequence[Sequence[int]]
+
+
+def full_batches(prompts: Batch, batch_size: int) -> list[Batch]:
+    return [prompts[first : first + batch_size] for first in range(0, len(prompts) - batch_size + 1, batch_size)]
+
+
+def random_tokens(batch: Batch, vocab_size: int) -> Batch:
+    """Prompts as long as those of the batch."""
+    generator = torch.Generator().manual_seed(sum(map(len, batch)))
+    return [torch.randint(vocab_size, (len(prompt),), generator=generator).tolist() for prompt in batch]
+
+
+def decode(target: Target, drafter: Drafter, batch: Batch, depths: int, max_new_tokens: int, sampler: Sampler) -> Spent:
     """Decode a batch of prompts; K is 0 for plain decoding."""
     clock = PhaseClock(target.device)
     answers = speculate(
         target, drafter, batch, num_speculative_tokens=depths, max_new_tokens=max_new_tokens, sampler=sampler, clock=clock
     )
-    rounds = [answer.rounds + answer.empty_rounds for answer in answers]
-    return Spent(sum(len(answer.tokens) - 1 for answer in answers), max(rounds), sum(rounds), clock.read())
+    tokens = sum(len(answer.tokens) - 1 for answer in answers)
+    return Spent(tokens, max(map(num_rounds, answers)), tuple(answers), clock.read())
 
 
-def describe(batch_size: int, depths: int, totals: dict[tuple[int, int], Spent]) -> Figures:
-    """One row of the table; costs in milliseconds a round."""
-    spent, plain, other, other_plain = totals[0, depths], totals[0, 0], totals[1, depths], totals[1, 0]
+def num_rounds(answer: Generation) -> int:
+    return answer.rounds + answer.empty_rounds
+
+
+def needed_rounds(answer: Generation, depths: int) -> float:
+    """Rounds that an answer would have needed with fewer drafts: those at the first positions are the same."""
+    tokens_of_a_round = 1 + sum(answer.accepted_at[:depths]) / max(answer.rounds, 1)
+    return (len(answer.tokens) - 1) / tokens_of_a_round
+
+
+def describe(
+    batch_size: int,
+    depths: int,
+    measured: dict[int, Spent],
+    costs: dict[int, Spent],
+    other_answers: Sequence[Sequence[Generation]],
+) -> Figures:
+    """One row of the table; costs in milliseconds a round.
+
+    Args:
+        costs: of random tokens.
+        other_answers: of each batch of the other prompts, with the largest K.
+    """
+    spent, plain = measured[depths], measured[0]
     per_round = {name: spent.phases.get(name, 0.0) / spent.rounds * 1e3 for name in PHASES if name != "prompt"}
-    tokens_of_a_round = other.tokens / other.rounds
-    seconds_of_a_round, seconds_of_a_token = other.seconds / other.rounds, other_plain.seconds / other_plain.tokens
+    other_rounds, other_plain_rounds = (
+        sum(max(needed_rounds(answer, drafts) for answer in batch) for batch in other_answers) for drafts in (depths, 0)
+    )
+    own_rounds = sum(map(num_rounds, spent.answers))  # of each answer until it was done
     return {
         "batch_size": batch_size,
         "num_speculative_tokens": depths,
         "tokens_per_s": spent.tokens_per_s,
         "speed_up": spent.tokens_per_s / plain.tokens_per_s,
-        "predicted_speed_up": tokens_of_a_round * seconds_of_a_token / seconds_of_a_round,
-        "refilled_speed_up": spent.tokens / spent.own_rounds * (plain.seconds / plain.rounds) / (spent.seconds / spent.rounds),
+        "predicted_speed_up": other_plain_rounds / other_rounds * costs[0].seconds_of_a_round / costs[depths].seconds_of_a_round,
+        "refilled_speed_up": spent.tokens / own_rounds * plain.seconds_of_a_round / spent.seconds_of_a_round,
         "tokens_per_round": spent.tokens / spent.rounds,
         **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
+        "predicted_from_ms": costs[depths].seconds_of_a_round * 1e3,
     }
 
 

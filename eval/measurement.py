@@ -1,22 +1,15 @@
-"""Prompts decoded with one drafter after another, turn after turn, and what that says of each."""
+"""Prompts decoded by several drafters in turns, and what that says of each."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eval.draft_quality import DraftQuality, QualityFigures
-from mtptrain.acceptance import (
-    Acceptance,
-    Intervals,
-    PromptNotes,
-    eos_token_ids,
-    generate_in_batches,
-    has_loop,
-    intervals,
-    summarise,
-)
+from mtptrain.acceptance import Acceptance, Intervals, eos_token_ids, generate_in_batches, has_loop, intervals, summarise
+from mtptrain.acceptance_prompts import Prompts
 from mtptrain.clock import PhaseClock
 from mtptrain.config import AcceptanceConfig
 from mtptrain.distributed import Ranks
@@ -45,6 +38,8 @@ class Answer:
     generation: Generation
     prompt_tokens: int
     category: str | None
+    source: str
+    """File or conversation of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +70,10 @@ class Measured:
 
     @property
     def intervals(self) -> Intervals:
-        conversations: dict[str, list[Generation]] = {}
-        for (prompt_id, _), answer in self.answers.items():
-            conversations.setdefault(prompt_id, []).append(answer.generation)
-        return intervals(list(conversations.values()))
+        sources: dict[str, list[Generation]] = {}
+        for answer in self.answers.values():
+            sources.setdefault(answer.source, []).append(answer.generation)
+        return intervals(list(sources.values()))
 
     def describe(self) -> dict[str, Any]:
         """Figures of a report: pooled, without loops, by the length of the prompt and by category."""
@@ -92,6 +87,7 @@ class Measured:
         return {
             **asdict(self.pooled),
             "intervals": asdict(self.intervals),
+            "sources": len({answer.source for answer in answers}),
             "conversations": len({prompt_id for prompt_id, _ in self.answers}),
             "cut_conversations": self.cut_conversations,
             "without_loops": asdict(self.without_loops),
@@ -102,73 +98,75 @@ class Measured:
         }
 
 
+@dataclass
+class Share:
+    """What a rank has of a candidate so far."""
+
+    clock: PhaseClock
+    answers: dict[tuple[str, int], Answer] = field(default_factory=dict)
+    seconds: float = 0.0
+    num_cut: int = 0
+
+
 class Measurement:
-    """Decodes prompts with one candidate, turn after turn."""
+    """Decodes prompts, turn after turn; candidates take every batch in turns, so that a busy machine slows all of them."""
 
     def __init__(
-        self,
-        settings: AcceptanceConfig,
-        target: Target,
-        tokenizer: PreTrainedTokenizerBase | None,
-        notes: PromptNotes,
-        ranks: Ranks,
+        self, settings: AcceptanceConfig, target: Target, tokenizer: PreTrainedTokenizerBase | None, prompts: Prompts, ranks: Ranks
     ) -> None:
         self.settings = settings
         self.target = target
         self.tokenizer = tokenizer
         """Of conversations that go on; None where none does."""
-        self.notes = notes
+        self.prompts = prompts
         self.ranks = ranks
 
-    def run(self, candidate: Candidate, prompts: dict[str, list[int]], name: str) -> Measured:
-        """Decode this rank's share of the prompts and gather everyone's."""
-        waiting = {prompt_id: prompts[prompt_id] for prompt_id in list(prompts)[self.ranks.rank :: self.ranks.world_size]}
-        messages = {prompt_id: [{"role": "user", "content": turns[0]}] for prompt_id, turns in self.notes.turns.items()}
-        answers: dict[tuple[str, int], Answer] = {}
-        clock = PhaseClock(self.ranks.device)
-        started, turn, num_cut = time.perf_counter(), 1, 0
+    def run(self, candidates: dict[str, Candidate]) -> dict[str, Measured]:
+        """Decode this rank's share of the prompts, those of similar length together, and gather everyone's."""
+        own = sorted(
+            list(self.prompts.input_ids)[self.ranks.rank :: self.ranks.world_size],
+            key=lambda prompt_id: len(self.prompts.input_ids[prompt_id]),
+        )
+        shares = {name: Share(PhaseClock(self.ranks.device)) for name in candidates}
+        size = self.settings.batch_size
+        with tqdm(total=len(own) * len(candidates), desc="acceptance", unit="prompt", disable=not self.ranks.is_first) as bar:
+            for first in range(0, len(own), size):
+                batch = own[first : first + size]
+                for name, candidate in candidates.items():
+                    self._decode(candidate, batch, shares[name])
+                    bar.update(len(batch))
+                done = summarise([answer.generation for answer in shares["head"].answers.values()])
+                bar.set_postfix(acceptance_length=f"{done.acceptance_length:.2f}")
+        return {name: self._gather(candidate, shares[name]) for name, candidate in candidates.items()}
+
+    def _decode(self, candidate: Candidate, batch: list[str], share: Share) -> None:
+        """A batch of prompts and, of conversations, the turns that follow."""
+        started, turn, turns = time.perf_counter(), 1, self.prompts.turns
+        waiting = {prompt_id: self.prompts.input_ids[prompt_id] for prompt_id in batch}
+        messages = {prompt_id: [{"role": "user", "content": turns[prompt_id][0]}] for prompt_id in batch if prompt_id in turns}
         while waiting:
-            generations = self._generate(candidate, list(waiting.values()), name if turn == 1 else f"{name}, turn {turn}", clock)
+            generations = generate_in_batches(
+                self.target,
+                candidate.drafter,
+                list(waiting.values()),
+                num_speculative_tokens=self.settings.num_speculative_tokens,
+                max_new_tokens=self.settings.max_new_tokens,
+                sampler=candidate.sampler,
+                eos_token_ids=eos_token_ids(self.target),
+                batch_size=len(waiting),
+                clock=share.clock,
+                observe=candidate.quality,
+            )
             following: dict[str, list[int]] = {}
             for (prompt_id, prompt), generation in zip(waiting.items(), generations, strict=True):
-                answers[prompt_id, turn] = Answer(generation, len(prompt), self.notes.categories.get(prompt_id))
-                if turn < len(self.notes.turns.get(prompt_id, [])):
-                    following[prompt_id] = self._next_prompt(messages[prompt_id], generation, self.notes.turns[prompt_id][turn])
+                category, source = self.prompts.categories.get(prompt_id), self.prompts.sources.get(prompt_id, prompt_id)
+                share.answers[prompt_id, turn] = Answer(generation, len(prompt), category, source)
+                if turn < len(turns.get(prompt_id, [])):
+                    following[prompt_id] = self._next_prompt(messages[prompt_id], generation, turns[prompt_id][turn])
             context_tokens = self.target.config.max_position_embeddings - self.settings.max_new_tokens
             waiting = {prompt_id: prompt for prompt_id, prompt in following.items() if len(prompt) <= context_tokens}
-            num_cut, turn = num_cut + len(following) - len(waiting), turn + 1
-        phases = clock.read()
-        seconds = {"all": time.perf_counter() - started - phases.pop("observe", 0.0)} | phases
-        merged = {key: answer for share in self.ranks.gather(answers) for key, answer in share.items()}
-        place = {prompt_id: index for index, prompt_id in enumerate(prompts)}
-        in_order = sorted(merged, key=lambda key: (place[key[0]], key[1]))
-        num_tokens = sum(len(answer.generation.tokens) for answer in answers.values())
-        quality = None
-        if candidate.quality is not None:
-            first, *others = self.ranks.gather(candidate.quality.sums())
-            quality = candidate.quality.figures(sum(others, start=first))
-        return Measured(
-            answers={key: merged[key] for key in in_order},
-            seconds=seconds,
-            tokens_per_s=num_tokens / seconds["all"],
-            cut_conversations=sum(self.ranks.gather(num_cut)),
-            quality=quality,
-        )
-
-    def _generate(self, candidate: Candidate, prompts: list[list[int]], description: str, clock: PhaseClock) -> list[Generation]:
-        return generate_in_batches(
-            self.target,
-            candidate.drafter,
-            prompts,
-            num_speculative_tokens=self.settings.num_speculative_tokens,
-            max_new_tokens=self.settings.max_new_tokens,
-            sampler=candidate.sampler,
-            eos_token_ids=eos_token_ids(self.target),
-            batch_size=self.settings.batch_size,
-            description=description.replace("_", " ") if self.ranks.is_first else None,
-            clock=clock,
-            observe=candidate.quality,
-        )
+            share.num_cut, turn = share.num_cut + len(following) - len(waiting), turn + 1
+        share.seconds += time.perf_counter() - started
 
     def _next_prompt(self, messages: list[dict[str, str]], generation: Generation, said: str) -> list[int]:
         """Adds the target's answer and what the user says to it."""
@@ -176,3 +174,21 @@ class Measurement:
         answer = str(self.tokenizer.decode(generation.tokens, skip_special_tokens=True))
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
         return render_prompt(self.tokenizer, messages)
+
+    def _gather(self, candidate: Candidate, share: Share) -> Measured:
+        phases = share.clock.read()
+        seconds = {"all": share.seconds - phases.pop("observe", 0.0)} | phases
+        merged = {key: answer for part in self.ranks.gather(share.answers) for key, answer in part.items()}
+        place = {prompt_id: index for index, prompt_id in enumerate(self.prompts.input_ids)}
+        num_tokens = sum(len(answer.generation.tokens) for answer in share.answers.values())
+        quality = None
+        if candidate.quality is not None:
+            first, *others = self.ranks.gather(candidate.quality.sums())
+            quality = candidate.quality.figures(sum(others, start=first))
+        return Measured(
+            answers={key: merged[key] for key in sorted(merged, key=lambda key: (place[key[0]], key[1]))},
+            seconds=seconds,
+            tokens_per_s=num_tokens / max(seconds["all"], 1e-9),  # a rank may have no prompt
+            cut_conversations=sum(self.ranks.gather(share.num_cut)),
+            quality=quality,
+        )

@@ -23,15 +23,8 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 
 from eval.report_page import write_page
-from mtptrain.acceptance import (
-    Acceptance,
-    PromptNotes,
-    eos_token_ids,
-    generate_in_batches,
-    prompts_sha256,
-    read_prompts,
-    summarise,
-)
+from mtptrain.acceptance import Acceptance, eos_token_ids, generate_in_batches, summarise
+from mtptrain.acceptance_prompts import read_prompts
 from mtptrain.config import RECIPES, Dtype, PipelineConfig, load_config
 from mtptrain.distributed import init_ranks
 from mtptrain.drafters import HeadDrafter, NoDrafter
@@ -59,7 +52,8 @@ def main(cfg: DictConfig) -> None:
             "leave it out"
         )
     target_dir = resolve_target(config.target.path, config.target.revision)
-    prompts = read_prompts(config, target_dir, spare_tokens(config))
+    asked = read_prompts(config, target_dir, spare_tokens(config))
+    prompts = asked.input_ids
     engine = find_engine(config, target_dir, prompts)
     ours = decode_here(config, target_dir, prompts)
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
@@ -68,7 +62,7 @@ def main(cfg: DictConfig) -> None:
 
     output_dir = Path(config.serving.output_dir or config.stage_dir("serving_check"))
     write_provenance(output_dir, config)
-    served = report(config, comparison, divergence) | {"prompts_sha256": prompts_sha256(prompts, PromptNotes())}
+    served = report(config, comparison, divergence) | {"prompts_sha256": asked.sha256}
     write_json(output_dir / "report.json", served)
     measured = config.stage_dir("acceptance") / "report.json"
     if measured.exists() and "speed" in (figures := json.loads(measured.read_text())):

@@ -29,7 +29,8 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from mtptrain.acceptance import held_out_documents, held_out_prompts, summarise
+from mtptrain.acceptance import summarise
+from mtptrain.acceptance_prompts import held_out_documents, held_out_prompts
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
 from mtptrain.heads import HEADS
 from mtptrain.identity import file_sha256

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from mtptrain.acceptance import held_out_documents, held_out_prompts
+from mtptrain.acceptance_prompts import held_out_documents, held_out_prompts
 from mtptrain.config import RECIPES, ExportEngine, PipelineConfig, load_config
 from mtptrain.drafters import HeadDrafter
 from mtptrain.formats import format_for

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from mtptrain.acceptance import Acceptance, eos_token_ids, generate_in_batches, held_out_documents, held_out_prompts, summarise
+from mtptrain.acceptance import Acceptance, eos_token_ids, generate_in_batches, summarise
+from mtptrain.acceptance_prompts import HeldOut, held_out_documents, held_out_prompts
 from mtptrain.config import PipelineConfig
 from mtptrain.distributed import Ranks
 from mtptrain.drafters import HeadDrafter
@@ -26,7 +27,7 @@ class Validation:
         self.dtype = getattr(torch, config.acceptance.dtype)
         check_placement(target_dir, self.dtype, ranks.device)
         prompts = held_out_prompts(
-            held_out_documents(config.stage_dir("prompts")),
+            held_out_documents(config.stage_dir("prompts"), HeldOut.choosing),
             config.train.validation_prompts,
             config.acceptance.prompt_tokens,
             config.train.validation_new_tokens,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from eval.bench_decode import Spent, describe, recommended
+from mtptrain.speculate import Generation
 from tests.conftest import run_program
 
 
@@ -24,15 +25,33 @@ def test_every_batch_size_and_depth_is_measured_and_written(fresh_run: tuple[Pat
     assert "<svg" in (tmp_path / "decode.svg").read_text()
 
 
-def test_the_prediction_is_tokens_and_seconds_of_a_round_on_other_prompts() -> None:
-    best = {
-        (0, 0): Spent(100, 100, 100, {"prompt": 5.0, "verify": 1.0}),  # 100 tokens/s
-        (0, 3): Spent(100, 40, 25, {"draft": 0.1, "verify": 0.4}),  # 200 tokens/s
-        (1, 0): Spent(100, 100, 100, {"prompt": 7.0, "verify": 2.0}),  # 20 ms a token
-        (1, 3): Spent(120, 40, 40, {"draft": 0.2, "verify": 0.8}),  # 3 tokens in 25 ms
+def answer(rounds: int, *accepted_at: int) -> Generation:
+    return Generation([0] * 101, rounds, 0, rounds * len(accepted_at), list(accepted_at))
+
+
+def test_the_prediction_is_made_of_what_a_round_costs_elsewhere_and_of_the_acceptance_of_other_prompts() -> None:
+    measured = {
+        0: Spent(100, 100, (answer(100),), {"prompt": 5.0, "verify": 1.0}),  # 100 tokens/s
+        2: Spent(100, 40, (answer(25, 20, 20),), {"draft": 0.1, "verify": 0.4}),  # 200 tokens/s
     }
-    row = describe(1, 3, best)
-    assert row["speed_up"] == pytest.approx(2.0) and row["predicted_speed_up"] == pytest.approx(3 * 20 / 25)
+    costs = {
+        0: Spent(7, 10, (), {"prompt": 7.0, "verify": 0.2}),
+        2: Spent(7, 10, (), {"draft": 0.1, "verify": 0.15}),
+    }  # 20 and 25 ms
+    others = [[answer(50, 50, 25, 5)], [answer(50, 25, 0, 0)]]  # 2.5 and 1.5 tokens a round with two drafts
+    row = describe(1, 2, measured, costs, others)
+    assert row["speed_up"] == pytest.approx(2.0)
+    assert row["predicted_speed_up"] == pytest.approx(200 / (100 / 2.5 + 100 / 1.5) * 20 / 25)
     assert row["refilled_speed_up"] == pytest.approx(4 * 10 / 12.5)  # 4 tokens in 12.5 ms, beside one in 10 ms
     assert row["tokens_per_round"] == 2.5 and row["draft_ms"] == pytest.approx(2.5) and row["verify_ms"] == pytest.approx(10.0)
-    assert recommended([describe(1, 0, best), row], 1) == 3
+    assert recommended([describe(1, 0, measured, costs, others), row], 1) == 2
+    both = describe(2, 2, measured, costs, [[*others[0], *others[1]]])
+    assert both["predicted_speed_up"] == pytest.approx(1.5 * 20 / 25)  # a batch waits for its slowest answer
+
+
+def test_more_prompts_together_than_there_are_is_refused(fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    _, overrides = fresh_run
+    trained = run_program("mtptrain.train", *overrides, "train.max_steps=2", "train.warmup_steps=1", "train.validation_prompts=0")
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    result = run_program("eval.bench_decode", *overrides, "bench.batch_sizes=[1,3]", "bench.decode_prompts=2")
+    assert "bench.batch_sizes: must be at most 2, the prompts that are measured" in result.stderr

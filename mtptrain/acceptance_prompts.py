@@ -1,0 +1,220 @@
+"""The prompts that acceptance is measured on: from held-out documents, or from a file of the user's."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mtptrain.config import PipelineConfig
+from mtptrain.prompt_files import DocumentEntry, Documents, Split, name_hash, render_prompt
+from mtptrain.run_dir import require
+from mtptrain.speculate import check_prompts
+from mtptrain.target import load_tokenizer, read_target_config
+
+CHOOSING_FRACTION = 0.25
+"""Of the held-out files or conversations, those by which training chooses its best head; reports are of the others."""
+
+
+class HeldOut(StrEnum):
+    """Parts of the held-out files or conversations; the first two share none."""
+
+    choosing = "choosing"
+    reporting = "reporting"
+    all = "all"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is asked, by id."""
+
+    input_ids: dict[str, list[int]]
+    sources: dict[str, str] = field(default_factory=dict)
+    """File or conversation that a prompt was cut from; of others the prompt is its own."""
+    categories: dict[str, str] = field(default_factory=dict)
+    turns: dict[str, list[str]] = field(default_factory=dict)
+    """All that the user says in a conversation whose answers are the target's own."""
+
+    @property
+    def sha256(self) -> str:
+        """Equal where the same is asked under the same ids."""
+        asked = json.dumps({"prompts": self.input_ids, "turns": self.turns}, sort_keys=True)
+        return hashlib.sha256(asked.encode()).hexdigest()
+
+
+def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0) -> Prompts:
+    """The prompts of `acceptance`, every one checked against the target before it is loaded.
+
+    Args:
+        spare_tokens: of the target's context that must be left behind prompt and answer.
+    """
+    settings, target_config = config.acceptance, read_target_config(target_dir)
+    context_tokens = target_config.max_position_embeddings - spare_tokens
+    if settings.prompts_file is not None:
+        prompts = read_prompts_file(Path(settings.prompts_file), load_tokenizer(target_dir), target_config.vocab_size)
+        check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens)
+        return prompts
+    prompts_dir = config.stage_dir("prompts")
+    documents = held_out_documents(prompts_dir, HeldOut.reporting)
+    found = held_out_prompts(documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens)
+    entries = DocumentEntry.read_all(prompts_dir)
+    return Prompts(found, sources={prompt_id: entries[int(prompt_id)].name for prompt_id in found})
+
+
+def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
+    """The held-out documents to cut prompts from: every window of texts, but of a conversation the one document with its first
+    answer, so that none weighs more than another and none begins in the middle of a turn.
+
+    Raises:
+        FileNotFoundError: stage 1 has not run.
+        ValueError: no conversation has its first answer in its first window.
+    """
+    documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
+    entries = DocumentEntry.read_all(prompts_dir)
+    names = [entries[document_id].name for document_id in documents.document_ids]
+    wanted = names_of(part, set(names))
+    places = [place for place, name in enumerate(names) if name in wanted]
+    if not documents.loss_mask.all():
+        places = first_answers(documents, [entries[document_id] for document_id in documents.document_ids], places)
+    return Documents.from_list(
+        [(int(documents.document_ids[place]), documents.tokens(place), documents.mask(place)) for place in places]
+    )
+
+
+def names_of(part: HeldOut, names: set[str]) -> set[str]:
+    """The files or conversations of a part, by their names alone.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if part is HeldOut.all:
+        return names
+    in_order = sorted(names, key=_choosing_hash)
+    num_choosing = sum(_choosing_hash(name) < CHOOSING_FRACTION for name in names)
+    num_choosing = min(max(num_choosing, 1), len(names) - 1)
+    wanted = set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
+    if not wanted:
+        raise ValueError(
+            f"prompts.validation_fraction: must hold out at least 2 files or conversations, one to choose the best head by and one to "
+            f"report on, but holds out {len(names)}; raise it, or set train.validation_prompts=0"
+        )
+    return wanted
+
+
+def _choosing_hash(name: str) -> float:
+    return name_hash(f"choosing {name}")  # another one than that which holds out
+
+
+def first_answers(documents: Documents, entries: list[DocumentEntry], places: list[int]) -> list[int]:
+    """Of each conversation the document with its first answer.
+
+    Raises:
+        ValueError: no conversation has its first answer in its first window.
+    """
+    first: dict[str, int] = {}
+    prompt_tokens = {place: int(documents.mask(place).argmax()) for place in places}
+    for place in places:
+        name = entries[place].name
+        if entries[place].window == 0 and prompt_tokens[place] <= prompt_tokens[first.setdefault(name, place)]:
+            first[name] = place
+    if not first:
+        raise ValueError(
+            f"prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but none of "
+            f"{len({entries[place].name for place in places})} does; raise it and run data_prep.prompts again, or set "
+            "prompts.validation_fraction higher"
+        )
+    return sorted(first.values())
+
+
+def held_out_prompts(
+    documents: Documents, num_prompts: int, prompt_tokens: int, max_new_tokens: int, context_tokens: int
+) -> dict[str, list[int]]:
+    """Prompts from held-out documents, by document id, in an order fixed by its hash.
+
+    A conversation is cut before its first answer, a document without turns behind `prompt_tokens` tokens; documents too short for
+    that, or too long for the context with their answer, are passed over.
+
+    Raises:
+        ValueError: no document gives a prompt.
+    """
+    prompts: dict[str, list[int]] = {}
+    for index in sorted(range(len(documents)), key=lambda index: name_hash(str(documents.document_ids[index]))):
+        mask = documents.mask(index)
+        end = prompt_tokens if mask.all() else int(mask.argmax())
+        if 0 < end <= min(len(mask), context_tokens - max_new_tokens):
+            prompts[str(documents.document_ids[index])] = documents.tokens(index)[:end].tolist()
+        if len(prompts) == num_prompts:
+            break
+    if not prompts:
+        raise ValueError(
+            f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens that fits a context of "
+            f"{context_tokens} with {max_new_tokens} new ones, but none of {len(documents)} does; lower it or acceptance.max_new_tokens"
+        )
+    return prompts
+
+
+def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Prompts:
+    """Prompts of a jsonl file; each line has `id` (or Spec-Bench's `question_id`) and one of `input_ids`, `text`, `messages`,
+    `turns`, whose first turn is the prompt.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is not of that form, an id stands twice, a token is not in the vocabulary, or there is no prompt.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist; correct the path")
+    prompts = Prompts({})
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        row, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer)
+        prompt_id = str(row["id"] if "id" in row else row["question_id"])
+        if prompt_id in prompts.input_ids:
+            raise ValueError(f"{path}:{number}: ids must be unique, but {prompt_id!r} stands twice; rename one")
+        outside = [token for token in input_ids if not 0 <= token < vocab_size]
+        if outside:
+            raise ValueError(
+                f"{path}:{number}: tokens must lie in the target's vocabulary of {vocab_size}, but one is {outside[0]}; the file was "
+                "made for another target"
+            )
+        prompts.input_ids[prompt_id] = input_ids
+        if "category" in row:
+            prompts.categories[prompt_id] = str(row["category"])
+        if "turns" in row:
+            prompts.turns[prompt_id] = row["turns"]
+    if not prompts.input_ids:
+        raise ValueError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
+    return prompts
+
+
+def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: a line must be JSON, but is not ({error}); correct it") from error
+    kinds = [kind for kind in ("input_ids", "text", "messages", "turns") if isinstance(row, dict) and kind in row]
+    if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
+        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(
+            f"{where}: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has {keys}; correct it"
+        )
+    if kinds[0] == "input_ids":
+        if not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
+            raise ValueError(f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it")
+        return row, row["input_ids"]
+    if kinds[0] == "text":
+        if not isinstance(row["text"], str):
+            raise ValueError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
+        return row, list(tokenizer(row["text"])["input_ids"])
+    if kinds[0] == "turns":
+        if not isinstance(row["turns"], list) or not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
+            raise ValueError(f"{where}: turns must be a list of at least one string, but is {str(row['turns'])[:40]}; correct it")
+        return row, render_prompt(tokenizer, [{"role": "user", "content": row["turns"][0]}])
+    if not isinstance(row["messages"], list) or not all(isinstance(message, dict) for message in row["messages"] or [0]):
+        raise ValueError(
+            f"{where}: messages must be a list of at least one message, but is {str(row['messages'])[:40]}; correct it"
+        )
+    return row, render_prompt(tokenizer, row["messages"])
