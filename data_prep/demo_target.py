@@ -1,4 +1,4 @@
-"""Train the demo target: a 6M-parameter Llama on the source of the Python standard library.
+"""Train the demo target: a 6M-parameter Llama on the source of the Python standard library; or a smaller one that drafts for it.
 
 Not a stage of the pipeline: it is run once, and its result ships in ``mtptrain/demo_target/`` so that ``make demo`` needs no
 network. Reads the ``.py`` files of the standard library of the running Python, writes tokenizer, config, bf16 weights and
@@ -6,6 +6,7 @@ network. Reads the ``.py`` files of the standard library of the running Python, 
 
     python -m data_prep.demo_target --output-dir mtptrain/demo_target
     python -m data_prep.demo_target --output-dir mtptrain/demo_target --from-phase 1    (again from the weights that are there)
+    python -m data_prep.demo_target --output-dir runs/small_model --draft-for mtptrain/demo_target    (a small model that drafts for it)
 """
 
 import argparse
@@ -58,12 +59,28 @@ class Phase:
     lr_scale: float
 
 
+TARGET_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 # Short rows are cheap, but a model is broken past the length of its rows, so training ends on rows of the whole context; and as the
 # last positions of a row are the least trained, a short second phase goes past the context that the model promises.
 PHASES = (
     Phase(28_000_000, {0.0: 256, 0.5: 512, 0.75: CONTEXT_TOKENS}, lr_scale=1.0),
     Phase(800_000, {0.0: 3 * CONTEXT_TOKENS // 2}, lr_scale=0.08),
 )
+# A model that drafts for another: two narrow layers on a part of the tokens, with the tokenizer of the other one.
+DRAFT_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+DRAFT_PHASES = (Phase(4_000_000, {0.0: 256}, lr_scale=1.0),)
 # Files of the library that are no source code written by people: documentation as one string, tables of characters.
 GENERATED = ("pydoc_data/*", "encodings/*")
 
@@ -90,14 +107,10 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def demo_config() -> LlamaConfig:
+def demo_config(sizes: dict[str, int]) -> LlamaConfig:
     return LlamaConfig(
+        **sizes,
         vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=CONTEXT_TOKENS,
         rms_norm_eps=1e-5,
@@ -228,23 +241,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--from-phase", type=int, default=0, help="0: from random weights; later ones: from those in output-dir")
+    parser.add_argument("--draft-for", type=Path, help="a small model with the tokenizer of this one")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    sizes, phases = (TARGET_SIZES, PHASES) if args.draft_for is None else (DRAFT_SIZES, DRAFT_PHASES)
 
     torch.manual_seed(args.seed)
     texts = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE).texts
     held_out = {name: text for name, text in texts.items() if is_held_out(name)}
     training = {name: text for name, text in texts.items() if name not in held_out}
-    tokenizer = train_tokenizer(list(training.values()))
+    if args.draft_for is None:
+        tokenizer = train_tokenizer(list(training.values()))
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.draft_for)
     tokenizer.save_pretrained(args.output_dir)
     training_documents, held_out_documents = encode(tokenizer, list(training.values())), encode(tokenizer, list(held_out.values()))
     for name, documents in (("training", training_documents), ("held-out", held_out_documents)):
         print(f"{len(documents)} {name} files, {sum(map(len, documents)):,} tokens")
 
-    model = LlamaForCausalLM(demo_config())
+    model = LlamaForCausalLM(demo_config(sizes))
     if args.from_phase:
         model = LlamaForCausalLM.from_pretrained(args.output_dir, dtype=torch.float32)
-    for number, phase in enumerate(PHASES[args.from_phase :], args.from_phase):
+    for number, phase in enumerate(phases[args.from_phase :], args.from_phase):
         train(model, training_documents, phase, args.seed + number)
         model.save_pretrained(args.output_dir)
 
@@ -255,7 +273,7 @@ def main() -> None:
         "training": {
             "files": len(training),
             "tokens_in_files": sum(map(len, training_documents)),
-            "tokens_seen": sum(phase.tokens // BATCH_TOKENS * BATCH_TOKENS for phase in PHASES),
+            "tokens_seen": sum(phase.tokens // BATCH_TOKENS * BATCH_TOKENS for phase in phases),
         },
         "held_out_source": {"files": len(source), **held_out_document_loss(model, source_documents)},
         "held_out_with_generated_files": {"files": len(held_out), **held_out_document_loss(model, held_out_documents)},

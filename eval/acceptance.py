@@ -24,14 +24,14 @@ from rich.table import Table
 
 from eval.draft_quality import DraftQuality
 from eval.measurement import Candidate, Measured, Measurement
-from eval.report_page import write_page
+from eval.report_page import write_run_page
 from mtptrain.acceptance import has_loop
 from mtptrain.acceptance_prompts import Prompts, read_prompts
 from mtptrain.config import RECIPES, AcceptanceConfig, Beside, PipelineConfig, load_config
-from mtptrain.distributed import Ranks, init_ranks
+from mtptrain.distributed import Ranks, device_name, init_ranks
 from mtptrain.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.identity import weights_fingerprint
-from mtptrain.run_dir import write_json, write_provenance
+from mtptrain.run_dir import command, write_json, write_provenance
 from mtptrain.speculate import Drafter, Sampler
 from mtptrain.target import Target, load_draft_model, load_target, load_tokenizer, resolve_target
 from mtptrain.warm_start import RunHead, trained_or_initial_head
@@ -65,10 +65,7 @@ def main(cfg: DictConfig) -> None:
             write_generations(output_dir / ("generations.jsonl" if name == "head" else f"generations_{name}.jsonl"), each)
         described = report(config, found, target_dir, prompts, ranks, measured)
         write_json(output_dir / "report.json", described)
-        served = config.stage_dir("serving_check") / "report.json"
-        write_page(
-            output_dir / "report.html", {str(output_dir): described}, json.loads(served.read_text()) if served.exists() else None
-        )
+        write_run_page(Path(config.run_dir), output_dir)
         print_table(config, measured)
         print(f"plots: {output_dir / 'report.html'}")
         if not found.is_trained:
@@ -137,6 +134,7 @@ def report(
     settings = config.acceptance
     described = {name: each.describe() for name, each in measured.items()}
     return {
+        "command": command(),
         **described.pop("head"),
         "num_speculative_tokens": settings.num_speculative_tokens,
         "temperature": settings.temperature,
@@ -148,7 +146,7 @@ def report(
         "seed": settings.seed,
         "batch_size": settings.batch_size,
         "num_ranks": ranks.world_size,
-        "device": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU",
+        "device": device_name(ranks.device),
         "tree": f"{settings.tree_nodes} nodes, top {settings.tree_top_k}",
         "hybrid": f"matches of {settings.hybrid_min_match}",
         "model": settings.draft_model,

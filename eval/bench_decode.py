@@ -7,11 +7,10 @@ Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head
 of `bench.repeats` counts; tokens/s begin behind the prompt, answers have `acceptance.max_new_tokens` tokens and do not end before. The
 prediction sees none of this: it takes what a round costs from prompts of random tokens, and the rounds that an answer needs with every K
 from how often the drafts of the largest one are accepted at each position on other prompts. A batch lasts as long as its slowest answer;
-`refilled` is the speed-up where others take the places of those that are done, as in an engine. `bench.out=FILE` writes the figures as
-JSON, and a chart beside it.
+`refilled` is the speed-up where others take the places of those that are done, as in an engine. Writes `report.json` and a chart into
+`run_dir/bench_decode/`, and both into the page of `eval.acceptance`.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +24,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from eval.report_page import write_run_page
 from mtptrain.acceptance_prompts import read_prompts
 from mtptrain.clock import PhaseClock
 from mtptrain.config import RECIPES, load_config
-from mtptrain.distributed import init_ranks
+from mtptrain.distributed import device_name, init_ranks
 from mtptrain.drafters import HeadDrafter, NoDrafter
+from mtptrain.run_dir import command, write_json, write_provenance
 from mtptrain.speculate import PHASES, Drafter, Generation, Sampler, speculate
 from mtptrain.target import Target, load_target, resolve_target
 from mtptrain.warm_start import trained_or_initial_head
@@ -45,7 +46,7 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(
             f"acceptance.max_new_tokens: must be at least 2, of which the first is not timed, but is {settings.max_new_tokens}"
         )
-    if bench.out and (Path(bench.out).suffix == ".svg" or not Path(bench.out).parent.is_dir()):
+    if bench.out and not Path(bench.out).parent.is_dir():
         raise ValueError(f"bench.out: must be a JSON file in a folder that exists, but is {bench.out}; correct it")
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
@@ -78,11 +79,23 @@ def main(cfg: DictConfig) -> None:
         deepest = max(bench.draft_depths)
         answers = [decode_with(deepest, batch).answers for batch in tqdm(other_batches, desc="other prompts", unit="batch")]
         rows += [describe(batch_size, depths, measured, costs, answers) for depths in drafters]
-    figures = {"device": str(ranks.device), "threads": torch.get_num_threads(), "dtype": str(settings.dtype), "rows": rows}
+    output_dir = config.stage_dir("bench_decode")
+    figures = {
+        "command": command(),
+        "head_sha256": found.sha256,
+        "device": device_name(ranks.device),
+        **{name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens")},
+        "dtype": str(settings.dtype),
+        "rows": rows,
+    }
+    write_provenance(output_dir, config)
+    write_json(output_dir / "report.json", figures)
+    draw(rows, output_dir / "report.svg")
+    write_run_page(Path(config.run_dir), config.stage_dir("acceptance"))
     print_table(rows)
+    print(f"chart: {output_dir / 'report.svg'}")
     if bench.out:
-        Path(bench.out).write_text(json.dumps(figures, indent=2) + "\n")
-        draw(rows, Path(bench.out).with_suffix(".svg"))
+        write_json(Path(bench.out), figures)
 
 
 @dataclass(frozen=True)

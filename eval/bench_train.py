@@ -32,7 +32,7 @@ from transformers import LlamaConfig
 
 from mtptrain.batches import Batch, make_batch
 from mtptrain.config import RECIPES, PipelineConfig, load_config
-from mtptrain.distributed import Ranks, init_ranks
+from mtptrain.distributed import Ranks, device_name, init_ranks
 from mtptrain.flops import StepFlops, matmul_peak
 from mtptrain.fusing import fuse
 from mtptrain.head_files import build_head
@@ -86,10 +86,6 @@ def check(config: PipelineConfig) -> None:
     for size in (*config.bench.hidden_sizes, config.bench.prompt_sizes[0]):
         if size % 64:
             raise ValueError(f"bench.hidden_sizes: must be multiples of 64, the head dim, but hold {size}; round it")
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 @dataclass(frozen=True)

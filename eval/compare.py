@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.report_page import drafters_of, have_equal_speeds, write_page
+from eval.report_page import drafters_of, have_equal_speeds, table_of, write_page
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts",
@@ -59,6 +59,12 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             report = {"top_p": 1.0, "top_k": 0} | report
         if not isinstance(report, dict) or not {"beside", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is none, or an older one; measure again")
+        try:
+            table_of(drafters_of({str(path): report}), with_speed=True)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: must be whole, as eval.acceptance writes it, but lacks something ({error!r}); measure again"
+            ) from error
         if path.resolve() in map(Path.resolve, map(Path, reports)):
             raise ValueError(f"{path}: reports must be different ones, but this one stands twice; remove it")
         reports[str(path)] = report

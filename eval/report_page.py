@@ -1,7 +1,8 @@
 """Reports of `eval.acceptance` as one HTML page with plots that opens without a network."""
 
 import io
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from eval.study_figures import lengths_table
 from mtptrain.speculate import PHASES
 
 Figures = Mapping[str, Any]
@@ -31,20 +33,58 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; margin: 1em 0; } th, td { padding: .25em .7em; text-align: right; border-bottom: 1px solid #ddd; }
 th:first-child, td:first-child { text-align: left; } svg { max-width: 100%; height: auto; } dt { font-weight: 600; float: left; clear: left;
-width: 16em; } .ci { color: #777; font-size: 85%; }
+width: 16em; } pre { background: #f4f4f4; padding: .5em .8em; white-space: pre-wrap; } .ci { color: #777; font-size: 85%; }
 """
 
 
 SAME_MEASUREMENT = ("head_sha256", "prompts_sha256", "num_speculative_tokens", "max_new_tokens", "dtype")
+SAME_DECODING = ("head_sha256", "temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens", "dtype")
+DECODING_COLUMNS = {
+    "prompts together": ("batch_size", "d"),
+    "K": ("num_speculative_tokens", "d"),
+    "tokens/s": ("tokens_per_s", ",.0f"),
+    "speed-up": ("speed_up", ".2f"),
+    "predicted": ("predicted_speed_up", ".2f"),
+    "refilled": ("refilled_speed_up", ".2f"),
+    "tokens a round": ("tokens_per_round", ".2f"),
+    "draft, ms": ("draft_ms", ".2f"),
+    "verify, ms": ("verify_ms", ".2f"),
+}
 
 
-def write_page(path: Path, reports: Mapping[str, Figures], served: Figures | None = None) -> None:
+def write_run_page(run_dir: Path, directory: Path) -> None:
+    """Write `report.html` for the `report.json` of a directory, if there is one, with what other programs measured in the same run: an
+    engine's counters, speed, studies."""
+    report = read(directory / "report.json")
+    if "speed" not in report:  # none, or an older one
+        return
+    sections = []
+    served, decoding = read(run_dir / "serving_check" / "report.json"), read(run_dir / "bench_decode" / "report.json")
+    if all(served.get(name) == report[name] for name in SAME_MEASUREMENT) and report["temperature"] == 0:
+        sections += ["<h2>Served by an engine, position by position</h2>", command_of(served), served_table(served)]
+    if all(decoding.get(name) == report[name] for name in SAME_DECODING):
+        chart = svg_in(run_dir / "bench_decode" / "report.svg")
+        sections += ["<h2>Decoding beside plain decoding</h2>", command_of(decoding), decoding_table(decoding), chart]
+    for directory_of_study in sorted((run_dir / "study").glob("*/")):
+        if study := read(directory_of_study / "study.json"):
+            table = html_table(lengths_table(study["study"]["prompt_tokens"], study["measured"]))
+            title = f"<h2>Study: {escape(study['study']['name'])}, acceptance length by tokens of the prompt</h2>"
+            sections += [title, command_of(study), table, svg_in(directory_of_study / "study.svg")]
+    write_page(directory / "report.html", {str(directory): report}, sections)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A report; empty where there is none."""
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def write_page(path: Path, reports: Mapping[str, Figures], sections: Sequence[str] = ()) -> None:
     """Write the page.
 
     Args:
         path: of the HTML file.
         reports: of runs, by the name to show; with one, its drafters are shown beside each other, with several, their heads too.
-        served: report of `eval.serving_check`, shown where it is of the same head, prompts and settings.
+        sections: HTML that stands behind the table.
     """
     drafters = drafters_of(reports)
     first = next(iter(reports.values()))
@@ -62,6 +102,7 @@ def write_page(path: Path, reports: Mapping[str, Figures], served: Figures | Non
     if have_equal_speeds(reports):
         plots["What a new token costs"] = plot_costs
     parts = [f"<!doctype html><meta charset='utf-8'><title>Acceptance</title><style>{STYLE}</style><h1>Acceptance</h1>"]
+    parts += [command_of(each) for each in reports.values()]
     parts.append(
         "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in settings.items()) + "</dl>"
     )
@@ -71,8 +112,7 @@ def write_page(path: Path, reports: Mapping[str, Figures], served: Figures | Non
         "included. At i: rounds that accepted the draft at position i, over rounds. No loops: without outputs in which a block repeats "
         "itself, where drafting is easy.</p>"
     )
-    if served is not None and first["temperature"] == 0 and all(served.get(name) == first.get(name) for name in SAME_MEASUREMENT):
-        parts += ["<h2>Served by an engine, position by position</h2>", served_table(served)]
+    parts += sections
     for title, plot in plots.items():
         svg = figure(plot, drafters)
         parts += [f"<h2>{escape(title)}</h2>", svg] if svg else []
@@ -99,7 +139,7 @@ def have_equal_speeds(reports: Mapping[str, Figures]) -> bool:
 def table_of(drafters: Mapping[str, Figures], with_speed: bool) -> str:
     depths = range(max(len(each["acceptance_rate_at"]) for each in drafters.values()))
     names = ["", "length", "no loops", "per step", *(f"at {depth}" for depth in depths), "prompts", "tokens/s"]
-    rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
+    rows = [names]
     for name, each in drafters.items():
         low, high = each["intervals"]["acceptance_length"]
         rates = [f"{rate:.3f}" for rate in each["acceptance_rate_at"]] + [""] * (len(depths) - len(each["acceptance_rate_at"]))
@@ -111,8 +151,30 @@ def table_of(drafters: Mapping[str, Figures], with_speed: bool) -> str:
             str(each["prompts"]),
             f"{each['tokens_per_s']:,.0f}" if with_speed else "",
         ]
-        rows.append(f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return "<table>" + "".join(rows) + "</table>"
+        rows.append([escape(name), *cells])
+    return html_table(rows)
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Of cells in HTML, the names of the columns first."""
+    names, *others = rows
+    lines = ["".join(f"<th>{cell}</th>" for cell in names), *("".join(f"<td>{cell}</td>" for cell in row) for row in others)]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def command_of(figures: Figures) -> str:
+    return f"<pre>{escape(figures['command'])}</pre>" if "command" in figures else ""
+
+
+def svg_in(path: Path) -> str:
+    svg = path.read_text()
+    return svg[svg.index("<svg") :]
+
+
+def decoding_table(decoding: Figures) -> str:
+    """What `eval.bench_decode` measured; K is 0 for plain decoding."""
+    rows = [[format(row[key], form) for key, form in DECODING_COLUMNS.values()] for row in decoding["rows"]]
+    return html_table([list(DECODING_COLUMNS), *rows])
 
 
 def served_table(served: Figures) -> str:
@@ -120,12 +182,12 @@ def served_table(served: Figures) -> str:
     depths = range(served["num_speculative_tokens"])
     names = ["", "drafts", "drafted tokens", *(f"accepted at {depth}" for depth in depths), "acceptance length"]
     names.append(f"answers of plain greedy, of {served['prompts']}")
-    rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
+    rows = [names]
     for name, each in (("ours", served["ours"]), (f"{served['engine']} {served['version']}", served["theirs"])):
         counts = [each["rounds"], each["drafted"], *each["accepted_at"]]
         cells = [*(f"{count:,}" for count in counts), f"{each['acceptance_length']:.3f}", str(each["plain_greedy_answers"])]
-        rows.append(f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return "<table>" + "".join(rows) + "</table>"
+        rows.append([escape(name), *cells])
+    return html_table(rows)
 
 
 def figure(plot: Callable[[Axes, Mapping[str, Figures]], bool], drafters: Mapping[str, Figures]) -> str:

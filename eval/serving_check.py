@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from eval.report_page import write_page
+from eval.report_page import write_run_page
 from mtptrain.acceptance import Acceptance, eos_token_ids, generate_in_batches, summarise
 from mtptrain.acceptance_prompts import read_prompts
 from mtptrain.config import RECIPES, Dtype, PipelineConfig, load_config
@@ -30,7 +30,7 @@ from mtptrain.distributed import init_ranks
 from mtptrain.drafters import HeadDrafter, NoDrafter
 from mtptrain.engines.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.engines.vllm import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
-from mtptrain.run_dir import require, write_json, write_provenance
+from mtptrain.run_dir import command, require, write_json, write_provenance
 from mtptrain.speculate import Generation, Sampler
 from mtptrain.target import Target, load_target, read_target_config, resolve_target
 from mtptrain.warm_start import RunHead, trained_or_initial_head
@@ -62,11 +62,9 @@ def main(cfg: DictConfig) -> None:
 
     output_dir = Path(config.serving.output_dir or config.stage_dir("serving_check"))
     write_provenance(output_dir, config)
-    served = report(config, comparison, divergence) | {"prompts_sha256": asked.sha256}
+    served = {"command": command(), **report(config, comparison, divergence), "prompts_sha256": asked.sha256}
     write_json(output_dir / "report.json", served)
-    measured = config.stage_dir("acceptance") / "report.json"
-    if measured.exists() and "speed" in (figures := json.loads(measured.read_text())):
-        write_page(measured.with_suffix(".html"), {str(measured.parent): figures}, served)
+    write_run_page(Path(config.run_dir), config.stage_dir("acceptance"))
     print_table(config, comparison)
     if not comparison.is_equal:
         print(what_differs(list(prompts), comparison, divergence), file=sys.stderr)

@@ -11,37 +11,30 @@ held-out documents, so that their answers differ by the context alone. Writes `s
 
 import json
 import re
-import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from matplotlib.figure import Figure
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
+from eval.report_page import write_run_page
+from eval.study_figures import Figures, draw, print_tables
 from mtptrain.acceptance import summarise
 from mtptrain.acceptance_prompts import held_out_documents, held_out_prompts
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
 from mtptrain.heads import HEADS
 from mtptrain.identity import file_sha256
-from mtptrain.run_dir import write_json, write_provenance
+from mtptrain.run_dir import command, write_json, write_provenance
 from mtptrain.speculate import Generation
 from mtptrain.target import read_target_config, resolve_target
 
-Figures = dict[str, Any]
-"""Of one training run: `acceptance` by tokens of the prompt, `without_loops` likewise, and `acceptance_rate_at` of all."""
-Measured = Mapping[str, Mapping[int, Figures | None]]
-"""By variant and seed; None where the training diverged."""
 OF_THE_STUDY = ("study", "run_dir", "seed", "plan")
 STAGES = {"prompts": "data_prep.prompts", "hidden_states": "data_prep.hidden_states", "draft_vocab": "data_prep.draft_vocab"}
 """Before training, and their programs."""
@@ -58,9 +51,10 @@ def main(cfg: DictConfig) -> None:
         bar.set_postfix_str(f"{variant}, seed {seed}")
         measured[variant][seed] = study.measure(variant, seed, prompts_file)
     write_provenance(study.directory, study.config)
-    write_json(study.directory / "study.json", {"study": asdict(study.settings), "measured": measured})
+    write_json(study.directory / "study.json", {"command": command(), "study": asdict(study.settings), "measured": measured})
     print_tables(study.settings.name, study.settings.prompt_tokens, measured)
     draw(study.settings.prompt_tokens, measured, study.directory / "study.svg")
+    write_run_page(Path(study.config.run_dir), study.config.stage_dir("acceptance"))
     print(f"plot: {study.directory / 'study.svg'}")
 
 
@@ -271,68 +265,6 @@ def figures_of(generations: Path, prompt_tokens: Sequence[int]) -> Figures:
         "without_loops": lengths(with_loops=False),
         "acceptance_rate_at": summarise([each for *_, each in answers]).acceptance_rate_at,
     }
-
-
-def over_seeds(runs: Mapping[int, Figures | None], key: str, place: str | int) -> list[float]:
-    """A figure of each seed that has it."""
-    found = []
-    for run in runs.values():
-        if run is not None and (isinstance(place, str) or place < len(run[key])) and run[key][place] is not None:
-            found.append(run[key][place])
-    return found
-
-
-def spread(values: Sequence[float]) -> float:
-    """Standard deviation over seeds."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def shown(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    return f"{statistics.mean(values):.3f}" + (f" ± {spread(values):.3f}" if len(values) > 1 else "")
-
-
-def num_depths(measured: Measured) -> int:
-    return max((len(run["acceptance_rate_at"]) for runs in measured.values() for run in runs.values() if run), default=0)
-
-
-def print_tables(name: str, prompt_tokens: Sequence[int], measured: Measured) -> None:
-    console = Console()
-    console.width = max(console.width, 40 + 16 * len(prompt_tokens))
-    for key, title in (("acceptance", "acceptance length"), ("without_loops", "acceptance length without loops")):
-        table = Table("prompts of", *(f"{each} tokens" for each in prompt_tokens), "trained", title=f"{name}: {title}")
-        for variant, runs in measured.items():
-            diverged = sum(run is None for run in runs.values())
-            cells = [shown(over_seeds(runs, key, str(each))) for each in prompt_tokens]
-            table.add_row(variant, *cells, f"{len(runs)} seeds" + (f", {diverged} diverged" if diverged else ""))
-        console.print(table)
-    depths = range(num_depths(measured))
-    table = Table("accepted", *(f"at {depth}" for depth in depths), title=f"{name}: by position")
-    for variant, runs in measured.items():
-        table.add_row(variant, *(shown(over_seeds(runs, "acceptance_rate_at", depth)) for depth in depths))
-    console.print(table)
-
-
-def draw(prompt_tokens: Sequence[int], measured: Measured, path: Path) -> None:
-    """Acceptance length against tokens of the prompt, and acceptance by position; bars are standard deviations over seeds."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    by_tokens, by_position = figure.subplots(1, 2)
-    depths = range(num_depths(measured))
-    for variant, runs in measured.items():
-        lengths = {each: over_seeds(runs, "acceptance", str(each)) for each in prompt_tokens}
-        rates = {depth: over_seeds(runs, "acceptance_rate_at", depth) for depth in depths}
-        for axes, points in ((by_tokens, lengths), (by_position, rates)):
-            values = {place: each for place, each in points.items() if each}
-            means, deviations = [statistics.mean(each) for each in values.values()], [spread(each) for each in values.values()]
-            axes.errorbar(list(values), means, yerr=deviations, marker="o", capsize=3, label=variant)
-    by_tokens.set_xscale("log", base=2)
-    by_tokens.set_xticks(prompt_tokens, list(map(str, prompt_tokens)))
-    by_tokens.set(xlabel="tokens of the prompt", ylabel="acceptance length")
-    by_position.set_xticks(depths)
-    by_position.set(xlabel="position of the draft", ylabel="accepted", ylim=(0, None))
-    by_tokens.legend(fontsize=8)
-    figure.savefig(path, format="svg")
 
 
 if __name__ == "__main__":

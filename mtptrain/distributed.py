@@ -56,6 +56,10 @@ class Ranks:
         return tensor
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
 class StopSignal:
     """A SIGTERM or SIGUSR1 to any of the ranks: noted when it comes, acted on where all ranks have agreed on it."""
 

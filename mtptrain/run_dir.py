@@ -1,6 +1,7 @@
 """The folder of a run: each stage's output beside the resolved config and where it came from."""
 
 import json
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,12 @@ def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
     OmegaConf.save(OmegaConf.structured(config), stage_dir / "config.yaml")
     provenance = {"argv": sys.argv, "git_revision": _git_revision(), "python": sys.version.split()[0], "packages": _versions()}
     write_json(stage_dir / "provenance.json", provenance)
+
+
+def command() -> str:
+    """How this program was started, one process of it."""
+    spec = sys.modules["__main__"].__spec__
+    return shlex.join(["python", "-m", sys.argv[0] if spec is None else spec.name, *sys.argv[1:]])
 
 
 def write_json(path: Path, content: object) -> None:

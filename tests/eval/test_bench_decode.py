@@ -11,7 +11,7 @@ from tests.conftest import run_program
 
 
 def test_every_batch_size_and_depth_is_measured_and_written(fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
-    _, overrides = fresh_run
+    run_dir, overrides = fresh_run
     trained = run_program("mtptrain.train", *overrides, "train.max_steps=2", "train.warmup_steps=1", "train.validation_prompts=0")
     assert trained.returncode == 0, trained.stderr[-3000:]
     sizes = ("bench.batch_sizes=[1,3]", "bench.draft_depths=[1,4]", "bench.decode_prompts=3", "bench.repeats=1")
@@ -22,7 +22,10 @@ def test_every_batch_size_and_depth_is_measured_and_written(fresh_run: tuple[Pat
     assert all(row["tokens_per_s"] > 0 and row["verify_ms"] > 0 for row in rows)
     assert all(row["speed_up"] == 1.0 for row in rows if row["num_speculative_tokens"] == 0)
     assert rows[0]["tokens_per_round"] == 1.0 and rows[3]["tokens_per_round"] == 3.0
-    assert "<svg" in (tmp_path / "decode.svg").read_text()
+    assert json.loads((run_dir / "bench_decode/report.json").read_text())["rows"] == rows
+    assert "<svg" in (run_dir / "bench_decode/report.svg").read_text()
+    too_many = run_program("eval.bench_decode", *overrides, "bench.batch_sizes=[1,3]", "bench.decode_prompts=2")
+    assert "bench.batch_sizes: must be at most 2, the prompts that are measured" in too_many.stderr
 
 
 def answer(rounds: int, *accepted_at: int) -> Generation:
@@ -47,11 +50,3 @@ def test_the_prediction_is_made_of_what_a_round_costs_elsewhere_and_of_the_accep
     assert recommended([describe(1, 0, measured, costs, others), row], 1) == 2
     both = describe(2, 2, measured, costs, [[*others[0], *others[1]]])
     assert both["predicted_speed_up"] == pytest.approx(1.5 * 20 / 25)  # a batch waits for its slowest answer
-
-
-def test_more_prompts_together_than_there_are_is_refused(fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
-    _, overrides = fresh_run
-    trained = run_program("mtptrain.train", *overrides, "train.max_steps=2", "train.warmup_steps=1", "train.validation_prompts=0")
-    assert trained.returncode == 0, trained.stderr[-3000:]
-    result = run_program("eval.bench_decode", *overrides, "bench.batch_sizes=[1,3]", "bench.decode_prompts=2")
-    assert "bench.batch_sizes: must be at most 2, the prompts that are measured" in result.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval import compare
-from eval.report_page import write_page
+from eval.report_page import write_run_page
 from mtptrain.acceptance import intervals, summarise
 from mtptrain.speculate import Generation
 
@@ -72,8 +72,22 @@ def test_reports_stand_beside_each_other_in_a_table_and_on_a_page_without_a_netw
     assert "<b>" not in page, "names are text, not markup"
 
 
+MEASURED = {"head_sha256": "cc", "prompts_sha256": "00", "num_speculative_tokens": 3, "max_new_tokens": 20, "dtype": "float32"}
+
+
+def write_beside(run_dir: Path, place: str, content: dict[str, object]) -> None:
+    path = run_dir / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+    path.with_suffix(".svg").write_text("<?xml?><svg>a chart</svg>")
+
+
+def page_of(run_dir: Path) -> str:
+    write_run_page(run_dir, run_dir / "acceptance")
+    return (run_dir / "acceptance/report.html").read_text()
+
+
 def test_an_engines_counters_stand_on_the_page_of_the_same_measurement_alone(tmp_path: Path) -> None:
-    same = {"head_sha256": "cc", "prompts_sha256": "00", "num_speculative_tokens": 3, "max_new_tokens": 20, "dtype": "float32"}
     counts = {
         "rounds": 1020,
         "drafted": 3060,
@@ -81,14 +95,46 @@ def test_an_engines_counters_stand_on_the_page_of_the_same_measurement_alone(tmp
         "acceptance_length": 3.065,
         "plain_greedy_answers": 2,
     }
-    served = {**same, "ours": counts, "theirs": {**counts, "rounds": 1021}, "engine": "vllm", "version": "0.32.0", "prompts": 2}
-    report = json.loads(write_report(tmp_path / "report.json", [8, 6], head_sha256="cc").read_text())
-    write_page(tmp_path / "page.html", {"a": report}, served)
-    page = (tmp_path / "page.html").read_text()
+    served = {**MEASURED, "ours": counts, "theirs": {**counts, "rounds": 1021}, "engine": "vllm", "version": "0.32.0", "prompts": 2}
+    served["command"] = "python -m eval.serving_check 'serving.python=<b>'"
+    write_report(tmp_path / "acceptance/report.json", [8, 6], head_sha256="cc")
+    write_beside(tmp_path, "serving_check/report.json", served)
+    page = page_of(tmp_path)
     assert "<td>vllm 0.32.0</td><td>1,021</td><td>3,060</td><td>903</td><td>702</td><td>501</td><td>3.065</td><td>2</td>" in page
+    assert "<pre>python -m eval.serving_check &#x27;serving.python=&lt;b&gt;&#x27;</pre>" in page
     for name, other in (("head_sha256", "dd"), ("prompts_sha256", "11"), ("max_new_tokens", 21), ("dtype", "bfloat16")):
-        write_page(tmp_path / "page.html", {"a": report}, {**served, name: other})
-        assert "vllm" not in (tmp_path / "page.html").read_text()
+        write_beside(tmp_path, "serving_check/report.json", {**served, name: other})
+        assert "vllm" not in page_of(tmp_path)
+
+
+def test_speed_and_studies_of_the_run_stand_on_its_page_with_their_commands(tmp_path: Path) -> None:
+    row = dict.fromkeys(("tokens_per_s", "speed_up", "predicted_speed_up", "refilled_speed_up", "tokens_per_round"), 1.25)
+    row |= {"batch_size": 8, "num_speculative_tokens": 3, "draft_ms": 2.0, "verify_ms": 3.0}
+    decoding = {
+        **MEASURED,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "sample_drafts": False,
+        "rows": [row],
+        "command": "bench it",
+    }
+    run = {"acceptance": {"128": 1.5}, "without_loops": {"128": 1.6}, "acceptance_rate_at": [0.3]}
+    study = {"study": {"name": "norms", "prompt_tokens": [128]}, "measured": {"all": {"0": run, "1": None}}, "command": "study it"}
+    write_report(tmp_path / "acceptance/report.json", [8, 6], head_sha256="cc", command="measure it")
+    write_beside(tmp_path, "bench_decode/report.json", decoding)
+    write_beside(tmp_path, "study/norms/study.json", study)
+    page = page_of(tmp_path)
+    assert "<td>8</td><td>3</td><td>1</td><td>1.25</td><td>1.25</td><td>1.25</td><td>1.25</td><td>2.00</td><td>3.00</td>" in page
+    assert "<td>all</td><td>1.500</td><td>2 seeds, 1 diverged</td>" in page and page.count("<svg>a chart</svg>") == 2
+    assert all(f"<pre>{command}</pre>" in page for command in ("measure it", "bench it", "study it"))
+    write_beside(tmp_path, "bench_decode/report.json", {**decoding, "head_sha256": "dd"})
+    assert "bench it" not in page_of(tmp_path) and "study it" in page_of(tmp_path)
+
+
+def test_a_run_that_has_not_been_measured_gets_no_page(tmp_path: Path) -> None:
+    write_run_page(tmp_path, tmp_path / "acceptance")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
