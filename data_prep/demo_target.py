@@ -244,6 +244,8 @@ def main() -> None:
     parser.add_argument("--draft-for", type=Path, help="a small model with the tokenizer of this one")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.draft_for is not None and (args.from_phase or args.output_dir.resolve() == args.draft_for.resolve()):
+        parser.error("--draft-for: must be another folder than --output-dir, and without --from-phase")
     sizes, phases = (TARGET_SIZES, PHASES) if args.draft_for is None else (DRAFT_SIZES, DRAFT_PHASES)
 
     torch.manual_seed(args.seed)
@@ -254,6 +256,8 @@ def main() -> None:
         tokenizer = train_tokenizer(list(training.values()))
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.draft_for)
+        if len(tokenizer) != VOCAB_SIZE:
+            parser.error(f"--draft-for: must be a demo target, with {VOCAB_SIZE} tokens, but has {len(tokenizer)}")
     tokenizer.save_pretrained(args.output_dir)
     training_documents, held_out_documents = encode(tokenizer, list(training.values())), encode(tokenizer, list(held_out.values()))
     for name, documents in (("training", training_documents), ("held-out", held_out_documents)):

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from eval.draft_quality import DraftQuality
 from eval.measurement import Candidate, Measured, Measurement
-from eval.report_page import write_run_page
+from eval.report_page import read_report, write_run_page
 from mtptrain.acceptance import has_loop
 from mtptrain.acceptance_prompts import Prompts, read_prompts
 from mtptrain.config import RECIPES, AcceptanceConfig, Beside, PipelineConfig, load_config
@@ -59,13 +59,13 @@ def main(cfg: DictConfig) -> None:
     measured = Measurement(settings, target, tokenizer, prompts, ranks).run(candidates)
     if ranks.is_first:
         write_provenance(output_dir, config)
-        for old in output_dir.glob("generations*.jsonl"):
-            old.unlink()
+        for name in read_report(output_dir / "report.json").get("beside", {}):  # of a measurement before
+            generations_file(output_dir, name).unlink(missing_ok=True)
         for name, each in measured.items():
-            write_generations(output_dir / ("generations.jsonl" if name == "head" else f"generations_{name}.jsonl"), each)
+            write_generations(generations_file(output_dir, name), each)
         described = report(config, found, target_dir, prompts, ranks, measured)
         write_json(output_dir / "report.json", described)
-        write_run_page(Path(config.run_dir), output_dir)
+        write_run_page(config)
         print_table(config, measured)
         print(f"plots: {output_dir / 'report.html'}")
         if not found.is_trained:
@@ -95,15 +95,15 @@ def candidates_of(
         return Candidate(HeadDrafter(found.head, target.parts, depths, sample_drafts), sampler(temperature), quality)
 
     head = of_head(settings.temperature, settings.sample_drafts)
-    found_so_far = {"head": head}
+    candidates = {"head": head}
     for name in settings.beside:
-        found_so_far[name] = Candidate(
+        candidates[name] = Candidate(
             drafter_beside(name, head.drafter, settings, found, target, model), sampler(settings.temperature)
         )
     for temperature in settings.temperatures:
-        found_so_far[f"temperature_{temperature:g}"] = of_head(temperature, sample_drafts=False)
-        found_so_far[f"temperature_{temperature:g}_sampled_drafts"] = of_head(temperature, sample_drafts=True)
-    return found_so_far
+        candidates[f"temperature_{temperature:g}"] = of_head(temperature, sample_drafts=False)
+        candidates[f"temperature_{temperature:g}_sampled_drafts"] = of_head(temperature, sample_drafts=True)
+    return candidates
 
 
 def drafter_beside(
@@ -160,6 +160,10 @@ def report(
         "beside": described,
         "speed": {name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()},
     }
+
+
+def generations_file(output_dir: Path, name: str) -> Path:
+    return output_dir / ("generations.jsonl" if name == "head" else f"generations_{name}.jsonl")
 
 
 def write_generations(path: Path, measured: Measured) -> None:

@@ -6,9 +6,9 @@
 Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode each batch in turns, and the fastest
 of `bench.repeats` counts; tokens/s begin behind the prompt, answers have `acceptance.max_new_tokens` tokens and do not end before. The
 prediction sees none of this: it takes what a round costs from prompts of random tokens, and the rounds that an answer needs with every K
-from how often the drafts of the largest one are accepted at each position on other prompts. A batch lasts as long as its slowest answer;
-`refilled` is the speed-up where others take the places of those that are done, as in an engine. Writes `report.json` and a chart into
-`run_dir/bench_decode/`, and both into the page of `eval.acceptance`.
+from how often the drafts of the largest one are accepted at each position on prompts of other files. A batch lasts as long as its slowest
+answer; `refilled` is the speed-up where others take the places of those that are done, as in an engine. Writes `report.json` and a chart
+into `run_dir/bench_decode/`, and both into the page of `eval.acceptance` where that is of the same head and settings.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from eval.report_page import write_run_page
-from mtptrain.acceptance_prompts import read_prompts
+from mtptrain.acceptance_prompts import Prompts, read_prompts
 from mtptrain.clock import PhaseClock
 from mtptrain.config import RECIPES, load_config
 from mtptrain.distributed import device_name, init_ranks
@@ -36,6 +36,8 @@ from mtptrain.target import Target, load_target, resolve_target
 from mtptrain.warm_start import trained_or_initial_head
 
 Figures = dict[str, Any]
+BATCHES_PER_COST = 4
+"""Of so many batches, one is measured with random tokens too: what a round costs."""
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
@@ -51,14 +53,14 @@ def main(cfg: DictConfig) -> None:
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
-    prompts = list(read_prompts(config, target_dir, spare_tokens=max(bench.draft_depths)).input_ids.values())
-    target = load_target(target_dir, dtype, ranks.device)
-    halves = [prompts[half::2][: bench.decode_prompts] for half in range(2)]
-    if len(halves[1]) < max(bench.batch_sizes):
+    prompts = read_prompts(config, target_dir, spare_tokens=max(bench.draft_depths))
+    halves = [half[: bench.decode_prompts] for half in halves_of(prompts)]
+    if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
         raise ValueError(
-            f"bench.batch_sizes: must be at most {len(halves[1])}, the prompts that are measured, of which as many are predicted from, but "
-            f"hold {max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts or acceptance.num_prompts"
+            f"bench.batch_sizes: must be at most {num_prompts}, the prompts of each half, one measured and one predicted from, but hold "
+            f"{max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and acceptance.num_prompts"
         )
+    target = load_target(target_dir, dtype, ranks.device)
 
     drafters: dict[int, Drafter] = {0: NoDrafter()}
     drafters |= {depths: HeadDrafter(found.head, target.parts, depths, settings.sample_drafts) for depths in bench.draft_depths}
@@ -67,15 +69,19 @@ def main(cfg: DictConfig) -> None:
         sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
         return decode(target, drafters[depths], batch, depths, settings.max_new_tokens, sampler)
 
+    def fastest(batch: Batch) -> dict[int, Spent]:
+        tries = [{depths: decode_with(depths, batch) for depths in drafters} for _ in range(bench.repeats)]  # in turns
+        return {depths: min((each[depths] for each in tries), key=lambda spent: spent.seconds) for depths in drafters}
+
     rows: list[Figures] = []
     for batch_size in bench.batch_sizes:
         measured, costs = dict.fromkeys(drafters, Spent()), dict.fromkeys(drafters, Spent())
         batches, other_batches = (full_batches(half, batch_size) for half in halves)
-        for batch in tqdm(batches, desc=f"batches of {batch_size}", unit="batch"):
-            for total, asked in ((measured, batch), (costs, random_tokens(batch, len(target.parts.lm_head)))):
-                tries = [{depths: decode_with(depths, asked) for depths in drafters} for _ in range(bench.repeats)]
-                for depths in drafters:
-                    total[depths] += min((each[depths] for each in tries), key=lambda spent: spent.seconds)
+        for index, batch in enumerate(tqdm(batches, desc=f"batches of {batch_size}", unit="batch")):
+            measured = {depths: measured[depths] + spent for depths, spent in fastest(batch).items()}
+            if index % BATCHES_PER_COST == 0:
+                of_random = fastest(random_tokens(batch, len(target.parts.lm_head)))
+                costs = {depths: costs[depths] + spent for depths, spent in of_random.items()}
         deepest = max(bench.draft_depths)
         answers = [decode_with(deepest, batch).answers for batch in tqdm(other_batches, desc="other prompts", unit="batch")]
         rows += [describe(batch_size, depths, measured, costs, answers) for depths in drafters]
@@ -83,15 +89,16 @@ def main(cfg: DictConfig) -> None:
     figures = {
         "command": command(),
         "head_sha256": found.sha256,
+        "prompts_sha256": prompts.sha256,
         "device": device_name(ranks.device),
         **{name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens")},
         "dtype": str(settings.dtype),
         "rows": rows,
     }
     write_provenance(output_dir, config)
-    write_json(output_dir / "report.json", figures)
     draw(rows, output_dir / "report.svg")
-    write_run_page(Path(config.run_dir), config.stage_dir("acceptance"))
+    write_json(output_dir / "report.json", figures)
+    write_run_page(config)
     print_table(rows)
     print(f"chart: {output_dir / 'report.svg'}")
     if bench.out:
@@ -130,6 +137,16 @@ class Spent:
 Batch = Sequence[Sequence[int]]
 
 
+def halves_of(prompts: Prompts) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts to measure and prompts to predict from, of other files or conversations."""
+    places: dict[str, int] = {}
+    halves: tuple[list[list[int]], list[list[int]]] = ([], [])
+    for prompt_id, prompt in prompts.input_ids.items():
+        source = prompts.sources.get(prompt_id, prompt_id)
+        halves[places.setdefault(source, len(places)) % 2].append(prompt)
+    return halves
+
+
 def full_batches(prompts: Batch, batch_size: int) -> list[Batch]:
     return [prompts[first : first + batch_size] for first in range(0, len(prompts) - batch_size + 1, batch_size)]
 
@@ -155,9 +172,14 @@ def num_rounds(answer: Generation) -> int:
 
 
 def needed_rounds(answer: Generation, depths: int) -> float:
-    """Rounds that an answer would have needed with fewer drafts: those at the first positions are the same."""
-    tokens_of_a_round = 1 + sum(answer.accepted_at[:depths]) / max(answer.rounds, 1)
-    return (len(answer.tokens) - 1) / tokens_of_a_round
+    """Rounds that an answer is expected to need with fewer drafts, if those at the first positions are accepted as often as here.
+
+    A round of X tokens goes beyond the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
+    """
+    rates = [accepted / max(answer.rounds, 1) for accepted in answer.accepted_at[:depths]]
+    mean = 1 + sum(rates)
+    mean_square = 1 + sum((2 * depth + 3) * rate for depth, rate in enumerate(rates))
+    return (len(answer.tokens) - 1 + (mean_square - mean) / (2 * mean)) / mean
 
 
 def describe(
@@ -188,7 +210,7 @@ def describe(
         "refilled_speed_up": spent.tokens / own_rounds * plain.seconds_of_a_round / spent.seconds_of_a_round,
         "tokens_per_round": spent.tokens / spent.rounds,
         **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
-        "predicted_from_ms": costs[depths].seconds_of_a_round * 1e3,
+        "random_tokens_ms": costs[depths].seconds_of_a_round * 1e3,
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.report_page import drafters_of, have_equal_speeds, table_of, write_page
+from eval.report_page import drafters_of, have_equal_speeds, page_of, write_page
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts",
@@ -50,8 +50,8 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: must be a report.json of eval.acceptance, but does not exist; correct the path")
         try:
-            report = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            report = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ValueError(
                 f"{path}: must be a report.json of eval.acceptance, but is not JSON ({error}); measure again"
             ) from error
@@ -60,8 +60,8 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
         if not isinstance(report, dict) or not {"beside", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is none, or an older one; measure again")
         try:
-            table_of(drafters_of({str(path): report}), with_speed=True)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            page_of({str(path): report})
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}: must be whole, as eval.acceptance writes it, but lacks something ({error!r}); measure again"
             ) from error

@@ -103,9 +103,17 @@ class Share:
     """What a rank has of a candidate so far."""
 
     clock: PhaseClock
+    waiting: dict[str, list[int]]
+    """Prompts of the turn that is next, by id."""
     answers: dict[tuple[str, int], Answer] = field(default_factory=dict)
     seconds: float = 0.0
     num_cut: int = 0
+
+
+def in_batches(prompts: dict[str, list[int]], batch_size: int) -> list[dict[str, list[int]]]:
+    """Those of similar length together."""
+    ids = sorted(prompts, key=lambda prompt_id: len(prompts[prompt_id]))
+    return [{each: prompts[each] for each in ids[first : first + batch_size]} for first in range(0, len(ids), batch_size)]
 
 
 class Measurement:
@@ -123,56 +131,66 @@ class Measurement:
 
     def run(self, candidates: dict[str, Candidate]) -> dict[str, Measured]:
         """Decode this rank's share of the prompts, those of similar length together, and gather everyone's."""
-        own = sorted(
-            list(self.prompts.input_ids)[self.ranks.rank :: self.ranks.world_size],
-            key=lambda prompt_id: len(self.prompts.input_ids[prompt_id]),
-        )
-        shares = {name: Share(PhaseClock(self.ranks.device)) for name in candidates}
-        size = self.settings.batch_size
-        with tqdm(total=len(own) * len(candidates), desc="acceptance", unit="prompt", disable=not self.ranks.is_first) as bar:
-            for first in range(0, len(own), size):
-                batch = own[first : first + size]
-                for name, candidate in candidates.items():
-                    self._decode(candidate, batch, shares[name])
-                    bar.update(len(batch))
-                done = summarise([answer.generation for answer in shares["head"].answers.values()])
-                bar.set_postfix(acceptance_length=f"{done.acceptance_length:.2f}")
+        own = {prompt_id: self.prompts.input_ids[prompt_id] for prompt_id in self._own_ids()}
+        shares = {name: Share(PhaseClock(self.ranks.device), dict(own)) for name in candidates}
+        turn = 1
+        while any(share.waiting for share in shares.values()):
+            batches = {name: in_batches(share.waiting, self.settings.batch_size) for name, share in shares.items()}
+            total, shown = sum(len(share.waiting) for share in shares.values()), "acceptance" if turn == 1 else f"turn {turn}"
+            with tqdm(total=total, desc=shown, unit="prompt", disable=not self.ranks.is_first) as bar:
+                for index in range(max(map(len, batches.values()))):
+                    for name, candidate in candidates.items():
+                        if index < len(batches[name]):
+                            self._decode(candidate, batches[name][index], shares[name], turn)
+                            bar.update(len(batches[name][index]))
+                    done = summarise([answer.generation for answer in shares["head"].answers.values()])
+                    bar.set_postfix(acceptance_length=f"{done.acceptance_length:.2f}")
+            for share in shares.values():
+                self._go_on(share, turn)
+            turn += 1
         return {name: self._gather(candidate, shares[name]) for name, candidate in candidates.items()}
 
-    def _decode(self, candidate: Candidate, batch: list[str], share: Share) -> None:
-        """A batch of prompts and, of conversations, the turns that follow."""
-        started, turn, turns = time.perf_counter(), 1, self.prompts.turns
-        waiting = {prompt_id: self.prompts.input_ids[prompt_id] for prompt_id in batch}
-        messages = {prompt_id: [{"role": "user", "content": turns[prompt_id][0]}] for prompt_id in batch if prompt_id in turns}
-        while waiting:
-            generations = generate_in_batches(
-                self.target,
-                candidate.drafter,
-                list(waiting.values()),
-                num_speculative_tokens=self.settings.num_speculative_tokens,
-                max_new_tokens=self.settings.max_new_tokens,
-                sampler=candidate.sampler,
-                eos_token_ids=eos_token_ids(self.target),
-                batch_size=len(waiting),
-                clock=share.clock,
-                observe=candidate.quality,
-            )
-            following: dict[str, list[int]] = {}
-            for (prompt_id, prompt), generation in zip(waiting.items(), generations, strict=True):
-                category, source = self.prompts.categories.get(prompt_id), self.prompts.sources.get(prompt_id, prompt_id)
-                share.answers[prompt_id, turn] = Answer(generation, len(prompt), category, source)
-                if turn < len(turns.get(prompt_id, [])):
-                    following[prompt_id] = self._next_prompt(messages[prompt_id], generation, turns[prompt_id][turn])
-            context_tokens = self.target.config.max_position_embeddings - self.settings.max_new_tokens
-            waiting = {prompt_id: prompt for prompt_id, prompt in following.items() if len(prompt) <= context_tokens}
-            share.num_cut, turn = share.num_cut + len(following) - len(waiting), turn + 1
-        share.seconds += time.perf_counter() - started
+    def _own_ids(self) -> list[str]:
+        return list(self.prompts.input_ids)[self.ranks.rank :: self.ranks.world_size]
 
-    def _next_prompt(self, messages: list[dict[str, str]], generation: Generation, said: str) -> list[int]:
-        """Adds the target's answer and what the user says to it."""
+    def _decode(self, candidate: Candidate, batch: dict[str, list[int]], share: Share, turn: int) -> None:
+        started = time.perf_counter()
+        generations = generate_in_batches(
+            self.target,
+            candidate.drafter,
+            list(batch.values()),
+            num_speculative_tokens=self.settings.num_speculative_tokens,
+            max_new_tokens=self.settings.max_new_tokens,
+            sampler=candidate.sampler,
+            eos_token_ids=eos_token_ids(self.target),
+            batch_size=len(batch),
+            clock=share.clock,
+            observe=candidate.quality,
+        )
+        share.seconds += time.perf_counter() - started
+        for (prompt_id, prompt), generation in zip(batch.items(), generations, strict=True):
+            category, source = self.prompts.categories.get(prompt_id), self.prompts.sources.get(prompt_id, prompt_id)
+            share.answers[prompt_id, turn] = Answer(generation, len(prompt), category, source)
+
+    def _go_on(self, share: Share, turn: int) -> None:
+        """Prompts of the next turn: what was said so far, and what the user says to it."""
+        following = {
+            prompt_id: self._next_prompt(share, prompt_id, turn)
+            for prompt_id in share.waiting
+            if turn < len(self.prompts.turns.get(prompt_id, []))
+        }
+        context_tokens = self.target.config.max_position_embeddings - self.settings.max_new_tokens
+        share.waiting = {prompt_id: prompt for prompt_id, prompt in following.items() if len(prompt) <= context_tokens}
+        share.num_cut += len(following) - len(share.waiting)
+
+    def _next_prompt(self, share: Share, prompt_id: str, turn: int) -> list[int]:
         assert self.tokenizer is not None
-        answer = str(self.tokenizer.decode(generation.tokens, skip_special_tokens=True))
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+        messages = []
+        for number, said in enumerate(self.prompts.turns[prompt_id][: turn + 1], 1):
+            messages.append({"role": "user", "content": said})
+            if number <= turn:
+                tokens = share.answers[prompt_id, number].generation.tokens
+                messages.append({"role": "assistant", "content": str(self.tokenizer.decode(tokens, skip_special_tokens=True))})
         return render_prompt(self.tokenizer, messages)
 
     def _gather(self, candidate: Candidate, share: Share) -> Measured:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.study_figures import lengths_table
+from mtptrain.config import PipelineConfig
 from mtptrain.speculate import PHASES
 
 Figures = Mapping[str, Any]
@@ -28,6 +29,8 @@ SETTINGS = (
     "dtype",
     "batch_size",
     "seed",
+    "device",
+    "sources",
 )
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -38,7 +41,17 @@ width: 16em; } pre { background: #f4f4f4; padding: .5em .8em; white-space: pre-w
 
 
 SAME_MEASUREMENT = ("head_sha256", "prompts_sha256", "num_speculative_tokens", "max_new_tokens", "dtype")
-SAME_DECODING = ("head_sha256", "temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens", "dtype")
+SAME_DECODING = (
+    "head_sha256",
+    "prompts_sha256",
+    "device",
+    "temperature",
+    "top_p",
+    "top_k",
+    "sample_drafts",
+    "max_new_tokens",
+    "dtype",
+)
 DECODING_COLUMNS = {
     "prompts together": ("batch_size", "d"),
     "K": ("num_speculative_tokens", "d"),
@@ -52,37 +65,43 @@ DECODING_COLUMNS = {
 }
 
 
-def write_run_page(run_dir: Path, directory: Path) -> None:
-    """Write `report.html` for the `report.json` of a directory, if there is one, with what other programs measured in the same run: an
-    engine's counters, speed, studies."""
-    report = read(directory / "report.json")
+def write_run_page(config: PipelineConfig) -> None:
+    """Write `report.html` for the `report.json` of `eval.acceptance`, if there is one, with what other programs measured in the same
+    run: an engine's counters, speed, studies."""
+    directory = Path(config.acceptance.output_dir or config.stage_dir("acceptance"))
+    report = read_report(directory / "report.json")
     if "speed" not in report:  # none, or an older one
         return
     sections = []
-    served, decoding = read(run_dir / "serving_check" / "report.json"), read(run_dir / "bench_decode" / "report.json")
-    if all(served.get(name) == report[name] for name in SAME_MEASUREMENT) and report["temperature"] == 0:
+    served = read_report(Path(config.serving.output_dir or config.stage_dir("serving_check")) / "report.json")
+    if all(served.get(name, "") == report.get(name) for name in SAME_MEASUREMENT) and report["temperature"] == 0:
         sections += ["<h2>Served by an engine, position by position</h2>", command_of(served), served_table(served)]
-    if all(decoding.get(name) == report[name] for name in SAME_DECODING):
-        chart = svg_in(run_dir / "bench_decode" / "report.svg")
+    decoding = read_report(config.stage_dir("bench_decode") / "report.json")
+    if all(decoding.get(name, "") == report.get(name) for name in SAME_DECODING):
+        chart = svg_in(config.stage_dir("bench_decode") / "report.svg")
         sections += ["<h2>Decoding beside plain decoding</h2>", command_of(decoding), decoding_table(decoding), chart]
-    for directory_of_study in sorted((run_dir / "study").glob("*/")):
-        if study := read(directory_of_study / "study.json"):
+    for directory_of_study in sorted(config.stage_dir("study").glob("*/")):
+        if study := read_report(directory_of_study / "study.json"):
             table = html_table(lengths_table(study["study"]["prompt_tokens"], study["measured"]))
             title = f"<h2>Study: {escape(study['study']['name'])}, acceptance length by tokens of the prompt</h2>"
             sections += [title, command_of(study), table, svg_in(directory_of_study / "study.svg")]
     write_page(directory / "report.html", {str(directory): report}, sections)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_report(path: Path) -> dict[str, Any]:
     """A report; empty where there is none."""
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def write_page(path: Path, reports: Mapping[str, Figures], sections: Sequence[str] = ()) -> None:
-    """Write the page.
+    """Write the page of `page_of`."""
+    path.write_text(page_of(reports, sections), encoding="utf-8")
+
+
+def page_of(reports: Mapping[str, Figures], sections: Sequence[str] = ()) -> str:
+    """The page.
 
     Args:
-        path: of the HTML file.
         reports: of runs, by the name to show; with one, its drafters are shown beside each other, with several, their heads too.
         sections: HTML that stands behind the table.
     """
@@ -116,7 +135,7 @@ def write_page(path: Path, reports: Mapping[str, Figures], sections: Sequence[st
     for title, plot in plots.items():
         svg = figure(plot, drafters)
         parts += [f"<h2>{escape(title)}</h2>", svg] if svg else []
-    path.write_text("\n".join(parts) + "\n", encoding="utf-8")
+    return "\n".join(parts) + "\n"
 
 
 def drafters_of(reports: Mapping[str, Figures]) -> dict[str, Figures]:
@@ -167,8 +186,8 @@ def command_of(figures: Figures) -> str:
 
 
 def svg_in(path: Path) -> str:
-    svg = path.read_text()
-    return svg[svg.index("<svg") :]
+    svg = path.read_text() if path.exists() else ""
+    return svg[svg.find("<svg") :] if svg else ""
 
 
 def decoding_table(decoding: Figures) -> str:

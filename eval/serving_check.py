@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from eval.report_page import write_run_page
 from mtptrain.acceptance import Acceptance, eos_token_ids, generate_in_batches, summarise
-from mtptrain.acceptance_prompts import read_prompts
+from mtptrain.acceptance_prompts import Prompts, read_prompts
 from mtptrain.config import RECIPES, Dtype, PipelineConfig, load_config
 from mtptrain.distributed import init_ranks
 from mtptrain.drafters import HeadDrafter, NoDrafter
@@ -35,7 +35,7 @@ from mtptrain.speculate import Generation, Sampler
 from mtptrain.target import Target, load_target, read_target_config, resolve_target
 from mtptrain.warm_start import RunHead, trained_or_initial_head
 
-Prompts = dict[str, list[int]]
+InputIds = dict[str, list[int]]
 BFLOAT16_TOLERANCE = 0.02
 """Of the acceptance length."""
 CACHED_SEQUENCES = 64
@@ -52,8 +52,7 @@ def main(cfg: DictConfig) -> None:
             "leave it out"
         )
     target_dir = resolve_target(config.target.path, config.target.revision)
-    asked = read_prompts(config, target_dir, spare_tokens(config))
-    prompts = asked.input_ids
+    prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # of conversations the first turn
     engine = find_engine(config, target_dir, prompts)
     ours = decode_here(config, target_dir, prompts)
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
@@ -62,9 +61,9 @@ def main(cfg: DictConfig) -> None:
 
     output_dir = Path(config.serving.output_dir or config.stage_dir("serving_check"))
     write_provenance(output_dir, config)
-    served = {"command": command(), **report(config, comparison, divergence), "prompts_sha256": asked.sha256}
+    served = {"command": command(), **report(config, comparison, divergence), "prompts_sha256": Prompts(prompts).sha256}
     write_json(output_dir / "report.json", served)
-    write_run_page(Path(config.run_dir), config.stage_dir("acceptance"))
+    write_run_page(config)
     print_table(config, comparison)
     if not comparison.is_equal:
         print(what_differs(list(prompts), comparison, divergence), file=sys.stderr)
@@ -77,7 +76,7 @@ def spare_tokens(config: PipelineConfig) -> int:
     return 2 * config.acceptance.num_speculative_tokens
 
 
-def find_engine(config: PipelineConfig, target_dir: Path, prompts: Prompts) -> StartedVllm | VllmServer:
+def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> StartedVllm | VllmServer:
     """The engine that will answer, before anything that takes time.
 
     Raises:
@@ -138,7 +137,7 @@ class Ours:
     head_sha256: str
 
 
-def decode_here(config: PipelineConfig, target_dir: Path, prompts: Prompts) -> Ours:
+def decode_here(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> Ours:
     target, found = load_pair(config, target_dir)
     head_drafter = HeadDrafter(found.head, target.parts, config.acceptance.num_speculative_tokens)
     drafted = decode(config, target, head_drafter, prompts, "head")
@@ -158,7 +157,7 @@ def run_head(config: PipelineConfig, target_dir: Path, device: torch.device) -> 
 
 
 def decode(
-    config: PipelineConfig, target: Target, drafter: HeadDrafter | NoDrafter, prompts: Prompts, name: str
+    config: PipelineConfig, target: Target, drafter: HeadDrafter | NoDrafter, prompts: InputIds, name: str
 ) -> list[Generation]:
     settings = config.acceptance
     return generate_in_batches(

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 from eval.report_page import write_run_page
 from eval.study_figures import Figures, draw, print_tables
 from mtptrain.acceptance import summarise
-from mtptrain.acceptance_prompts import held_out_documents, held_out_prompts
+from mtptrain.acceptance_prompts import HeldOut, held_out_documents, held_out_prompts
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
 from mtptrain.heads import HEADS
 from mtptrain.identity import file_sha256
@@ -51,10 +51,10 @@ def main(cfg: DictConfig) -> None:
         bar.set_postfix_str(f"{variant}, seed {seed}")
         measured[variant][seed] = study.measure(variant, seed, prompts_file)
     write_provenance(study.directory, study.config)
-    write_json(study.directory / "study.json", {"command": command(), "study": asdict(study.settings), "measured": measured})
     print_tables(study.settings.name, study.settings.prompt_tokens, measured)
     draw(study.settings.prompt_tokens, measured, study.directory / "study.svg")
-    write_run_page(Path(study.config.run_dir), study.config.stage_dir("acceptance"))
+    write_json(study.directory / "study.json", {"command": command(), "study": asdict(study.settings), "measured": measured})
+    write_run_page(study.config)
     print(f"plot: {study.directory / 'study.svg'}")
 
 
@@ -120,7 +120,8 @@ class Study:
         lengths, directory, answers = self.settings.prompt_tokens, self.directory / "held_out", self.config.acceptance
         of_longest = [*self.common, f"prompts.max_document_tokens={max(lengths)}"]
         self._run(directory, of_longest, [STAGES["prompts"]], {"prompts": {**asdict(self.config.prompts), "windows": max(lengths)}})
-        documents = held_out_documents(directory / "prompts")
+        chooses = any(variant.train.validation_prompts for variant in self.variants.values())
+        documents = held_out_documents(directory / "prompts", HeldOut.reporting if chooses else HeldOut.all)
         found = held_out_prompts(
             documents, len(documents), max(lengths), answers.max_new_tokens, target_config_of(self.config).max_position_embeddings
         )

@@ -98,8 +98,9 @@ def names_of(part: HeldOut, names: set[str]) -> set[str]:
     wanted = set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
     if not wanted:
         raise ValueError(
-            f"prompts.validation_fraction: must hold out at least 2 files or conversations, one to choose the best head by and one to "
-            f"report on, but holds out {len(names)}; raise it, or set train.validation_prompts=0"
+            "prompts.validation_fraction: must hold out at least 2 files or conversations, one to choose the best head by and one to "
+            f"report on, but holds out {len(names)}; raise it and run data_prep.prompts and data_prep.hidden_states again, or set "
+            "train.validation_prompts=0"
         )
     return wanted
 
@@ -151,7 +152,8 @@ def held_out_prompts(
     if not prompts:
         raise ValueError(
             f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens that fits a context of "
-            f"{context_tokens} with {max_new_tokens} new ones, but none of {len(documents)} does; lower it or acceptance.max_new_tokens"
+            f"{context_tokens} with {max_new_tokens} new ones, but none of {len(documents)} does; lower it, "
+            "acceptance.max_new_tokens or train.validation_new_tokens, or raise prompts.validation_fraction"
         )
     return prompts
 

@@ -25,7 +25,7 @@ def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
 def command() -> str:
     """How this program was started, one process of it."""
     spec = sys.modules["__main__"].__spec__
-    return shlex.join(["python", "-m", sys.argv[0] if spec is None else spec.name, *sys.argv[1:]])
+    return shlex.join(["python", *([sys.argv[0]] if spec is None else ["-m", spec.name]), *sys.argv[1:]])
 
 
 def write_json(path: Path, content: object) -> None:

@@ -25,7 +25,7 @@ def test_every_batch_size_and_depth_is_measured_and_written(fresh_run: tuple[Pat
     assert json.loads((run_dir / "bench_decode/report.json").read_text())["rows"] == rows
     assert "<svg" in (run_dir / "bench_decode/report.svg").read_text()
     too_many = run_program("eval.bench_decode", *overrides, "bench.batch_sizes=[1,3]", "bench.decode_prompts=2")
-    assert "bench.batch_sizes: must be at most 2, the prompts that are measured" in too_many.stderr
+    assert "bench.batch_sizes: must be at most 2, the prompts of each half" in too_many.stderr
 
 
 def answer(rounds: int, *accepted_at: int) -> Generation:
@@ -44,9 +44,9 @@ def test_the_prediction_is_made_of_what_a_round_costs_elsewhere_and_of_the_accep
     others = [[answer(50, 50, 25, 5)], [answer(50, 25, 0, 0)]]  # 2.5 and 1.5 tokens a round with two drafts
     row = describe(1, 2, measured, costs, others)
     assert row["speed_up"] == pytest.approx(2.0)
-    assert row["predicted_speed_up"] == pytest.approx(200 / (100 / 2.5 + 100 / 1.5) * 20 / 25)
+    assert row["predicted_speed_up"] == pytest.approx(200 / (100.8 / 2.5 + (100 + 1 / 3) / 1.5) * 20 / 25)
     assert row["refilled_speed_up"] == pytest.approx(4 * 10 / 12.5)  # 4 tokens in 12.5 ms, beside one in 10 ms
     assert row["tokens_per_round"] == 2.5 and row["draft_ms"] == pytest.approx(2.5) and row["verify_ms"] == pytest.approx(10.0)
     assert recommended([describe(1, 0, measured, costs, others), row], 1) == 2
     both = describe(2, 2, measured, costs, [[*others[0], *others[1]]])
-    assert both["predicted_speed_up"] == pytest.approx(1.5 * 20 / 25)  # a batch waits for its slowest answer
+    assert both["predicted_speed_up"] == pytest.approx(150 / (100 + 1 / 3) * 20 / 25)  # a batch waits for its slowest answer

@@ -12,6 +12,7 @@ from eval import compare
 from eval.report_page import write_run_page
 from mtptrain.acceptance import intervals, summarise
 from mtptrain.speculate import Generation
+from tests.conftest import make_config
 
 
 def figures(lengths: list[int]) -> dict[str, Any]:
@@ -72,7 +73,14 @@ def test_reports_stand_beside_each_other_in_a_table_and_on_a_page_without_a_netw
     assert "<b>" not in page, "names are text, not markup"
 
 
-MEASURED = {"head_sha256": "cc", "prompts_sha256": "00", "num_speculative_tokens": 3, "max_new_tokens": 20, "dtype": "float32"}
+MEASURED = {
+    "device": "CPU",
+    "head_sha256": "cc",
+    "prompts_sha256": "00",
+    "num_speculative_tokens": 3,
+    "max_new_tokens": 20,
+    "dtype": "float32",
+}
 
 
 def write_beside(run_dir: Path, place: str, content: dict[str, object]) -> None:
@@ -83,7 +91,7 @@ def write_beside(run_dir: Path, place: str, content: dict[str, object]) -> None:
 
 
 def page_of(run_dir: Path) -> str:
-    write_run_page(run_dir, run_dir / "acceptance")
+    write_run_page(make_config(f"run_dir={run_dir}"))
     return (run_dir / "acceptance/report.html").read_text()
 
 
@@ -133,7 +141,7 @@ def test_speed_and_studies_of_the_run_stand_on_its_page_with_their_commands(tmp_
 
 
 def test_a_run_that_has_not_been_measured_gets_no_page(tmp_path: Path) -> None:
-    write_run_page(tmp_path, tmp_path / "acceptance")
+    write_run_page(make_config(f"run_dir={tmp_path}"))
     assert not list(tmp_path.iterdir())
 
 
@@ -175,6 +183,32 @@ def test_no_report_is_lost_where_paths_are_alike(tmp_path: Path) -> None:
     assert list(compare.read_reports(paths)) == [str(path) for path in paths]
     with pytest.raises(ValueError, match="reports must be different ones, but this one stands twice"):
         compare.read_reports([paths[0], paths[0]])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("batch_size",),
+        ("drafted",),
+        ("by_category",),
+        ("acceptance_length_of_prompts",),
+        ("intervals", "acceptance_rate_at"),
+        ("without_loops", "acceptance_length"),
+        ("beside", "prompt_lookup", "by_prompt_tokens", "0", "acceptance_length"),
+        ("speed", "prompt_lookup"),
+        ("speed", "head", "seconds", "all"),
+    ],
+)
+def test_a_report_that_is_not_whole_is_refused(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    path = write_report(tmp_path / "report.json", [8, 6])
+    report = json.loads(path.read_text())
+    part = report
+    for key in keys[:-1]:
+        part = part[key]
+    del part[keys[-1]]
+    path.write_text(json.dumps(report))
+    with pytest.raises(ValueError, match=r"report\.json: must be whole, as eval\.acceptance writes it, but lacks something \("):
+        compare.read_reports([path])
 
 
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
