@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,7 +108,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def demo_config(sizes: dict[str, int]) -> LlamaConfig:
+def demo_config(sizes: dict[str, Any]) -> LlamaConfig:
     return LlamaConfig(
         **sizes,
         vocab_size=VOCAB_SIZE,
