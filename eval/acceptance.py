@@ -65,8 +65,8 @@ def main(cfg: DictConfig) -> None:
             write_generations(generations_file(output_dir, name), each)
         described = report(config, found, target_dir, prompts, ranks, measured)
         write_json(output_dir / "report.json", described)
-        write_run_page(config)
         print_table(config, measured)
+        write_run_page(config)
         print(f"plots: {output_dir / 'report.html'}")
         if not found.is_trained:
             print(f"head: {found.directory}, as it was published (head.init_from); this run has not trained one")

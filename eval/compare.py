@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.report_page import drafters_of, have_equal_speeds, page_of, write_page
+from eval.report_page import UNREADABLE, drafters_of, have_equal_speeds, page_of, write_page
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts",
@@ -50,7 +50,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: must be a report.json of eval.acceptance, but does not exist; correct the path")
         try:
-            report = json.loads(path.read_text(encoding="utf-8"))
+            report = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
         except ValueError as error:
             raise ValueError(
                 f"{path}: must be a report.json of eval.acceptance, but is not JSON ({error}); measure again"
@@ -61,7 +61,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is none, or an older one; measure again")
         try:
             page_of({str(path): report})
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(
                 f"{path}: must be whole, as eval.acceptance writes it, but lacks something ({error!r}); measure again"
             ) from error
@@ -79,12 +79,16 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
     return dict(zip(short_names(list(reports)), reports.values(), strict=True))
 
 
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"a figure is {name}")
+
+
 def short_names(paths: list[str]) -> list[str]:
     """Paths without the folders that all have in common; whole ones where too little is left to tell them apart."""
     parts = [Path(path).parts for path in paths]
     start = next((i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
     end = next((i for i, each in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(each)) > 1), 0)
-    names = ["/".join(part[start : len(part) - end]) for part in parts]
+    names = [str(Path(*part[start : len(part) - end])) if len(part) - end > start else "" for part in parts]
     return names if all(names) and len(set(names)) == len(names) else paths
 
 
@@ -108,7 +112,7 @@ def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
             f"{each['tokens_per_s']:,.0f}" if have_equal_speeds(reports) else "",
         )
     console = Console()
-    console.width = max(console.width, 110 + 8 * len(depths))
+    console.width = max(console.width, 70 + 8 * len(depths) + max(map(len, drafters_of(reports))))
     console.print(table)
 
 

@@ -30,6 +30,9 @@ SETTINGS = (
     "batch_size",
     "seed",
     "device",
+    "prompts_file",
+    "conversations",
+    "cut_conversations",
     "sources",
 )
 STYLE = """
@@ -52,11 +55,14 @@ SAME_DECODING = (
     "max_new_tokens",
     "dtype",
 )
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a report that is not whole, or is none, raises."""
 DECODING_COLUMNS = {
     "prompts together": ("batch_size", "d"),
     "K": ("num_speculative_tokens", "d"),
     "tokens/s": ("tokens_per_s", ",.0f"),
     "speed-up": ("speed_up", ".2f"),
+    "with prompt": ("speed_up_with_prompt", ".2f"),
     "predicted": ("predicted_speed_up", ".2f"),
     "refilled": ("refilled_speed_up", ".2f"),
     "tokens a round": ("tokens_per_round", ".2f"),
@@ -72,20 +78,48 @@ def write_run_page(config: PipelineConfig) -> None:
     report = read_report(directory / "report.json")
     if "speed" not in report:  # none, or an older one
         return
-    sections = []
-    served = read_report(Path(config.serving.output_dir or config.stage_dir("serving_check")) / "report.json")
-    if all(served.get(name, "") == report.get(name) for name in SAME_MEASUREMENT) and report["temperature"] == 0:
-        sections += ["<h2>Served by an engine, position by position</h2>", command_of(served), served_table(served)]
-    decoding = read_report(config.stage_dir("bench_decode") / "report.json")
-    if all(decoding.get(name, "") == report.get(name) for name in SAME_DECODING):
-        chart = svg_in(config.stage_dir("bench_decode") / "report.svg")
-        sections += ["<h2>Decoding beside plain decoding</h2>", command_of(decoding), decoding_table(decoding), chart]
-    for directory_of_study in sorted(config.stage_dir("study").glob("*/")):
-        if study := read_report(directory_of_study / "study.json"):
-            table = html_table(lengths_table(study["study"]["prompt_tokens"], study["measured"]))
-            title = f"<h2>Study: {escape(study['study']['name'])}, acceptance length by tokens of the prompt</h2>"
-            sections += [title, command_of(study), table, svg_in(directory_of_study / "study.svg")]
+    sections: list[str] = []
+    places = {
+        Path(config.serving.output_dir or config.stage_dir("serving_check")) / "report.json": served_section,
+        config.stage_dir("bench_decode") / "report.json": decoding_section,
+        **dict.fromkeys(sorted(config.stage_dir("study").glob("*/study.json")), study_section),
+    }
+    for path, section in places.items():
+        try:
+            sections += section(path, report) if path.exists() else []
+        except UNREADABLE as error:  # what was measured now is worth more
+            sections.append(f"<p>{escape(str(path))}: cannot be shown, {escape(repr(error))}; measure it again</p>")
     write_page(directory / "report.html", {str(directory): report}, sections)
+
+
+def served_section(path: Path, report: Figures) -> list[str]:
+    """Of `eval.serving_check`, if it is of the same measurement."""
+    served = read_report(path)
+    if report["temperature"] > 0 or any(served.get(name, "") != report.get(name) for name in SAME_MEASUREMENT):
+        return []
+    return ["<h2>Served by an engine, position by position</h2>", command_of(served), served_table(served)]
+
+
+def decoding_section(path: Path, report: Figures) -> list[str]:
+    """Of `eval.bench_decode`, if it is of the same head and settings."""
+    decoding = read_report(path)
+    if any(decoding.get(name, "") != report.get(name) for name in SAME_DECODING):
+        return []
+    legend = (
+        "<p>Tokens/s behind the prompt; K = 0 is plain decoding. Predicted: from the acceptance of prompts of other files and what rounds "
+        "of random tokens cost. Refilled: where other prompts take the places of those that are done, as in an engine.</p>"
+    )
+    rows = [[format(row[key], form) for key, form in DECODING_COLUMNS.values()] for row in decoding["rows"]]
+    table = html_table([list(DECODING_COLUMNS), *rows])
+    return ["<h2>Decoding beside plain decoding</h2>", command_of(decoding), table, legend, svg_in(path.with_suffix(".svg"))]
+
+
+def study_section(path: Path, report: Figures) -> list[str]:
+    """Of `eval.study`, which is of the recipe and not of its head."""
+    study = read_report(path)
+    table = html_table(lengths_table(study["study"]["prompt_tokens"], study["measured"]))
+    title = f"<h2>Study: {escape(study['study']['name'])}, acceptance length by tokens of the prompt</h2>"
+    return [title, command_of(study), table, svg_in(path.with_suffix(".svg"))]
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -129,7 +163,7 @@ def page_of(reports: Mapping[str, Figures], sections: Sequence[str] = ()) -> str
     parts.append(
         "<p>Length: 1 + accepted / rounds, over rounds with drafts. Per step: tokens for each forward of the target, rounds without drafts "
         "included. At i: rounds that accepted the draft at position i, over rounds. No loops: without outputs in which a block repeats "
-        "itself, where drafting is easy.</p>"
+        "itself, where drafting is easy. Tokens/s: in batches as above, the time of the prompts included.</p>"
     )
     parts += sections
     for title, plot in plots.items():
@@ -188,12 +222,6 @@ def command_of(figures: Figures) -> str:
 def svg_in(path: Path) -> str:
     svg = path.read_text() if path.exists() else ""
     return svg[svg.find("<svg") :] if svg else ""
-
-
-def decoding_table(decoding: Figures) -> str:
-    """What `eval.bench_decode` measured; K is 0 for plain decoding."""
-    rows = [[format(row[key], form) for key, form in DECODING_COLUMNS.values()] for row in decoding["rows"]]
-    return html_table([list(DECODING_COLUMNS), *rows])
 
 
 def served_table(served: Figures) -> str:

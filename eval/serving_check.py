@@ -63,8 +63,8 @@ def main(cfg: DictConfig) -> None:
     write_provenance(output_dir, config)
     served = {"command": command(), **report(config, comparison, divergence), "prompts_sha256": Prompts(prompts).sha256}
     write_json(output_dir / "report.json", served)
-    write_run_page(config)
     print_table(config, comparison)
+    write_run_page(config)
     if not comparison.is_equal:
         print(what_differs(list(prompts), comparison, divergence), file=sys.stderr)
         is_near = abs(comparison.counts.acceptance_length / comparison.acceptance.acceptance_length - 1) <= BFLOAT16_TOLERANCE

@@ -54,8 +54,8 @@ def main(cfg: DictConfig) -> None:
     print_tables(study.settings.name, study.settings.prompt_tokens, measured)
     draw(study.settings.prompt_tokens, measured, study.directory / "study.svg")
     write_json(study.directory / "study.json", {"command": command(), "study": asdict(study.settings), "measured": measured})
-    write_run_page(study.config)
     print(f"plot: {study.directory / 'study.svg'}")
+    write_run_page(study.config)
 
 
 class Study:

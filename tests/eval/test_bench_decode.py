@@ -45,6 +45,7 @@ def test_the_prediction_is_made_of_what_a_round_costs_elsewhere_and_of_the_accep
     row = describe(1, 2, measured, costs, others)
     assert row["speed_up"] == pytest.approx(2.0)
     assert row["predicted_speed_up"] == pytest.approx(200 / (100.8 / 2.5 + (100 + 1 / 3) / 1.5) * 20 / 25)
+    assert row["speed_up_with_prompt"] == pytest.approx(6 / 0.5)
     assert row["refilled_speed_up"] == pytest.approx(4 * 10 / 12.5)  # 4 tokens in 12.5 ms, beside one in 10 ms
     assert row["tokens_per_round"] == 2.5 and row["draft_ms"] == pytest.approx(2.5) and row["verify_ms"] == pytest.approx(10.0)
     assert recommended([describe(1, 0, measured, costs, others), row], 1) == 2

@@ -116,7 +116,9 @@ def test_an_engines_counters_stand_on_the_page_of_the_same_measurement_alone(tmp
 
 
 def test_speed_and_studies_of_the_run_stand_on_its_page_with_their_commands(tmp_path: Path) -> None:
-    row = dict.fromkeys(("tokens_per_s", "speed_up", "predicted_speed_up", "refilled_speed_up", "tokens_per_round"), 1.25)
+    row = dict.fromkeys(
+        ("tokens_per_s", "speed_up", "speed_up_with_prompt", "predicted_speed_up", "refilled_speed_up", "tokens_per_round"), 1.25
+    )
     row |= {"batch_size": 8, "num_speculative_tokens": 3, "draft_ms": 2.0, "verify_ms": 3.0}
     decoding = {
         **MEASURED,
@@ -133,11 +135,20 @@ def test_speed_and_studies_of_the_run_stand_on_its_page_with_their_commands(tmp_
     write_beside(tmp_path, "bench_decode/report.json", decoding)
     write_beside(tmp_path, "study/norms/study.json", study)
     page = page_of(tmp_path)
-    assert "<td>8</td><td>3</td><td>1</td><td>1.25</td><td>1.25</td><td>1.25</td><td>1.25</td><td>2.00</td><td>3.00</td>" in page
+    assert (
+        "<td>8</td><td>3</td><td>1</td><td>1.25</td><td>1.25</td><td>1.25</td><td>1.25</td><td>1.25</td><td>2.00</td><td>3.00</td>"
+        in page
+    )
     assert "<td>all</td><td>1.500</td><td>2 seeds, 1 diverged</td>" in page and page.count("<svg>a chart</svg>") == 2
     assert all(f"<pre>{command}</pre>" in page for command in ("measure it", "bench it", "study it"))
     write_beside(tmp_path, "bench_decode/report.json", {**decoding, "head_sha256": "dd"})
     assert "bench it" not in page_of(tmp_path) and "study it" in page_of(tmp_path)
+    (tmp_path / "study/norms/study.json").write_text('{"study": {"name": "<norms>"}}')
+    (tmp_path / "serving_check").mkdir()
+    (tmp_path / "serving_check/report.json").write_text('{"torn')
+    page = page_of(tmp_path)
+    assert "head mtp" in page and "study/norms/study.json: cannot be shown, KeyError(" in page
+    assert "serving_check/report.json: cannot be shown, JSONDecodeError(" in page
 
 
 def test_a_run_that_has_not_been_measured_gets_no_page(tmp_path: Path) -> None:
@@ -213,6 +224,9 @@ def test_a_report_that_is_not_whole_is_refused(tmp_path: Path, keys: tuple[str, 
 
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "torn.json").write_text('{"rounds": ')
+    (tmp_path / "not_finite.json").write_text('{"acceptance_length": NaN}')
+    with pytest.raises(ValueError, match=r"not_finite\.json: must be .* but is not JSON \(a figure is NaN\)"):
+        compare.read_reports([tmp_path / "not_finite.json"])
     with pytest.raises(ValueError, match=r"torn\.json: must be a report\.json of eval\.acceptance, but is not JSON"):
         compare.read_reports([tmp_path / "torn.json"])
     (tmp_path / "other.json").write_text('{"rounds": 3}')
