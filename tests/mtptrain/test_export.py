@@ -15,7 +15,7 @@ from mtptrain.head_files import TARGET_WEIGHTS, build_head, load_head, save_head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
 from mtptrain.identity import file_sha256, weights_fingerprint
-from mtptrain.prompt_files import Documents
+from mtptrain.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.run_dir import write_json
 from mtptrain.target import load_target, read_target_config
 from tests.conftest import make_config, make_target, run_program
@@ -204,6 +204,7 @@ def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
     for stage in ("prompts", "acceptance"):
         (run_dir / stage).mkdir(parents=True)
     Documents.from_list([(i, row, [1] * 16) for i, row in enumerate(tokens)]).save(run_dir / "prompts/validation.safetensors")
+    DocumentEntry.write_all(run_dir / "prompts", [DocumentEntry(i, f"file {i}", Split.validation, 16, 0, 0) for i in range(4)])
     head = random_head(config.head, read_target_config(target_dir))
     facts = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
     save_head(run_dir / "train/best", head.to(torch.bfloat16).state_dict(), config.head, facts)
