@@ -73,12 +73,12 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
         ValueError: no conversation has its first answer in its first window.
     """
     documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
-    entries = DocumentEntry.read_all(prompts_dir)
-    names = [entries[document_id].name for document_id in documents.document_ids]
-    wanted = names_of(part, set(names))
-    places = [place for place, name in enumerate(names) if name in wanted]
+    every_entry = DocumentEntry.read_all(prompts_dir)
+    entries = [every_entry[document_id] for document_id in documents.document_ids]
+    wanted = names_of(part, {entry.name for entry in entries})
+    places = [place for place, entry in enumerate(entries) if entry.name in wanted]
     if not documents.loss_mask.all():
-        places = first_answers(documents, [entries[document_id] for document_id in documents.document_ids], places)
+        places = first_answers(documents, entries, places)
     return Documents.from_list(
         [(int(documents.document_ids[place]), documents.tokens(place), documents.mask(place)) for place in places]
     )
