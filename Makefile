@@ -16,6 +16,8 @@ VLLM_VENV ?= .venv-vllm
 PEER_VENV ?= .venv-peer
 ARGS ?=
 RUN := $(VENV)/bin/python
+# Two tests beside each other, with one thread each: on tiny targets a second thread only waits.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
 VLLM := $(VLLM_VENV)/bin/python
 
 # DeepSpeed compiles a small operator on first use and looks for ninja on PATH.
@@ -65,14 +67,14 @@ check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest -q tests/test_recipes.py tests/test_layout.py
+	$(PYTEST) -q tests/test_recipes.py tests/test_layout.py
 
 test: check
-	$(RUN) -m pytest --ignore tests/serving
+	$(PYTEST) --dist worksteal --ignore tests/serving
 	$(MAKE) test-serving
 
 test-serving: setup $(VLLM_VENV)/.installed
-	$(RUN) -m pytest tests/serving
+	$(PYTEST) --dist loadgroup tests/serving
 
 served-table: setup $(VLLM_VENV)/.installed
 	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_table.py

@@ -1,7 +1,7 @@
 """Elementwise work fused by torch.compile, where the trainer asks for it; the same functions run plainly everywhere else."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -20,10 +20,13 @@ def fuse(on: bool) -> None:
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of tensors without side effects; results differ by rounding at most."""
-    compiled = torch.compile(function, dynamic=True)
+
+    @cache
+    def compiled() -> Callable[P, R]:  # not at import: torch.compile loads its compiler, which takes seconds
+        return torch.compile(function, dynamic=True)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (compiled if _is_on else function)(*args, **kwargs)
+        return (compiled() if _is_on else function)(*args, **kwargs)
 
     return call

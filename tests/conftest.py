@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
+from tests.programs import run_ranks
 
 GENERATION_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' }}"
@@ -142,9 +143,9 @@ PLAIN = ("train.compile=false", "head.start_from_target=false")
 
 
 def make_config(*overrides: str) -> PipelineConfig:
-    """The quickstart recipe with overrides, as a program sees it."""
+    """The quickstart recipe with overrides, as a program sees it; its run folder is not there."""
     with initialize_config_dir(RECIPES, version_base="1.3"):
-        return load_config(compose("pipeline", ["recipe=quickstart", *PLAIN, *overrides]))
+        return load_config(compose("pipeline", ["recipe=quickstart", "run_dir=not_there", *PLAIN, *overrides]))
 
 
 @pytest.fixture(scope="session")
@@ -171,9 +172,8 @@ def program_command(module: str, *overrides: str, num_ranks: int = 1, recipe: st
 
 
 def run_program(module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, as a user does."""
-    command = program_command(module, *overrides, num_ranks=num_ranks, recipe=recipe)
-    return subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=600, check=False)
+    """Run a program of the project to its end."""
+    return run_ranks(module, [f"recipe={recipe}", *PLAIN, *overrides], num_ranks)
 
 
 def write_text_files(directory: Path, num_files: int = 40, num_lines: int = 30) -> Path:

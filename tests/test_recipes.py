@@ -2,9 +2,6 @@
 
 import ast
 import inspect
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from mtptrain import config as config_module
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads import HEADS
 from tests.conftest import make_config
+from tests.programs import run_ranks
 
 ROOT = Path(__file__).parents[1]
 
@@ -181,15 +179,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name() -> None:
     ],
 )
 def test_a_program_answers_a_wrong_command_line_with_what_would_be_right(arguments: list[str], message: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "data_prep.prompts", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_ranks("data_prep.prompts", arguments)
     assert result.returncode != 0
     assert message in result.stderr
     if "recipe=quickstart" not in arguments:

@@ -1,13 +1,11 @@
 """Stage 2 on a tiny target: the states are transformers' own, and interruptions leave no trace."""
 
 import errno
-import multiprocessing
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -33,7 +31,8 @@ from mtptrain.hidden_store_writer import is_recorded
 from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import Documents, PromptsManifest
 from mtptrain.target import load_target, load_tokenizer
-from tests.conftest import GENERATION_TEMPLATE, make_target
+from tests.conftest import GENERATION_TEMPLATE, make_target, program_command, run_program
+from tests.programs import FORKED
 
 ROOT = Path(__file__).parents[2]
 ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
@@ -147,15 +146,13 @@ def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepare
     assert found[0] == found[1]
 
 
-def command(config: PipelineConfig, num_ranks: int) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
-    overrides = [f"run_dir={config.run_dir}", f"target.path={config.target.path}"]
-    overrides += [f"hidden_states.shard_tokens={config.hidden_states.shard_tokens}"]
-    return [sys.executable, *launcher, "-m", "data_prep.hidden_states", "recipe=quickstart", *overrides]
+def overrides_of(config: PipelineConfig) -> list[str]:
+    shard_tokens = config.hidden_states.shard_tokens
+    return [f"run_dir={config.run_dir}", f"target.path={config.target.path}", f"hidden_states.shard_tokens={shard_tokens}"]
 
 
-def run_program(config: PipelineConfig, num_ranks: int) -> str:
-    result = subprocess.run(command(config, num_ranks), cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+def extract(config: PipelineConfig, num_ranks: int) -> str:
+    result = run_program("data_prep.hidden_states", *overrides_of(config), num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -167,7 +164,8 @@ def children(pid: int) -> list[int]:
 
 def kill_program(config: PipelineConfig, num_ranks: int, after_shards: int) -> None:
     """Start the program and SIGKILL all of its processes once some shards are there."""
-    process = subprocess.Popen(command(config, num_ranks), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = program_command("data_prep.hidden_states", *overrides_of(config), num_ranks=num_ranks)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     store_dir = config.stage_dir("hidden_states")
     deadline = time.monotonic() + 300
     while len(list(store_dir.glob("shard_*.safetensors"))) < after_shards:
@@ -183,7 +181,7 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
     rng = np.random.default_rng(3)
     config = prepared(lengths=rng.integers(1, 90, 400).tolist())
     store_dir = config.stage_dir("hidden_states")
-    run_program(config, num_ranks=1)
+    extract(config, num_ranks=1)
     undisturbed = read_store(store_dir)
     assert len(undisturbed) > 200
     shutil.rmtree(store_dir)
@@ -192,13 +190,13 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
     kill_program(config, num_ranks=2, after_shards=int(rng.integers(80, 150)))
     trusted = {path.stem for path in store_dir.glob("shard_*.json")}
     kept = {path.stem: path.stat().st_mtime_ns for path in store_dir.glob("shard_*.safetensors") if path.stem in trusted}
-    output = run_program(config, num_ranks=2)
+    output = extract(config, num_ranks=2)
     assert read_store(store_dir) == undisturbed
     assert len(kept) > 79
     assert {name: (store_dir / f"{name}.safetensors").stat().st_mtime_ns for name in kept} == kept
     assert "computed now" in output
 
-    assert "is finished already: 400 documents" in run_program(config, num_ranks=2)
+    assert "is finished already: 400 documents" in extract(config, num_ranks=2)
     assert read_store(store_dir) == undisturbed
 
 
@@ -210,13 +208,11 @@ def work(config: PipelineConfig, rank: int, num_ranks: int, port: int) -> None:
 
 
 def start_ranks(config: PipelineConfig, num_ranks: int) -> list[BaseProcess]:
-    """The stage in processes that fork from one without threads, which has imported everything: a run takes a second, not ten."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    """The stage in processes of their own, which can be looked at and killed."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    processes = [context.Process(target=work, args=(config, rank, num_ranks, port)) for rank in range(num_ranks)]
+    processes = [FORKED.Process(target=work, args=(config, rank, num_ranks, port)) for rank in range(num_ranks)]
     for process in processes:
         process.start()
     return processes

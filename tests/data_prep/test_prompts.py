@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
 from mtptrain.target import load_tokenizer
-from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
+from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer, run_program
 
 ConfigFor = Callable[..., PipelineConfig]
 FILES = {f"file_{i:02}.py": f"value_{i} = {i}\n" * (i + 1) for i in range(40)} | {"sub/long.py": "x = 1\n" * 90, "empty.py": ""}
@@ -302,13 +300,12 @@ def test_refused_conversations_are_counted_by_reason(chat_config: Callable[..., 
 def test_the_program_prints_the_report_and_where_it_wrote(tmp_path: Path, text_config: ConfigFor, tiny_target: Path) -> None:
     text_config()
     overrides = [f"run_dir={tmp_path}/cli", f"target.path={tiny_target}", f"prompts.paths=[{tmp_path}/texts]"]
-    command = [sys.executable, "-m", "data_prep.prompts", "recipe=quickstart", "prompts.validation_fraction=0.2", *overrides]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_program("data_prep.prompts", "prompts.validation_fraction=0.2", *overrides)
     assert result.returncode == 0, result.stderr
     assert "supervised tokens" in result.stdout
     assert f"written to {tmp_path}/cli/prompts" in result.stdout
     provenance = json.loads((tmp_path / "cli" / "prompts" / "provenance.json").read_text())
-    assert provenance["argv"][1:] == command[3:]
+    assert provenance["argv"][1:] == result.args[3:]
 
 
 def test_no_paths_are_refused(config_for: ConfigFor) -> None:

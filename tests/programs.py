@@ -1,0 +1,94 @@
+"""Programs of the project, run in processes that fork from one which has imported everything: a run takes a second, not ten.
+
+What a program sees is what `python -m` and torchrun give it: arguments, environment, working directory, an exit code. Tests that kill
+a run, or look at processes, start the command itself: `program_command`.
+"""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 600
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["data_prep.hidden_states", "data_prep.prompts", "eval.acceptance", "mtptrain.train", __name__])
+
+
+def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module` to its end, as each of several ranks where they are asked for: the others end with the first that fails.
+
+    Returns:
+        The first exit code that is not 0, and what all ranks printed.
+    """
+    with socket.socket() as listener, tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.close()
+        processes: list[BaseProcess] = []
+        for rank in range(num_ranks):
+            environment = dict(os.environ) | (ranks_environment(rank, num_ranks, port) if num_ranks > 1 else {})
+            files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (stdout, stderr)]
+            processes.append(FORKED.Process(target=run_module, args=(module, arguments, environment, *files)))
+            processes[-1].start()
+        codes = wait_for(processes)
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.CompletedProcess(command, next(filter(None, codes), 0), *(read_whole(file) for file in (stdout, stderr)))
+
+
+def ranks_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank of one node."""
+    of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    return of_rank | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+
+
+def run_module(module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
+    """In a process of its own: `python -m module arguments`."""
+    for descriptor, path in ((1, stdout), (2, stderr)):
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:  # was read when torch was imported
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.argv = [module, *arguments]
+    atexit._clear()  # of the process that this one was forked from
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which `multiprocessing` leaves out
+
+
+def wait_for(processes: list[BaseProcess]) -> list[int]:
+    """Exit codes of all, once they have ended; those that go on when one has failed are ended."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
+            deadline = min(deadline, time.monotonic() + 20)  # the others may say something of their own
+            break
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode or 0 for process in processes]
+
+
+def read_whole(file: "tempfile._TemporaryFileWrapper[str]") -> str:
+    file.seek(0)
+    return file.read()
