@@ -74,10 +74,10 @@ test: check
 	$(MAKE) test-serving
 
 test-serving: setup $(VLLM_VENV)/.installed
-	$(PYTEST) --dist loadgroup tests/serving
+	$(PYTEST) --dist loadfile tests/serving
 
 served-table: setup $(VLLM_VENV)/.installed
-	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_table.py
+	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_heads.py -k readmes_table
 
 recipe-plans: setup
 	WRITE_RECIPE_PLANS=1 $(RUN) -m pytest tests/test_recipe_plans.py

@@ -66,14 +66,6 @@ class Served:
     theirs: EngineRun
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Beside each other run files, but those that read `served` in one process: it is made once."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            reads_served = item.path.stem.startswith("test_served")
-            item.add_marker(pytest.mark.xdist_group("served" if reads_served else item.path.stem))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """In matrices as small as these a second thread only waits."""

@@ -1,7 +1,10 @@
 """A trained head is served by vLLM as it drafts here: rounds, drafted tokens and accepted drafts are equal, prompt by prompt."""
 
+import os
+import re
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,10 @@ from mtptrain.head_files import build_head
 from mtptrain.heads.base import Head
 from tests.serving.cases import BF16_CASES, BREAKS, BROKEN_CASES, CASES, HEAD_CONFIGS, NOT_HERE, PROMPTS, Case, is_served_here
 from tests.serving.conftest import NUM_GENERATED, OnDisk, Served
+from tests.serving.table import served_table
 
+README = Path(__file__).parents[2] / "README.md"
+BETWEEN = re.compile(r"(?<=<!-- served: written by `make served-table` -->\n).*?(?=<!-- end of served -->)", re.DOTALL)
 PlainGreedy = Callable[[str], list[list[int]]]
 
 
@@ -109,3 +115,18 @@ def test_an_engine_that_fails_says_why_and_the_others_go_on(served: dict[str, Se
     assert "config.json" in served["nothing"].theirs.error and served["nothing"].theirs.tokens == []
     not_here = {str(case) for case in BF16_CASES if not is_served_here(case)}
     assert {name for name, both in served.items() if both.theirs.error} == {"nothing", *not_here}
+
+
+def test_the_readmes_table_is_what_was_served(
+    served: dict[str, Served],
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path: Path,
+) -> None:
+    """`make served-table` writes it."""
+    table, found = served_table(served, target_of, head_of, tmp_path), BETWEEN.search(README.read_text())
+    assert found is not None
+    if os.environ.get("WRITE_SERVED_TABLE"):
+        README.write_text(BETWEEN.sub(lambda _: table, README.read_text()))
+    else:
+        assert found[0] == table, "run `make served-table`"

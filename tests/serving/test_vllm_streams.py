@@ -128,7 +128,7 @@ def test_the_engine_ends_in_the_midst_of_a_shard_when_its_rank_is_killed(
         assert len(engine) >= tensor_parallel_size
         time.sleep(random.uniform(0, 1))
         rank.kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while any(map(is_running, engine)):
         assert time.monotonic() < end
         time.sleep(0.01)

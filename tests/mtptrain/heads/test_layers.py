@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from mtptrain.fusing import fuse
+from mtptrain.heads import attention as attention_module
 from mtptrain.heads.attention import Packing, depth_attention, rotate
 from mtptrain.heads.layers import RmsNorm, Rope
 from tests.mtptrain.heads.dense import dense_depth_attention
@@ -39,10 +41,17 @@ def packings(draw: st.DrawFn) -> Packing:
     return Packing.of(lengths, spans or [(0, 0, 1)])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(packing=packings(), depths=st.integers(0, 4), kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 99))
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    packing=packings(),
+    depths=st.integers(0, 4),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    short_tokens=st.sampled_from([0, 20, 1024]),
+    block_rows=st.sampled_from([1, 7, 128]),
+    seed=st.integers(0, 99),
+)
 def test_merged_attention_and_all_its_gradients_equal_dense_attention(
-    packing: Packing, depths: int, kv_heads: int, seed: int
+    packing: Packing, depths: int, kv_heads: int, short_tokens: int, block_rows: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -58,10 +67,32 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
     )
     torch.testing.assert_close(merged, dense, atol=5e-6, rtol=0)
     weights = torch.randn(merged.shape, generator=generator)
-    for ours, reference in zip(
-        torch.autograd.grad(merged, inputs, weights), torch.autograd.grad(dense, inputs, weights), strict=True
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_module, "SHORT_TOKENS", short_tokens)
+        patch.setattr(attention_module, "BLOCK_ROWS", block_rows)
+        grads = torch.autograd.grad(merged, inputs, weights)
+    for ours, reference in zip(grads, torch.autograd.grad(dense, inputs, weights), strict=True):
         torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_gradients_in_bf16_by_blocks_are_as_exact_as_their_dtype_whatever_the_size_of_scores(is_fused: bool) -> None:
+    """Scores up to 40: rounded to bf16 as they are, the gradients would be off by a tenth."""
+    generator, packing = torch.Generator().manual_seed(0), Packing.of([300, 200])
+
+    def make(heads: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(500, heads, 64, generator=generator) * scale).bfloat16()
+
+    inputs, weights = [make(4, 3.0), make(2, 3.0), make(2)], make(4)
+    grads = []
+    fuse(is_fused)
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        attended = depth_attention(*leaves, [], [], packing)  # type: ignore[arg-type]
+        grads.append(torch.autograd.grad(attended, leaves, weights.to(dtype)))
+    fuse(False)
+    for ours, exact in zip(*grads, strict=True):
+        assert (ours - exact).norm() / exact.norm() < 1e-2
 
 
 def test_a_packing_says_where_documents_and_rows_lie() -> None:
