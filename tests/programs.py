@@ -29,7 +29,11 @@ def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subproce
 
     Returns:
         The first exit code that is not 0, and what all ranks printed.
+
+    Raises:
+        subprocess.TimeoutExpired: after ten minutes.
     """
+    command = [sys.executable, "-m", module, *arguments]
     with socket.socket() as listener, tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -41,7 +45,8 @@ def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subproce
             processes.append(FORKED.Process(target=run_module, args=(module, arguments, environment, *files)))
             processes[-1].start()
         codes = wait_for(processes)
-        command = [sys.executable, "-m", module, *arguments]
+        if codes is None:
+            raise subprocess.TimeoutExpired(command, TIMEOUT_S, read_whole(stdout), read_whole(stderr))
         return subprocess.CompletedProcess(command, next(filter(None, codes), 0), *(read_whole(file) for file in (stdout, stderr)))
 
 
@@ -71,22 +76,24 @@ def run_module(module: str, arguments: list[str], environment: dict[str, str], s
         atexit._run_exitfuncs()  # which `multiprocessing` leaves out
 
 
-def wait_for(processes: list[BaseProcess]) -> list[int]:
-    """Exit codes of all, once they have ended; those that go on when one has failed are ended."""
+def wait_for(processes: list[BaseProcess]) -> list[int] | None:
+    """Exit codes of all, once they have ended; those that go on when one has failed are ended. None where the time is up."""
     deadline = time.monotonic() + TIMEOUT_S
-    while any(process.is_alive() for process in processes):
-        if any(process.exitcode for process in processes):
-            deadline = min(deadline, time.monotonic() + 20)  # the others may say something of their own
-            break
+    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
         if time.monotonic() > deadline:
-            break
+            end(processes)
+            return None
         time.sleep(0.01)
     for process in processes:
-        process.join(max(0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.join(20)  # they may say something of their own
+    end(processes)
     return [process.exitcode or 0 for process in processes]
+
+
+def end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
 
 
 def read_whole(file: "tempfile._TemporaryFileWrapper[str]") -> str:
