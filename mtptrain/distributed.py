@@ -109,10 +109,11 @@ def prepare_single_process() -> None:
     """Set torchrun's variables for a process started without it: DeepSpeed looks for MPI where they are missing."""
     for name, value in _SINGLE_PROCESS.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine, for the next that asks."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -8,15 +8,17 @@ import atexit
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO
 
 import torch
+
+from mtptrain.distributed import free_port
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 600
@@ -34,11 +36,8 @@ def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subproce
         subprocess.TimeoutExpired: after ten minutes.
     """
     command = [sys.executable, "-m", module, *arguments]
-    with socket.socket() as listener, tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        listener.close()
-        processes: list[BaseProcess] = []
+    port, processes = free_port(), list[BaseProcess]()
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         for rank in range(num_ranks):
             environment = dict(os.environ) | (ranks_environment(rank, num_ranks, port) if num_ranks > 1 else {})
             files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (stdout, stderr)]
@@ -96,6 +95,6 @@ def end(processes: list[BaseProcess]) -> None:
         process.join()
 
 
-def read_whole(file: "tempfile._TemporaryFileWrapper[str]") -> str:
+def read_whole(file: IO[str]) -> str:
     file.seek(0)
     return file.read()

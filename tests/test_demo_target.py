@@ -77,12 +77,11 @@ def test_its_tokenizer_gives_back_every_text_and_starts_it_with_the_beginning_of
     assert tokenizer.decode(ids[1:]) == text
 
 
-@pytest.mark.parametrize(("batch_size", "num_prompts"), [(1, 20), (8, 100)])
+@pytest.mark.parametrize("batch_size", [1, 8])
 def test_greedy_speculation_equals_plain_greedy_decoding_on_a_hundred_held_out_prompts(
-    target: Target, prompts: list[list[int]], batch_size: int, num_prompts: int
+    target: Target, prompts: list[list[int]], batch_size: int
 ) -> None:
     torch.manual_seed(0)
-    prompts = prompts[-num_prompts:]
     drafters: list[Drafter] = [
         HeadDrafter(build_head(MtpHead.Config(), target.config).eval(), target.parts, 3),
         PromptLookupDrafter(3, min_ngram=1),
@@ -102,7 +101,7 @@ def test_greedy_speculation_equals_plain_greedy_decoding_on_a_hundred_held_out_p
         accepted.append(sum(sum(generation.accepted_at) for generation in generations))
         for prompt, generation in zip(prompts, generations, strict=True):
             assert generation.tokens == plain_greedy(target, tuple(prompt))
-    assert accepted[1] > 5 * num_prompts, "prompt lookup must really accept, or this shows little"
+    assert accepted[1] > 500, "prompt lookup must really accept, or this shows little"
 
 
 _greedy: dict[tuple[int, ...], list[int]] = {}

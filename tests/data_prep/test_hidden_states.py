@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections import namedtuple
@@ -22,7 +21,7 @@ import torch
 from data_prep import hidden_states
 from data_prep.hidden_states import extract_hidden_states, scratch_bytes
 from mtptrain.config import PipelineConfig
-from mtptrain.distributed import Ranks, init_ranks
+from mtptrain.distributed import Ranks, free_port, init_ranks
 from mtptrain.extraction import fill
 from mtptrain.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.heads import HEADS
@@ -32,7 +31,7 @@ from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import Documents, PromptsManifest
 from mtptrain.target import load_target, load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_target, program_command, run_program
-from tests.programs import FORKED
+from tests.programs import FORKED, ranks_environment
 
 ROOT = Path(__file__).parents[2]
 ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
@@ -202,16 +201,13 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
 
 def work(config: PipelineConfig, rank: int, num_ranks: int, port: int) -> None:
     """The stage as one rank of torchrun runs it."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(ranks_environment(rank, num_ranks, port))
     extract_hidden_states(config, init_ranks())
 
 
 def start_ranks(config: PipelineConfig, num_ranks: int) -> list[BaseProcess]:
     """The stage in processes of their own, which can be looked at and killed."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     processes = [FORKED.Process(target=work, args=(config, rank, num_ranks, port)) for rank in range(num_ranks)]
     for process in processes:
         process.start()

@@ -1,7 +1,6 @@
 """vLLM itself: every case of the session is served by one process, started once; and servers for single tests."""
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from mtptrain.acceptance import generate_in_batches
+from mtptrain.distributed import free_port
 from mtptrain.drafters import HeadDrafter
 from mtptrain.engines import vllm
 from mtptrain.engines.vllm import EngineRun, GenerateJob
@@ -179,9 +179,7 @@ def drafted_here(case: Case, target_of: Callable[[str], OnDisk], head_of: Callab
 @contextmanager
 def vllm_server(python: str, target_dir: Path, log_path: Path, *arguments: str) -> Iterator[str]:
     """The address of a `vllm serve` of the target in fp32, with a context of 512 tokens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target_dir), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
