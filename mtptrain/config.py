@@ -219,7 +219,7 @@ class TrainConfig:
     feature_weight: float = 0.0
     """Of the smooth L1 distance between the head's states and the target's post-norm states, beside the loss (EAGLE-1's)."""
     loss_chunk_rows: int = 1024
-    """Rows of one [rows, V] block of logits."""
+    """Rows of one [rows, V] block of logits: of all depths that the same positions teach."""
     compile: bool = False
     """torch.compile the elementwise work of the step: faster, after half a minute of compiling."""
     recompute: bool = False

@@ -4,7 +4,7 @@ The teacher's logits are recomputed from the target's hidden state, once per pos
 states is written in the forward pass: no logits outlive their block of rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class LossSettings:
     feature_weight: float = 0.0
     """Of the smooth L1 distance between the head's state and the target's post-norm state, mean over H, added to the loss."""
     chunk_rows: int = 1024
-    """Rows C of one block of logits [C, V]."""
+    """Rows of one block of logits [rows, V]: those of all depths that the same positions teach."""
 
 
 @dataclass(frozen=True)
@@ -94,31 +94,30 @@ class _ChunkedLoss(torch.autograd.Function):
         draft_token_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_depths, num_rows, _ = states.shape
-        grad_states = torch.empty_like(states)
+        num_positions = max(1, settings.chunk_rows // num_depths)
+        grad_states = torch.zeros_like(states)  # the last rows have no teacher
         grad_lm_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
         sums = states.new_zeros(4, num_depths, dtype=torch.float32)
-        for depth in range(num_depths):  # the last rows have no teacher: nothing counts there
-            grad_states[depth, max(0, num_rows - depth) :] = 0
-        for first in range(0, num_rows, settings.chunk_rows):
-            last = min(first + settings.chunk_rows, num_rows)
-            taught = target_states[first:last]
+        for first in range(0, num_rows, num_positions):
+            taught = target_states[first : first + num_positions]
             teacher = teach(target_logits(taught), draft_token_ids)
-            for depth in range(min(num_depths, last)):
-                skip = max(0, depth - first)  # positions that no row reaches at this depth
-                rows = slice(first + skip - depth, last - depth)
-                row_states, counts = states[depth, rows], is_draft[depth, rows]
-                row_sums, grad_logits = compare(
-                    F.linear(row_states, lm_head), counts, teacher.behind(skip), settings.kind, settings.lk_eta
-                )
-                grad_states[depth, rows] = grad_logits @ lm_head
-                if grad_lm_head is not None:
-                    grad_lm_head += grad_logits.T @ row_states * scale[depth]
-                if settings.feature_weight:
-                    feature_sum, grad = compare_features(row_states, counts, taught[skip:], settings.feature_weight)
-                    row_sums[0] += feature_sum
-                    grad_states[depth, rows] += grad
-                sums[:, depth] += row_sums
-        ctx.save_for_backward(grad_states, scale, *([] if grad_lm_head is None else [grad_lm_head]))
+            rows = [slice(max(0, first - depth), max(0, first + len(taught) - depth)) for depth in range(num_depths)]
+            block, counts = (at_positions(x, rows, len(taught)) for x in (states, is_draft))  # [T, C, H], [T, C]
+            row_states = block.flatten(0, 1)
+            block_sums, grad_logits = compare(
+                F.linear(row_states, lm_head), counts.flatten(), teacher, scale, settings.kind, settings.lk_eta
+            )
+            grad = (grad_logits @ lm_head).view_as(block)
+            if grad_lm_head is not None:
+                grad_lm_head += grad_logits.T @ row_states
+            if settings.feature_weight:
+                feature_sums, feature_grad = compare_features(block, counts, taught, scale, settings.feature_weight)
+                block_sums[0] += feature_sums
+                grad += feature_grad
+            sums += block_sums
+            for depth, of_depth in enumerate(rows):
+                grad_states[depth, of_depth] = grad[depth, len(taught) - of_depth.stop + of_depth.start :]
+        ctx.save_for_backward(grad_states, *([] if grad_lm_head is None else [grad_lm_head]))
         ctx.mark_non_differentiable(sums)
         return (sums[0] * scale).sum(), sums
 
@@ -126,10 +125,17 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(
         ctx: torch.autograd.function.FunctionCtx, grad_loss: torch.Tensor, *_: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        grad_states, scale, *grad_lm_head = ctx.saved_tensors  # type: ignore[attr-defined]
-        dtype = grad_states.dtype
-        grad_own = (grad_lm_head[0] * grad_loss).to(dtype) if grad_lm_head else None
-        return grad_states * (grad_loss * scale)[:, None, None].to(dtype), grad_own, *[None] * 6
+        grad_states, *grad_lm_head = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_own = (grad_lm_head[0] * grad_loss).to(grad_states.dtype) if grad_lm_head else None
+        return grad_states * grad_loss.to(grad_states.dtype), grad_own, *[None] * 6
+
+
+def at_positions(x: torch.Tensor, rows: Sequence[slice], num_positions: int) -> torch.Tensor:
+    """Some rows of each depth [T, M, ...], by the positions that teach them [T, C, ...]; zeros ahead where a depth has fewer."""
+    block = x.new_zeros(len(x), num_positions, *x.shape[2:])
+    for depth, of_depth in enumerate(rows):
+        block[depth, num_positions - of_depth.stop + of_depth.start :] = x[depth, of_depth]
+    return block
 
 
 class Teacher(NamedTuple):
@@ -140,17 +146,15 @@ class Teacher(NamedTuple):
     tokens: torch.Tensor  # [C], the most likely ones; -1 outside the head's vocabulary
     mass: torch.Tensor | None  # [C], of the target within the head's vocabulary; None where it is the target's
 
-    def behind(self, skip: int) -> "Teacher":
-        """Without the first positions."""
-        mass = None if self.mass is None else self.mass[skip:]
-        return Teacher(self.probs[skip:], self.negative_entropy[skip:], self.tokens[skip:], mass)
-
 
 @fused
 def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
     """From the target's logits [C, V]."""
-    logprobs = logits.float().log_softmax(-1)
-    tokens, mass = logprobs.argmax(-1), None
+    wide, last = logits.float(), logits.shape[-1] - 1
+    logprobs = wide.log_softmax(-1)
+    ids = torch.arange(last + 1, device=logits.device, dtype=torch.int32)
+    is_top = wide == wide.amax(-1, keepdim=True)
+    tokens, mass = torch.where(is_top, ids, last).amin(-1).long(), None  # argmax, of which a CPU's compiler makes no vectors
     if draft_token_ids is not None:
         is_in = draft_token_ids == tokens[:, None]  # [C, D]
         tokens = torch.where(is_in.any(-1), is_in.int().argmax(-1), -1)
@@ -162,46 +166,60 @@ def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher
 
 @fused
 def compare(
-    logits: torch.Tensor, counts: torch.Tensor, teacher: Teacher, kind: LossKind, lk_eta: float
+    logits: torch.Tensor, counts: torch.Tensor, teacher: Teacher, scale: torch.Tensor, kind: LossKind, lk_eta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drafts' logits [C, D] with their teacher; rows whose `counts` is false give nothing.
+    """Drafts' logits with their teacher; rows whose `counts` is false give nothing.
+
+    Rows of all depths lie in one dimension, so that a compiler gives each of them one pass through the cache.
+
+    Args:
+        logits: of all depths behind each other [T * C, D].
+        counts: bool [T * C].
+        teacher: of C positions, the same for every depth.
+        scale: weight of each depth in the loss [T].
+        kind: of loss.
+        lk_eta: of `LossKind.lk`.
 
     Returns:
-        Sums over rows of the loss, KL, agreement and overlap [4], and the gradient of the first by the logits [C, D] in their dtype.
+        Sums over rows of the loss, KL, agreement and overlap [4, T], and the gradient of the weighted loss by the logits [T * C, D] in
+        their dtype.
     """
-    probs, negative_entropy, tokens, mass = teacher
+    num_depths = len(scale)
+    probs = teacher.probs.expand(num_depths, -1, -1).reshape(logits.shape)
+    tokens, negative_entropy = teacher.tokens.repeat(num_depths), teacher.negative_entropy.repeat(num_depths)
     wide = logits.float()
     logprobs = wide.log_softmax(-1)
-    drafted = logprobs.exp()  # [C, D]
-    outside = 0.0 if mass is None else 1 - mass  # [C], what cannot be drafted
-    kl = negative_entropy - (probs * logprobs).sum(-1) + outside
+    drafted = logprobs.exp()
+    kl, grad_kl = negative_entropy - (probs * logprobs).sum(-1), drafted - probs
+    if teacher.mass is not None:
+        outside = 1 - teacher.mass.repeat(num_depths)  # [T * C], what cannot be drafted
+        kl, grad_kl = kl + outside, grad_kl - drafted * outside[:, None]
     overlap = torch.minimum(probs, drafted).sum(-1)
-    is_known = tokens >= 0
-    own_logits = wide.gather(-1, tokens.clamp(min=0)[:, None])  # [C, 1]
-    agrees = (own_logits[:, 0] == wide.amax(-1)) & is_known
+    is_known, known = tokens >= 0, tokens.clamp(min=0)[:, None]
+    agrees = (wide.gather(-1, known)[:, 0] == wide.amax(-1)) & is_known
     if kind == LossKind.ce:
-        own_logprobs = logprobs.gather(-1, tokens.clamp(min=0)[:, None])[:, 0]
-        loss = torch.where(is_known, -own_logprobs, 0.0)
-        is_token = torch.arange(wide.shape[-1], device=wide.device) == tokens[:, None]
+        loss = torch.where(is_known, -logprobs.gather(-1, known)[:, 0], 0.0)
+        is_token = torch.arange(logits.shape[-1], device=logits.device) == tokens[:, None]
         grad = (drafted - is_token.float()) * is_known[:, None]
+    elif kind == LossKind.lk:
+        weight = torch.exp(-lk_eta * overlap)
+        loss = weight * kl + (1 - weight) * (1 - overlap)
+        short = torch.where(drafted < probs, drafted, 0.0)  # where the draft falls short, min(p, q) is q
+        grad_tv = drafted * short.sum(-1, keepdim=True) - short
+        grad = weight[:, None] * grad_kl + (1 - weight)[:, None] * grad_tv
     else:
-        grad_kl = (drafted if mass is None else drafted * mass[:, None]) - probs
         loss, grad = kl, grad_kl
-        if kind == LossKind.lk:
-            weight = torch.exp(-lk_eta * overlap)
-            loss = weight * kl + (1 - weight) * (1 - overlap)
-            short = torch.where(drafted < probs, drafted, 0.0)  # where the draft falls short, min(p, q) is q
-            grad_tv = drafted * short.sum(-1, keepdim=True) - short
-            grad = weight[:, None] * grad_kl + (1 - weight)[:, None] * grad_tv
-    rows = torch.stack([loss, kl, agrees.float(), overlap])  # [4, C]
-    return (rows * counts).sum(-1), (grad * counts[:, None]).to(logits.dtype)
+    rows = torch.stack([loss, kl, agrees.float(), overlap]) * counts  # [4, T * C]
+    weights = counts * scale.repeat_interleave(len(counts) // num_depths)
+    return rows.unflatten(1, (num_depths, -1)).sum(-1), (grad * weights[:, None]).to(logits.dtype)
 
 
 def compare_features(
-    states: torch.Tensor, counts: torch.Tensor, target_states: torch.Tensor, weight: float
+    states: torch.Tensor, counts: torch.Tensor, target_states: torch.Tensor, scale: torch.Tensor, weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sum over rows of the smooth L1 distance of states [C, H], mean over H, and its gradient."""
+    """Weighted sums [T] of the smooth L1 distance of states [T, C, H] to the target's [C, H], mean over H, and the gradient of their
+    sum, each times the depth's scale."""
     difference = states.float() - target_states.float()
-    distance = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").mean(-1)
-    grad = difference.clamp(-1, 1) * (counts[:, None] * (weight / states.shape[-1]))
-    return (distance * counts).sum() * weight, grad.to(states.dtype)
+    distance = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").mean(-1)  # [T, C]
+    grad = difference.clamp(-1, 1) * (counts * scale[:, None] * (weight / states.shape[-1]))[..., None]
+    return (distance * counts).sum(-1) * weight, grad.to(states.dtype)

@@ -67,9 +67,13 @@ class Trainer:
         optimizer = torch.optim.AdamW(
             head.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
         )
-        is_wrapped = self.dtype is not torch.float32 or deepspeed_config.get("zero_optimization", {}).get("stage", 0) > 0
-        if not is_wrapped:
-            optimizer.register_step_pre_hook(self._clip)
+        optimizer.register_step_pre_hook(self._clip)
+        self.grad_norm = torch.zeros((), device=ranks.device)
+        zero = deepspeed_config.get("zero_optimization", {})
+        self._is_partitioned = zero.get("stage", 0) > 0
+        # DeepSpeed's buckets of gradients take a gigabyte each, however small the head, which then fits into the first.
+        eighth = sum(parameter.numel() for parameter in head.parameters()) // 8
+        sharing = {"reduce_bucket_size": eighth, **zero, "compute_grad_norm": False} if self._is_partitioned else zero
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warmup_cosine(step, config.warmup_steps, num_steps, config.min_lr_ratio)
         )
@@ -82,18 +86,25 @@ class Trainer:
                 **deepspeed_config,
                 # A step is never left out in silence: `check_finite` stops the run.
                 **({"bf16": {**deepspeed_config["bf16"], "check_grad_overflow": False}} if "bf16" in deepspeed_config else {}),
+                "zero_optimization": sharing,
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": config.micro_batches_per_step // ranks.world_size,
-                "gradient_clipping": config.clip_norm if is_wrapped else 0.0,
+                "gradient_clipping": 0.0,
                 "steps_per_print": 2**31,
                 "zero_allow_untested_optimizer": True,
             },
         )
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """DeepSpeed without ZeRO and bf16 clips but forgets the norm: clip here and leave it where the engine looks."""
-        norm = torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.config.clip_norm or math.inf)
-        optimizer._global_grad_norm = norm  # type: ignore[attr-defined]
+        """Clip what the optimizer is about to read: all gradients, or with ZeRO this rank's part of them in fp32.
+
+        DeepSpeed's own norm copies every gradient into fp64, and without ZeRO and bf16 it forgets the norm.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        self.grad_norm = self.ranks.sum(norm.square()).sqrt() if self._is_partitioned else norm
+        if self.config.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.clip_norm, self.grad_norm)
 
     def step(self, batches: Sequence[Batch]) -> StepMetrics:
         """One optimizer step over this rank's batches: the loss is divided once, by the drafts of all ranks and batches."""
@@ -109,8 +120,7 @@ class Trainer:
             with self.clock.phase("optimizer"):
                 self.engine.step()
             sums += torch.stack([losses.losses, losses.kl, losses.agreement, losses.overlap])
-        norm = torch.as_tensor(self.engine.get_global_grad_norm() or 0.0, dtype=torch.float32, device=self.ranks.device)
-        self._unread.append((_document_ids(batches), sums[0].sum() + norm))
+        self._unread.append((_document_ids(batches), sums[0].sum() + self.grad_norm))
         losses_at, kl, agreement, overlap = self.ranks.sum(sums)
         return StepMetrics(losses_at, kl, agreement, overlap, num_drafts)
 
@@ -194,7 +204,7 @@ class Trainer:
             "agreement_at": metrics.by_depth("agreement"),
             "overlap_at": metrics.by_depth("overlap"),
             "lr": self.config.lr * warmup_cosine(step - 1, self.config.warmup_steps, self.num_steps, self.config.min_lr_ratio),
-            "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
+            "grad_norm": float(self.grad_norm),
         }
 
 
