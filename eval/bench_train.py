@@ -7,12 +7,11 @@ what prompts and long documents cost.
 
 Random states and tokens in documents of 512; steps with forward, loss, backward, clipping and AdamW, in bf16 with fp32
 masters. Ours is the trainer's own, in its DeepSpeed engine; the plain formula runs every row at every depth over dense masks and
-keeps all logits; the peer is vLLM Speculators' EAGLE-3, which runs eagerly on a CPU as `eager` and `plain` do. Memory is what a step takes
-beyond weights, gradients and optimizer. `bench.out=FILE` writes the figures as JSON.
+keeps all logits; the peer is vLLM Speculators' EAGLE-3, which runs eagerly on a CPU as `eager` and `plain` do. Memory is what the tensors
+of a step take at their most beyond those that are there before it: activations, gradients and what the optimizer makes of them; beside
+it, on a CPU, what the process grows by (RSS). `bench.out=FILE` writes the figures as JSON.
 """
 
-import ctypes
-import gc
 import json
 import math
 import subprocess
@@ -30,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig
 
+from eval.step_memory import resident_bytes, tensor_bytes
 from mtptrain.batches import Batch, make_batch
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.distributed import Ranks, device_name, init_ranks
@@ -215,14 +215,14 @@ class PeerProcess:
         names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
         sizes = {name: getattr(case.target, name) for name in names}
         lengths, prompts = shape
-        self._ask({**sizes, "lengths": list(lengths), "prompts": list(prompts), "depths": case.depths, "trains_lm_head": False})
-        self.peak_bytes = 0
+        answer = self._ask(
+            {**sizes, "lengths": list(lengths), "prompts": list(prompts), "depths": case.depths, "trains_lm_head": False}
+        )
+        self.peak_bytes, self.resident_bytes = int(answer["peak_bytes"]), int(answer["resident_bytes"])
 
     def step(self) -> float:
         """Seconds of one step, by the peer's own clock."""
-        answer = self._ask({"steps": 1})
-        self.peak_bytes = max(self.peak_bytes, int(answer["peak_bytes"]))
-        return float(answer["seconds"])
+        return float(self._ask({"steps": 1})["seconds"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -288,9 +288,11 @@ def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, pee
         "share_of_limit": flops / best["ours"] / peak,
         "peak_bytes": peaks["ours"],
         "plain_peak_bytes": peaks["plain"],
+        "resident_bytes": resident_bytes(candidates["ours"]) if ranks.device.type == "cpu" else None,
     }
     if peer is not None:
         figures |= {
+            "peer_resident_bytes": peer.resident_bytes,
             "peer_tokens_per_s": tokens / best["peer"],
             "ratio": best["peer"] / best["ours"],
             "peer_peak_bytes": peer.peak_bytes,
@@ -318,28 +320,13 @@ def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[st
 
 
 def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2) -> tuple[float, int]:
-    """Seconds of the fastest of a few steps, and bytes that they took beyond what was there before: of the GPU, or resident on a CPU.
+    """Seconds of the fastest of a few steps, and the bytes that the tensors of one took.
 
-    Compiling takes memory of its own, for fixed shapes and then for others, so that three steps go ahead.
+    Compiling takes time and memory of its own, for fixed shapes and then for others, so that three steps go ahead.
     """
     for _ in range(3):
         step()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        seconds = min(step() for _ in range(repeats))
-        return seconds, torch.cuda.max_memory_allocated(device) - before
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back, so that what a step takes is seen
-    before = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    seconds = min(step() for _ in range(repeats))
-    return seconds, resident_bytes("VmHWM") - before
-
-
-def resident_bytes(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
+    return min(step() for _ in range(repeats)), tensor_bytes(step, device)
 
 
 def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
@@ -425,6 +412,8 @@ STEP_COLUMNS = {
     "memory": "peak_bytes",
     "plain's": "plain_peak_bytes",
     "peer's": "peer_peak_bytes",
+    "RSS": "resident_bytes",
+    "peer's RSS": "peer_resident_bytes",
 }
 LENGTH_COLUMNS = {"tokens": "tokens", "rows": "rows", "s": "seconds", "of limit": "share_of_limit", "memory": "peak_bytes"}
 GPU_COLUMNS = {

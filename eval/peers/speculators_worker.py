@@ -1,19 +1,21 @@
 """EAGLE-3 training steps of vLLM Speculators, in an environment of its own: JSON lines in, JSON lines out.
 
-Started by `eval.bench_train` with the Python of `bench.peer_python`; imports nothing of this project. A request is
+Started by `eval.bench_train` with the Python of `bench.peer_python`; imports of this project what measures memory. A request is
 `{"hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or `{"steps": n}` to time n steps.
 """
 
-import ctypes
-import gc
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import LlamaConfig
+
+sys.path.append(str(Path(__file__).parents[1]))
+from step_memory import resident_bytes, tensor_bytes
 
 
 class Peer:
@@ -68,32 +70,23 @@ class Peer:
         assert torch.isfinite(loss), "the peer's loss is not finite"
 
 
-def resident_bytes(name: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
-
-
 def main() -> None:
-    peer, before = None, 0
+    peer = None
     for line in sys.stdin:
         request = json.loads(line)
         if "hidden_size" in request:
             peer = None
             peer = Peer(request)
             for _ in range(3):
-                peer.step()  # moments, gradients and what a first use takes are no part of a step
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
-            before = resident_bytes("VmRSS")
-            with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")  # the peak starts anew
-            answer = {"parameters": peer.num_parameters}
+                peer.step()  # moments and what a first use takes are no part of a step
+            memory = {"peak_bytes": tensor_bytes(peer.step, torch.device("cpu")), "resident_bytes": resident_bytes(peer.step)}
+            answer = {"parameters": peer.num_parameters, **memory}
         else:
             assert peer is not None, "no model has been asked for"
             started = time.perf_counter()
             for _ in range(request["steps"]):
                 peer.step()
-            answer = {"seconds": time.perf_counter() - started, "peak_bytes": resident_bytes("VmHWM") - before}
+            answer = {"seconds": time.perf_counter() - started}
         print(json.dumps(answer), flush=True)
 
 
