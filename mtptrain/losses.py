@@ -192,8 +192,8 @@ def compare(
     drafted = logprobs.exp()
     kl, grad_kl = negative_entropy - (probs * logprobs).sum(-1), drafted - probs
     if teacher.mass is not None:
-        outside = 1 - teacher.mass.repeat(num_depths)  # [T * C], what cannot be drafted
-        kl, grad_kl = kl + outside, grad_kl - drafted * outside[:, None]
+        mass = teacher.mass.repeat(num_depths)  # [T * C]
+        kl, grad_kl = kl + (1 - mass), drafted * mass[:, None] - probs  # what cannot be drafted is lost
     overlap = torch.minimum(probs, drafted).sum(-1)
     is_known, known = tokens >= 0, tokens.clamp(min=0)[:, None]
     agrees = (wide.gather(-1, known)[:, 0] == wide.amax(-1)) & is_known

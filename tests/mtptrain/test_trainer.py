@@ -10,7 +10,7 @@ import torch
 from mtptrain.head_files import build_head
 from mtptrain.hidden_store import HiddenStore, StoredDocument
 from mtptrain.target import PositionCache, load_target
-from mtptrain.trainer import check_deepspeed, warmup_cosine
+from mtptrain.trainer import check_deepspeed, total_norm, warmup_cosine
 from tests.conftest import make_config, run_program
 
 Run = tuple[Path, tuple[str, ...]]
@@ -71,6 +71,13 @@ def test_the_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
     assert warmup_cosine(99, 4, 12, 0.1) == pytest.approx(0.1) and not math.isnan(warmup_cosine(0, 0, 0, 0.1))
 
 
+def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
+    """In one piece a CPU's norm of so many is off by 4e-4."""
+    tensors = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0)), torch.full((3, 5), 7.0)
+    expected = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+    assert total_norm(tensors).item() == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -84,6 +91,18 @@ def test_the_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
         ),
         ({"fp16": {"enabled": True}}, r"deepspeed\.fp16\.enabled: must be false, but is true: .* set deepspeed\.bf16"),
         ({"gradient_clipping": 0.5}, r"deepspeed\.gradient_clipping: must not be set, but is 0\.5: the trainer sets it"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            r"deepspeed\.zero_optimization\.offload_optimizer: must not be set, but is .*cpu.*; remove it",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+            r"deepspeed\.zero_optimization\.round_robin_gradients: must not be set, but is True: .* weights of other parameters",
+        ),
+        (
+            {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+            r"deepspeed\.data_types\.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: .* set deepspeed=zero2",
+        ),
     ],
 )
 def test_deepspeed_settings_that_the_trainer_does_not_do_are_refused(config: dict[str, object], message: str) -> None:
