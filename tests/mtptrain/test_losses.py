@@ -101,6 +101,23 @@ def test_a_draft_vocabulary_is_taught_by_the_targets_probabilities_as_they_are(c
         torch.testing.assert_close(our_grad, reference_grad, atol=1e-4, rtol=1e-4)
 
 
+def test_gradients_hold_where_the_target_is_almost_surely_outside_the_draft_vocabulary() -> None:
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    ids = torch.arange(0, V, 3)
+    bias = torch.full((V,), 12.0).index_fill_(0, ids, 0.0)  # a mass of some 1e-6 inside
+    scale, own = torch.ones(T), lm_head[ids]
+    ours = draft_losses(states, own, target_states, lambda x: x @ lm_head.T + bias, is_draft, scale, LossSettings(), ids)
+    (our_grad,) = torch.autograd.grad(ours.loss, states)
+    wide, wide_own = states.detach().double().requires_grad_(), own.double()
+    teacher = (target_states.double() @ lm_head.double().T + bias).softmax(-1)[:, ids]
+    loss = torch.zeros((), dtype=torch.float64)
+    for depth in range(T):
+        rows = is_draft[depth].nonzero()[:, 0]
+        loss = loss - (teacher[rows + depth] * (wide[depth, rows] @ wide_own.T).log_softmax(-1)).sum()
+    (expected,) = torch.autograd.grad(loss, wide)
+    assert ((our_grad - expected).norm() / expected.norm()).item() < 1e-5
+
+
 def test_a_target_token_outside_the_draft_vocabulary_is_a_miss() -> None:
     states, target_states, lm_head, is_draft = inputs((20, 39))
     wanted = (target_states @ lm_head.T).argmax(-1)
