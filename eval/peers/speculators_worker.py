@@ -14,8 +14,8 @@ from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import LlamaConfig
 
-sys.path.append(str(Path(__file__).parents[1]))
-from step_memory import resident_bytes, tensor_bytes
+sys.path.append(str(Path(__file__).parents[2]))
+from eval.step_memory import resident_bytes, tensor_bytes
 
 
 class Peer:
