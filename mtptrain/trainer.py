@@ -61,7 +61,7 @@ class Trainer:
         self.parts = parts.to(ranks.device, self.dtype)
         self.loss_settings = LossSettings(config.loss, config.lk_eta, config.feature_weight, config.loss_chunk_rows)
         self.clock = PhaseClock(ranks.device)
-        self._unread: list[tuple[tuple[int, ...], torch.Tensor]] = []  # documents and loss of steps not yet checked
+        self._unread: list[tuple[tuple[int, ...], torch.Tensor]] = []  # documents and figures of steps not yet checked
         head.recompute = config.recompute
         fuse(config.compile)
         optimizer = torch.optim.AdamW(
@@ -246,7 +246,8 @@ FILLED_IN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_acc
 
 def check_deepspeed(config: dict[str, Any]) -> None:
     """Raises ValueError for what this trainer does not do, or sets itself."""
-    stage = config.get("zero_optimization", {}).get("stage", 0)
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
         raise ValueError(
             f"deepspeed.zero_optimization.stage: must be 0, 1 or 2, but is {stage}: a head is small enough for its weights to stay whole; "
@@ -261,7 +262,6 @@ def check_deepspeed(config: dict[str, Any]) -> None:
         raise ValueError(
             "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; set deepspeed.bf16.enabled=true"
         )
-    zero = config.get("zero_optimization", {})
     for name, why in REFUSED_OF_ZERO.items():
         if zero.get(name):
             raise ValueError(f"deepspeed.zero_optimization.{name}: must not be set, but is {zero[name]}: {why}; remove it")
