@@ -147,30 +147,42 @@ class Teacher(NamedTuple):
     mass: torch.Tensor | None  # [C], of the target within the head's vocabulary; None where it is the target's
 
 
-@fused
 def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
     """From the target's logits [C, V]."""
-    wide, last = logits.float(), logits.shape[-1] - 1
-    logprobs = wide.log_softmax(-1)
-    ids = torch.arange(last + 1, device=logits.device, dtype=torch.int32)
-    is_top = wide == wide.amax(-1, keepdim=True)
-    tokens, mass = torch.where(is_top, ids, last).amin(-1).long(), None  # argmax, of which a CPU's compiler makes no vectors
-    if draft_token_ids is not None:
-        is_in = draft_token_ids == tokens[:, None]  # [C, D]
-        tokens = torch.where(is_in.any(-1), is_in.int().argmax(-1), -1)
-        logprobs = logprobs[:, draft_token_ids]
-        mass = logprobs.exp().sum(-1)
-    probs = logprobs.exp()
-    return Teacher(probs, (probs * logprobs).sum(-1), tokens, mass)
+    probs, total, product, tokens = _softmax(logits)
+    if draft_token_ids is None:
+        return Teacher(probs, product / total - total.log(), tokens.long(), None)
+    return Teacher(*_of_own_vocabulary(probs, tokens, draft_token_ids))
 
 
 @fused
+def _of_own_vocabulary(probs: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a `Teacher` holds, from probabilities [C, V] and the most likely tokens [C]."""
+    is_in = draft_token_ids == tokens[:, None]  # [C, D]
+    own = probs[:, draft_token_ids]
+    return own, torch.xlogy(own, own).sum(-1), torch.where(is_in.any(-1), is_in.int().argmax(-1), -1), own.sum(-1)
+
+
+@fused
+def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of rows [C, V]: probabilities in fp32, sums [C] of e and of e log e, with e = exp(x - max x), and the most likely tokens.
+
+    Here and below a row stays in the cache of a CPU's core: nothing may be computed of sums, for a compiler then makes one pass over all
+    rows for each of them.
+    """
+    wide, last = logits.float(), logits.shape[-1] - 1
+    shifted = wide - wide.amax(-1, keepdim=True)
+    exps = shifted.exp()
+    total = exps.sum(-1, keepdim=True)
+    ids = torch.arange(last + 1, device=logits.device, dtype=torch.int32)
+    tokens = torch.where(shifted >= 0, ids, last).amin(-1)  # argmax, of which a CPU's compiler makes no vectors
+    return exps / total, total[:, 0], (exps * shifted).sum(-1), tokens
+
+
 def compare(
     logits: torch.Tensor, counts: torch.Tensor, teacher: Teacher, scale: torch.Tensor, kind: LossKind, lk_eta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Drafts' logits with their teacher; rows whose `counts` is false give nothing.
-
-    Rows of all depths lie in one dimension, so that a compiler gives each of them one pass through the cache.
 
     Args:
         logits: of all depths behind each other [T * C, D].
@@ -185,33 +197,54 @@ def compare(
         their dtype.
     """
     num_depths = len(scale)
-    probs = teacher.probs.expand(num_depths, -1, -1).reshape(logits.shape)
-    tokens, negative_entropy = teacher.tokens.repeat(num_depths), teacher.negative_entropy.repeat(num_depths)
-    wide = logits.float()
-    logprobs = wide.log_softmax(-1)
-    drafted = logprobs.exp()
-    kl, grad_kl = negative_entropy - (probs * logprobs).sum(-1), drafted - probs
-    if teacher.mass is not None:
-        mass = teacher.mass.repeat(num_depths)  # [T * C]
-        kl, grad_kl = kl + (1 - mass), drafted * mass[:, None] - probs  # what cannot be drafted is lost
-    overlap = torch.minimum(probs, drafted).sum(-1)
-    is_known, known = tokens >= 0, tokens.clamp(min=0)[:, None]
-    agrees = (wide.gather(-1, known)[:, 0] == wide.amax(-1)) & is_known
+    tokens = teacher.tokens.repeat(num_depths)
+    mass = 1.0 if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
+    weights = counts * scale.repeat_interleave(len(counts) // num_depths)
+    largest, total, product, overlap, grad = _rows_and_grad(logits, teacher.probs, tokens, mass, weights, kind, lk_eta)
+    log_total, at_token = total.log(), logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].float()
+    kl = teacher.negative_entropy.repeat(num_depths) - product + mass * log_total + (1 - mass)  # what cannot be drafted is lost
+    agrees = (at_token == largest) & (tokens >= 0)
     if kind == LossKind.ce:
-        loss = torch.where(is_known, -logprobs.gather(-1, known)[:, 0], 0.0)
-        is_token = torch.arange(logits.shape[-1], device=logits.device) == tokens[:, None]
-        grad = (drafted - is_token.float()) * is_known[:, None]
+        loss = torch.where(tokens >= 0, largest + log_total - at_token, 0.0)
     elif kind == LossKind.lk:
         weight = torch.exp(-lk_eta * overlap)
         loss = weight * kl + (1 - weight) * (1 - overlap)
-        short = torch.where(drafted < probs, drafted, 0.0)  # where the draft falls short, min(p, q) is q
-        grad_tv = drafted * short.sum(-1, keepdim=True) - short
-        grad = weight[:, None] * grad_kl + (1 - weight)[:, None] * grad_tv
     else:
-        loss, grad = kl, grad_kl
+        loss = kl
     rows = torch.stack([loss, kl, agrees.float(), overlap]) * counts  # [4, T * C]
-    weights = counts * scale.repeat_interleave(len(counts) // num_depths)
-    return rows.unflatten(1, (num_depths, -1)).sum(-1), (grad * weights[:, None]).to(logits.dtype)
+    return rows.unflatten(1, (num_depths, -1)).sum(-1), grad
+
+
+@fused
+def _rows_and_grad(
+    logits: torch.Tensor,
+    teacher_probs: torch.Tensor,
+    tokens: torch.Tensor,
+    mass: torch.Tensor | float,
+    weights: torch.Tensor,
+    kind: LossKind,
+    lk_eta: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `compare` needs of each row, f32[T * C]: the largest logit, the sum of e = exp(x - max x), the sum of p log e and the overlap;
+    and the gradient of the weighted loss [T * C, D]."""
+    probs = teacher_probs.expand(len(logits) // len(teacher_probs), -1, -1).reshape(logits.shape)
+    wide = logits.float()
+    largest = wide.amax(-1, keepdim=True)
+    shifted = wide - largest
+    exps = shifted.exp()
+    total = exps.sum(-1, keepdim=True)
+    drafted = exps / total
+    overlap = torch.minimum(probs, drafted).sum(-1)
+    if kind == LossKind.ce:
+        is_token = torch.arange(logits.shape[-1], device=logits.device) == tokens[:, None]
+        grad = (drafted - is_token.float()) * (tokens >= 0)[:, None]
+    else:
+        grad = (drafted if isinstance(mass, float) else drafted * mass[:, None]) - probs
+    if kind == LossKind.lk:
+        weight = torch.exp(-lk_eta * overlap)[:, None]
+        short = torch.where(drafted < probs, drafted, 0.0)  # where the draft falls short, min(p, q) is q
+        grad = weight * grad + (1 - weight) * (drafted * short.sum(-1, keepdim=True) - short)
+    return largest[:, 0], total[:, 0], (probs * shifted).sum(-1), overlap, (grad * weights[:, None]).to(logits.dtype)
 
 
 def compare_features(

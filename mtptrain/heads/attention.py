@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from mtptrain.fusing import fused
+from mtptrain.heads.block_attention import block_attention, block_attention_backward
 from mtptrain.target import PositionCache, TreeRows
 
 aten = torch.ops.aten
+
+SHORT_TOKENS = 1024
+"""Of a document: up to here blocks of rows take less time than a CPU's flash kernels."""
 
 
 @dataclass(frozen=True)
@@ -226,13 +230,16 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments
         out, lse, *_ = aten._flash_attention_forward(query, key, value, *offsets, *longest, 0.0, segments.is_causal, False)
         return out, lse.transpose(0, 1).contiguous()
     fold, repeat = _grouping(query, key, segments)
-    outs, lses = [query[:0]], [query.new_empty(0, query.shape[1], dtype=torch.float32)]
+    out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
     for queries, keys in _runs(segments):
-        tensors = _batch(query, queries, fold), _batch(key, keys, 1, repeat), _batch(value, keys, 1, repeat)
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, segments.is_causal)
-        outs.append(_unbatch(out, fold))
-        lses.append(_unbatch(lse, fold))
-    return torch.cat(outs[1:] or outs), torch.cat(lses[1:] or lses)
+        if segments.is_causal and keys[2] <= SHORT_TOKENS:
+            found = block_attention(*(_batch(x, keys) for x in (query, key, value)))
+        else:
+            tensors = _batch(query, queries, fold), _batch(key, keys, 1, repeat), _batch(value, keys, 1, repeat)
+            found = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, segments.is_causal)
+        for whole, of_run in zip((out, lse), found, strict=True):
+            _put(whole, queries, of_run, fold)
+    return out, lse
 
 
 def _flash_backward(
@@ -250,100 +257,25 @@ def _flash_backward(
         offsets = segments.query_offsets, segments.key_offsets
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of a dropout
         tensors = grad_out.contiguous(), query, key, value, out, lse.transpose(0, 1).contiguous()
-        grads = aten._flash_attention_backward(*tensors, *offsets, *longest, 0.0, segments.is_causal, unused, unused[:0])
-        return grads[0], grads[1], grads[2]
+        found = aten._flash_attention_backward(*tensors, *offsets, *longest, 0.0, segments.is_causal, unused, unused[:0])
+        return found[0], found[1], found[2]
     fold, repeat = _grouping(query, key, segments)
-    found: tuple[list[torch.Tensor], ...] = ([query[:0]], [key[:0]], [value[:0]])
+    grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     for queries, keys in _runs(segments):
         grad, of_query, of_out, of_lse = (_batch(x, queries, fold) for x in (grad_out, query, out, lse))
         if segments.is_causal and keys[2] <= SHORT_TOKENS:
-            run_grads = _short_backward(grad, of_query, _batch(key, keys, 1), _batch(value, keys, 1), of_out, of_lse)
+            found = block_attention_backward(grad, of_query, _batch(key, keys), _batch(value, keys), of_out, of_lse)
         else:
             of_keys = [_batch(x, keys, 1, repeat) for x in (key, value)]
             of_queries = [x.contiguous() for x in (grad, of_query, of_out, of_lse)]
-            run_grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *of_queries[:2], *of_keys, *of_queries[2:], 0.0, segments.is_causal
             )
             if repeat > 1:
-                run_grads = (run_grads[0], *(x.unflatten(1, (-1, repeat)).sum(2) for x in run_grads[1:]))
-        for parts, x, folded in zip(found, run_grads, (fold, 1, 1), strict=True):
-            parts.append(_unbatch(x, folded))
-    grad_query, grad_key, grad_value = (torch.cat(parts[1:] or parts) for parts in found)
-    return grad_query, grad_key, grad_value
-
-
-SHORT_TOKENS = 1024
-"""Of a document: up to here products of whole blocks take less time than a CPU's flash backward."""
-BLOCK_ROWS = 128
-
-
-def _short_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Causal, in blocks of rows that stay in the cache; query, out and lse of [segments, heads, rows, ...], keys of kv heads.
-
-    A product in bf16 is rounded to it. Two more columns take lse off within the product, so that log p is what is rounded: p is then
-    about as exact as p itself in bf16. Likewise with dO V - rowsum(dO * O).
-    """
-    groups, scale = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5
-    wide_query, wide_grad = (
-        _widened(x, taken_off).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim + 2]
-        for x, taken_off in ((query, lse / scale), (grad_out, _row_products(grad_out, out)))
-    )
-    ones = key.new_ones(*key.shape[:-1], 2)
-    wide_key, wide_value = (torch.cat([x, ones], -1) for x in (key, value))
-    grad_query = torch.empty_like(wide_query[..., :-2])
-    grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
-    for first in range(0, key.shape[2], BLOCK_ROWS):
-        last = first + BLOCK_ROWS
-        block_query, block_grad = (x[..., first:last, :].flatten(2, 3) for x in (wide_query, wide_grad))
-        probs, grad_scores = _score_grads(
-            block_query @ wide_key[..., :last, :].mT, block_grad @ wide_value[..., :last, :].mT, groups, first, scale
-        )
-        grad_query[..., first:last, :] = (grad_scores @ key[..., :last, :]).unflatten(2, (groups, -1))
-        grad_key[..., :last, :] += grad_scores.mT @ block_query[..., :-2]
-        grad_value[..., :last, :] += probs.mT @ block_grad[..., :-2]
-    return grad_query.flatten(1, 2), grad_key.to(key.dtype), grad_value.to(value.dtype)
-
-
-@fused
-def _row_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """[..., D] and [..., D] -> f32[...]"""
-    return (x.float() * y.float()).sum(-1)
-
-
-def _widened(x: torch.Tensor, taken_off: torch.Tensor) -> torch.Tensor:
-    """With what is taken off its products behind it, as two values that are added up [..., head_dim + 2].
-
-    Not fused: the compiler leaves out a rounding that is undone.
-    """
-    high = (-taken_off).to(x.dtype)
-    low = (-taken_off - high).to(x.dtype)
-    return torch.cat([x, high[..., None], low[..., None]], -1)
-
-
-@fused
-def _score_grads(
-    scores: torch.Tensor, grads: torch.Tensor, groups: int, first: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, and gradients of scores before scaling, of rows from `first`, each of several groups.
-
-    Args:
-        scores: before scaling, less lse [..., groups * rows, first + rows].
-        grads: of probabilities, less delta, of the same shape.
-        groups: that the rows are repeated for.
-        first: row of the segment that the block begins with.
-        scale: of scores.
-    """
-    rows = torch.arange(scores.shape[-2], device=scores.device) % (scores.shape[-2] // groups) + first
-    is_seen = torch.arange(scores.shape[-1], device=scores.device) <= rows[:, None]
-    probs = torch.where(is_seen, (scores.float() * scale).exp(), 0.0)
-    return probs.to(scores.dtype), (probs * grads.float() * scale).to(scores.dtype)
+                found = (found[0], *(x.unflatten(1, (-1, repeat)).sum(2) for x in found[1:]))
+        for whole, run, of_run, folded in zip(grads, (queries, keys, keys), found, (fold, 1, 1), strict=True):
+            _put(whole, run, of_run, folded)
+    return grads
 
 
 def _grouping(query: torch.Tensor, key: torch.Tensor, segments: Segments) -> tuple[int, int]:
@@ -370,7 +302,7 @@ def _runs(segments: Segments) -> Iterator[tuple[Run, Run]]:
         first_query, first_key = first_query + count * queries, first_key + count * keys
 
 
-def _batch(x: torch.Tensor, run: Run, fold: int, repeat: int = 1) -> torch.Tensor:
+def _batch(x: torch.Tensor, run: Run, fold: int = 1, repeat: int = 1) -> torch.Tensor:
     """A run of packed [Q, heads, ...] as [segments, heads / fold, fold * rows, ...], heads repeated."""
     first, count, length = run
     rows = x[first : first + count * length].unflatten(0, (count, length)).transpose(1, 2)  # [segments, heads, rows, ...]
@@ -379,9 +311,9 @@ def _batch(x: torch.Tensor, run: Run, fold: int, repeat: int = 1) -> torch.Tenso
     return rows.repeat_interleave(repeat, dim=1) if repeat > 1 else rows
 
 
-def _unbatch(x: torch.Tensor, fold: int) -> torch.Tensor:
-    """Back to [segments * rows, heads, ...]."""
-    return x.unflatten(2, (fold, -1)).flatten(1, 2).transpose(1, 2).flatten(0, 1)
+def _put(whole: torch.Tensor, run: Run, x: torch.Tensor, fold: int) -> None:
+    """Into packed [Q, heads, ...], what was found of a run [segments, heads / fold, fold * rows, ...]."""
+    _batch(whole, run).copy_(x.unflatten(2, (fold, -1)).flatten(1, 2))
 
 
 @fused

@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from mtptrain import fusing
 from mtptrain.heads import attention as attention_module
+from mtptrain.heads import block_attention as block_attention_module
 from mtptrain.heads.attention import Packing, depth_attention, rotate
 from mtptrain.heads.layers import RmsNorm, Rope
 from tests.mtptrain.heads.dense import dense_depth_attention
@@ -62,15 +63,14 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
     query, key, value = leaf(num_rows, 4), leaf(num_tokens, kv_heads), leaf(num_tokens, kv_heads)
     own_keys, own_values = ([leaf(num_rows, kv_heads) for _ in range(depths)] for _ in range(2))
     inputs = [query, key, value, *own_keys, *own_values]
-    merged, dense = (
-        attention(query, key, value, own_keys, own_values, packing) for attention in (depth_attention, dense_depth_attention)
-    )
-    torch.testing.assert_close(merged, dense, atol=5e-6, rtol=0)
-    weights = torch.randn(merged.shape, generator=generator)
+    weights = torch.randn(query.shape, generator=generator)
+    dense = dense_depth_attention(query, key, value, own_keys, own_values, packing)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_module, "SHORT_TOKENS", short_tokens)
-        patch.setattr(attention_module, "BLOCK_ROWS", block_rows)
+        patch.setattr(block_attention_module, "BLOCK_ROWS", block_rows)
+        merged = depth_attention(query, key, value, own_keys, own_values, packing)
         grads = torch.autograd.grad(merged, inputs, weights)
+    torch.testing.assert_close(merged, dense, atol=5e-6, rtol=0)
     for ours, reference in zip(grads, torch.autograd.grad(dense, inputs, weights), strict=True):
         torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
 
