@@ -311,10 +311,10 @@ def uncompiled(run: Callable[[], float]) -> float:
 def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
     """Seconds of the fastest of several steps of each candidate, one after the other."""
     best = dict.fromkeys(candidates, math.inf)
-    for turn in range(repeats + 1):
+    for turn in range(repeats + 2):
         for name, run in candidates.items():
             seconds = run()
-            if turn:  # the first one warms up
+            if turn > 1:  # the first ones warm up
                 best[name] = min(best[name], seconds)
     return best
 
@@ -334,14 +334,16 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
     times as long as the answers, ours beside the peer."""
     hidden_size, vocab_size = config.bench.prompt_sizes
     case, answer, documents = case_of(hidden_size, vocab_size, config.bench.depths), 256, 2
-    curve = {}
-    for factor in (0, 1, 3, 9):
-        shape = [answer * (1 + factor)] * documents, [answer * factor] * documents
-        curve[factor], _ = with_peak(Ours(config, case, shape, ranks).timed, ranks.device, config.bench.repeats)
+    factors = (0, 1, 3, 9)
+    steps = {
+        factor: Ours(config, case, ([answer * (1 + factor)] * documents, [answer * factor] * documents), ranks)
+        for factor in factors
+    }
+    curve = fastest({str(factor): ours.timed for factor, ours in steps.items()}, config.bench.repeats)
     rows = answer * documents
     figures: Figures = {
         "prompt_curve": {f"prompts {factor} times the answers": seconds for factor, seconds in curve.items()},
-        "prompt_token_cost": (curve[9] - curve[0]) / (9 * rows) / (curve[0] / rows),
+        "prompt_token_cost": (curve["9"] - curve["0"]) / (9 * rows) / (curve["0"] / rows),
     }
     if Path(config.bench.peer_python).exists():
         case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths)

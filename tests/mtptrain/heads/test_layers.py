@@ -76,10 +76,11 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_gradients_in_bf16_by_blocks_are_as_exact_as_their_dtype_whatever_the_size_of_scores(
+def test_attention_in_bf16_by_blocks_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
     is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores up to 40: with lse as one value in bf16 instead of two, the gradients would be off by 0.037."""
+    """Scores up to 40: with lse as one value in bf16 instead of two, the gradients would be off by 0.037; with scores in bf16, what is
+    found by 0.01."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
     generator, packing = torch.Generator().manual_seed(0), Packing.of([300, 200])
 
@@ -87,13 +88,14 @@ def test_gradients_in_bf16_by_blocks_are_as_exact_as_their_dtype_whatever_the_si
         return (torch.randn(500, heads, 64, generator=generator) * scale).bfloat16()
 
     inputs, weights = [make(4, 3.0), make(2, 3.0), make(2)], make(4)
-    grads = []
+    found = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         attended = depth_attention(*leaves, [], [], packing)  # type: ignore[arg-type]
-        grads.append(torch.autograd.grad(attended, leaves, weights.to(dtype)))
-    for ours, exact in zip(*grads, strict=True):
-        assert (ours - exact).norm() / exact.norm() < 1e-2
+        found.append([attended, *torch.autograd.grad(attended, leaves, weights.to(dtype))])
+    attended_off, *grads_off = [(ours - exact).norm() / exact.norm() for ours, exact in zip(*found, strict=True)]
+    assert attended_off < 5e-3
+    assert max(grads_off) < 1e-2
 
 
 def test_a_packing_says_where_documents_and_rows_lie() -> None:
