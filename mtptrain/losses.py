@@ -167,8 +167,8 @@ def _of_own_vocabulary(probs: torch.Tensor, tokens: torch.Tensor, draft_token_id
 def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of rows [C, V]: probabilities in fp32, sums [C] of e and of e log e, with e = exp(x - max x), and the most likely tokens.
 
-    Here and below a row stays in the cache of a CPU's core: nothing may be computed of sums, for a compiler then makes one pass over all
-    rows for each of them.
+    Here and below a row stays in the cache of a CPU's core from the first pass over it to the last. A number that is computed of its sums
+    would end that: a compiler passes over all rows before it, and again behind it.
     """
     wide, last = logits.float(), logits.shape[-1] - 1
     shifted = wide - wide.amax(-1, keepdim=True)

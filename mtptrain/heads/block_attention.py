@@ -36,7 +36,7 @@ def _probs(
     """Of rows from `first`, each of several groups [..., groups * rows, first + rows]: probabilities in `dtype`, and in fp32 the largest
     scaled score and the sum of exponentials, both [..., groups * rows].
 
-    A row stays in the cache: nothing may be computed of sums, for a compiler then makes one pass over all rows for each of them.
+    As in `mtptrain.losses`, nothing is computed of the sums here, so that a row stays in the cache.
     """
     seen = torch.where(_is_seen(scores, groups, first), scores * scale, -torch.inf)
     largest = seen.amax(-1, keepdim=True)
