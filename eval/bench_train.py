@@ -309,7 +309,7 @@ def uncompiled(run: Callable[[], float]) -> float:
 
 
 def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Seconds of the fastest of several steps of each candidate, one after the other."""
+    """Seconds of the fastest of several steps of each candidate, in turns, behind two that compile: for fixed shapes, then for others."""
     best = dict.fromkeys(candidates, math.inf)
     for turn in range(repeats + 2):
         for name, run in candidates.items():
@@ -334,12 +334,11 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
     times as long as the answers, ours beside the peer."""
     hidden_size, vocab_size = config.bench.prompt_sizes
     case, answer, documents = case_of(hidden_size, vocab_size, config.bench.depths), 256, 2
-    factors = (0, 1, 3, 9)
     steps = {
-        factor: Ours(config, case, ([answer * (1 + factor)] * documents, [answer * factor] * documents), ranks)
-        for factor in factors
+        str(factor): Ours(config, case, ([answer * (1 + factor)] * documents, [answer * factor] * documents), ranks).timed
+        for factor in (0, 1, 3, 9)
     }
-    curve = fastest({str(factor): ours.timed for factor, ours in steps.items()}, config.bench.repeats)
+    curve = fastest(steps, config.bench.repeats)
     rows = answer * documents
     figures: Figures = {
         "prompt_curve": {f"prompts {factor} times the answers": seconds for factor, seconds in curve.items()},

@@ -152,23 +152,26 @@ def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher
     probs, total, product, tokens = _softmax(logits)
     if draft_token_ids is None:
         return Teacher(probs, product / total - total.log(), tokens.long(), None)
-    return Teacher(*_of_own_vocabulary(probs, tokens, draft_token_ids))
+    return Teacher(*_of_own_vocabulary(probs, product, tokens, draft_token_ids))
 
 
 @fused
-def _of_own_vocabulary(probs: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a `Teacher` holds, from probabilities [C, V] and the most likely tokens [C]."""
+def _of_own_vocabulary(
+    probs: torch.Tensor, product: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What a `Teacher` holds, from what `_softmax` gives."""
     is_in = draft_token_ids == tokens[:, None]  # [C, D]
     own = probs[:, draft_token_ids]
-    return own, torch.xlogy(own, own).sum(-1), torch.where(is_in.any(-1), is_in.int().argmax(-1), -1), own.sum(-1)
+    negative_entropy = torch.xlogy(own, own).sum(-1) + 0 * product  # NaN where a logit is not finite, as without an own vocabulary
+    return own, negative_entropy, torch.where(is_in.any(-1), is_in.int().argmax(-1), -1), own.sum(-1)
 
 
 @fused
 def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of rows [C, V]: probabilities in fp32, sums [C] of e and of e log e, with e = exp(x - max x), and the most likely tokens.
+    """Of rows [C, V], with e = exp(x - max x): probabilities in fp32, the sums [C] of e and of e log e, and the most likely tokens i32[C].
 
-    Here and below a row stays in the cache of a CPU's core from the first pass over it to the last. A number that is computed of its sums
-    would end that: a compiler passes over all rows before it, and again behind it.
+    A row stays in the cache of a CPU's core from the first pass over it to the last. One more number for each row, such as the log of a
+    sum, would end that: a compiler then passes over all rows before it and again behind it.
     """
     wide, last = logits.float(), logits.shape[-1] - 1
     shifted = wide - wide.amax(-1, keepdim=True)
@@ -198,11 +201,13 @@ def compare(
     """
     num_depths = len(scale)
     tokens = teacher.tokens.repeat(num_depths)
-    mass = 1.0 if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
+    mass = None if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
     weights = counts * scale.repeat_interleave(len(counts) // num_depths)
     largest, total, product, overlap, grad = _rows_and_grad(logits, teacher.probs, tokens, mass, weights, kind, lk_eta)
     log_total, at_token = total.log(), logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].float()
-    kl = teacher.negative_entropy.repeat(num_depths) - product + mass * log_total + (1 - mass)  # what cannot be drafted is lost
+    kl = teacher.negative_entropy.repeat(num_depths) - product + log_total
+    if mass is not None:
+        kl = kl + (1 - mass) * (1 - log_total)  # what cannot be drafted is lost, and has no logit
     agrees = (at_token == largest) & (tokens >= 0)
     if kind == LossKind.ce:
         loss = torch.where(tokens >= 0, largest + log_total - at_token, 0.0)
@@ -220,13 +225,16 @@ def _rows_and_grad(
     logits: torch.Tensor,
     teacher_probs: torch.Tensor,
     tokens: torch.Tensor,
-    mass: torch.Tensor | float,
+    mass: torch.Tensor | None,
     weights: torch.Tensor,
     kind: LossKind,
     lk_eta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `compare` needs of each row, f32[T * C]: the largest logit, the sum of e = exp(x - max x), the sum of p log e and the overlap;
-    and the gradient of the weighted loss [T * C, D]."""
+    """What `compare` needs of each row, f32[T * C], with e = exp(x - max x): the largest logit, the sums of e and of p log e, and the
+    overlap; and the gradient of the weighted loss [T * C, D].
+
+    A row stays in the cache as in `_softmax`, except with `LossKind.lk`, whose gradient needs a weight that comes of the overlap.
+    """
     probs = teacher_probs.expand(len(logits) // len(teacher_probs), -1, -1).reshape(logits.shape)
     wide = logits.float()
     largest = wide.amax(-1, keepdim=True)
@@ -239,7 +247,7 @@ def _rows_and_grad(
         is_token = torch.arange(logits.shape[-1], device=logits.device) == tokens[:, None]
         grad = (drafted - is_token.float()) * (tokens >= 0)[:, None]
     else:
-        grad = (drafted if isinstance(mass, float) else drafted * mass[:, None]) - probs
+        grad = (drafted if mass is None else drafted * mass[:, None]) - probs
     if kind == LossKind.lk:
         weight = torch.exp(-lk_eta * overlap)[:, None]
         short = torch.where(drafted < probs, drafted, 0.0)  # where the draft falls short, min(p, q) is q

@@ -15,7 +15,9 @@ from mtptrain.target import PositionCache, TreeRows
 aten = torch.ops.aten
 
 SHORT_TOKENS = 1024
-"""Of a document: up to here blocks of rows take less time than a CPU's flash kernels."""
+"""Of a causal segment: up to here blocks of rows take less time than a CPU's flash kernels."""
+RUN_TOKENS = 2048
+"""Of segments that a CPU takes together at most, so that their scores stay small beside everything else of a step."""
 
 
 @dataclass(frozen=True)
@@ -268,11 +270,10 @@ def _flash_backward(
         else:
             of_keys = [_batch(x, keys, 1, repeat) for x in (key, value)]
             of_queries = [x.contiguous() for x in (grad, of_query, of_out, of_lse)]
-            found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_query, *grads_of_keys = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *of_queries[:2], *of_keys, *of_queries[2:], 0.0, segments.is_causal
             )
-            if repeat > 1:
-                found = (found[0], *(x.unflatten(1, (-1, repeat)).sum(2) for x in found[1:]))
+            found = grad_query, *(x.unflatten(1, (-1, repeat)).sum(2) if repeat > 1 else x for x in grads_of_keys)
         for whole, run, of_run, folded in zip(grads, (queries, keys, keys), found, (fold, 1, 1), strict=True):
             _put(whole, run, of_run, folded)
     return grads
@@ -294,12 +295,14 @@ Run = tuple[int, int, int]
 
 
 def _runs(segments: Segments) -> Iterator[tuple[Run, Run]]:
-    """Of queries and of keys: one kernel call of a CPU serves a run."""
+    """Of queries and of keys, all of them in order: one kernel call of a CPU serves a run."""
     first_query = first_key = 0
     for (queries, keys), run in groupby(segments.lengths):
-        count = len(list(run))
-        yield (first_query, count, queries), (first_key, count, keys)
-        first_query, first_key = first_query + count * queries, first_key + count * keys
+        left, together = len(list(run)), max(1, RUN_TOKENS // max(queries, keys, 1))
+        while left:
+            count = min(left, together)
+            yield (first_query, count, queries), (first_key, count, keys)
+            first_query, first_key, left = first_query + count * queries, first_key + count * keys, left - count
 
 
 def _batch(x: torch.Tensor, run: Run, fold: int = 1, repeat: int = 1) -> torch.Tensor:
@@ -312,7 +315,7 @@ def _batch(x: torch.Tensor, run: Run, fold: int = 1, repeat: int = 1) -> torch.T
 
 
 def _put(whole: torch.Tensor, run: Run, x: torch.Tensor, fold: int) -> None:
-    """Into packed [Q, heads, ...], what was found of a run [segments, heads / fold, fold * rows, ...]."""
+    """Into packed rows or keys [Q, heads, ...], what was found of a run [segments, heads / fold, fold * rows, ...]."""
     _batch(whole, run).copy_(x.unflatten(2, (fold, -1)).flatten(1, 2))
 
 

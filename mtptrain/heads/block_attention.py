@@ -1,4 +1,4 @@
-"""Causal attention of short documents on a CPU, in blocks of rows: products that stay in the cache, where a CPU's flash kernel
+"""Causal attention of short segments on a CPU, in blocks of rows: products that stay in the cache, where a CPU's flash kernel
 reaches a tenth of the matmul peak.
 
 Queries, and what belongs to them, are of [segments, heads, rows, ...]; keys and values of [segments, kv heads, rows, head_dim].
@@ -36,18 +36,20 @@ def _probs(
     """Of rows from `first`, each of several groups [..., groups * rows, first + rows]: probabilities in `dtype`, and in fp32 the largest
     scaled score and the sum of exponentials, both [..., groups * rows].
 
-    As in `mtptrain.losses`, nothing is computed of the sums here, so that a row stays in the cache.
+    Rows of all blocks lie in one dimension and no more is computed of sums, so that a row stays in the cache: see `mtptrain.losses`.
     """
-    seen = torch.where(_is_seen(scores, groups, first), scores * scale, -torch.inf)
+    flat = scores.flatten(0, -2)
+    seen = torch.where(_is_seen(flat, scores.shape[-2] // groups, first), flat * scale, -torch.inf)
     largest = seen.amax(-1, keepdim=True)
     exps = (seen - largest).exp()
     total = exps.sum(-1, keepdim=True)
-    return (exps / total).to(dtype), largest[..., 0], total[..., 0]
+    probs, rows = (exps / total).to(dtype), scores.shape[:-1]
+    return probs.view(scores.shape), largest.view(rows), total.view(rows)
 
 
-def _is_seen(scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
-    """Bool [groups * rows, first + rows]."""
-    rows = torch.arange(scores.shape[-2], device=scores.device) % (scores.shape[-2] // groups) + first
+def _is_seen(scores: torch.Tensor, num_rows: int, first: int) -> torch.Tensor:
+    """Bool [n * num_rows, first + num_rows], of scores of the rows from `first`, n times behind each other."""
+    rows = torch.arange(scores.shape[-2], device=scores.device) % num_rows + first
     return torch.arange(scores.shape[-1], device=scores.device) <= rows[:, None]
 
 
@@ -115,5 +117,5 @@ def _score_grads(
         first: row of the segment that the block begins with.
         scale: of scores.
     """
-    probs = torch.where(_is_seen(scores, groups, first), (scores.float() * scale).exp(), 0.0)
+    probs = torch.where(_is_seen(scores, scores.shape[-2] // groups, first), (scores.float() * scale).exp(), 0.0)
     return probs.to(scores.dtype), (probs * grads.float() * scale).to(scores.dtype)

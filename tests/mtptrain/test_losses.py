@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mtptrain import fusing
 from mtptrain.losses import LossKind, LossSettings, LossSums, draft_losses
 
 T, M, H, V = 3, 40, 16, 50
@@ -147,3 +148,50 @@ def test_overlap_is_the_chance_that_a_sampled_draft_is_accepted() -> None:
         for depth in range(T)
     ]
     assert run_kl(states, target_states, lm_head, is_draft).overlap.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+OWN_VOCABULARY = torch.arange(1, V, 3)
+
+
+def run_kind(kind: LossKind, draft_token_ids: torch.Tensor | None, states: torch.Tensor, target_logits: torch.Tensor) -> LossSums:
+    """Every row counts; logits of the target [M, V] as they are."""
+    lm_head = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
+    return draft_losses(
+        states,
+        lm_head if draft_token_ids is None else lm_head[draft_token_ids],
+        torch.arange(float(M))[:, None],
+        lambda rows: target_logits[rows[:, 0].long()],
+        torch.arange(M) < M - torch.arange(T)[:, None],
+        torch.tensor([0.5, 0.3, 0.2]),
+        LossSettings(kind=kind, chunk_rows=24),
+        draft_token_ids,
+    )
+
+
+@pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
+@pytest.mark.parametrize("kind", list(LossKind))
+def test_a_compiled_loss_is_the_plain_one(
+    kind: LossKind, draft_token_ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, target_states, lm_head, _ = inputs((M - 1,))
+    found = []
+    for is_fused in (False, True):
+        monkeypatch.setattr(fusing, "_is_on", is_fused)
+        sums = run_kind(kind, draft_token_ids, states, target_states @ lm_head.T)
+        found.append((sums.loss, sums.losses, sums.kl, sums.agreement, sums.overlap, *torch.autograd.grad(sums.loss, states)))
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("token", [0, 1])
+def test_a_logit_of_the_target_that_is_not_finite_is_seen_in_the_kl(
+    token: int, bad: float, draft_token_ids: torch.Tensor | None
+) -> None:
+    """Token 1 is in the head's own vocabulary, token 0 is not."""
+    states, target_states, lm_head, _ = inputs((M - 1,))
+    logits = target_states @ lm_head.T
+    assert run_kind(LossKind.kl, draft_token_ids, states, logits).kl.isfinite().all()
+    logits[M // 2, token] = bad
+    assert run_kind(LossKind.kl, draft_token_ids, states, logits).kl.isnan().all()

@@ -98,6 +98,30 @@ def test_attention_in_bf16_by_blocks_is_as_exact_as_its_dtype_whatever_the_size_
     assert max(grads_off) < 1e-2
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_attention_of_documents_of_several_blocks_equals_dense_attention(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of several blocks, one row more than a block, equal ones in more runs than one, and an answer behind a prompt."""
+    monkeypatch.setattr(fusing, "_is_on", is_fused)
+    monkeypatch.setattr(attention_module, "RUN_TOKENS", 300)
+    generator = torch.Generator().manual_seed(0)
+    packing = Packing.of(
+        [300, 129, 130, 130, 130, 5], [(i, 0, n) for i, n in enumerate([300, 129])] + [(i, 2, 128) for i in (2, 3, 4)]
+    )
+
+    def leaf(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, 64, generator=generator).requires_grad_()
+
+    rows, tokens = len(packing.rows), len(packing.positions)
+    query, key, value, own_key, own_value = leaf(rows, 4), leaf(tokens, 2), leaf(tokens, 2), leaf(rows, 2), leaf(rows, 2)
+    weights = torch.randn(query.shape, generator=generator)
+    found = []
+    for attention in (depth_attention, dense_depth_attention):
+        attended = attention(query, key, value, [own_key], [own_value], packing)
+        found.append([attended, *torch.autograd.grad(attended, [query, key, value, own_key, own_value], weights)])
+    for ours, reference in zip(*found, strict=True):
+        torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
+
+
 def test_a_packing_says_where_documents_and_rows_lie() -> None:
     packing = Packing.of([3, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
     assert packing.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
