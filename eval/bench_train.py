@@ -309,12 +309,12 @@ def uncompiled(run: Callable[[], float]) -> float:
 
 
 def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Seconds of the fastest of several steps of each candidate, in turns, behind two that compile: for fixed shapes, then for others."""
+    """Seconds of the fastest of several steps of each candidate, in turns."""
     best = dict.fromkeys(candidates, math.inf)
-    for turn in range(repeats + 2):
+    for turn in range(repeats + 1):
         for name, run in candidates.items():
             seconds = run()
-            if turn > 1:  # the first ones warm up
+            if turn:  # the first one warms up
                 best[name] = min(best[name], seconds)
     return best
 

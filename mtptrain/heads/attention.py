@@ -234,7 +234,7 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments
     fold, repeat = _grouping(query, key, segments)
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
     for queries, keys in _runs(segments):
-        if segments.is_causal and keys[2] <= SHORT_TOKENS:
+        if _goes_in_blocks(segments, keys):
             found = block_attention(*(_batch(x, keys) for x in (query, key, value)))
         else:
             tensors = _batch(query, queries, fold), _batch(key, keys, 1, repeat), _batch(value, keys, 1, repeat)
@@ -265,7 +265,7 @@ def _flash_backward(
     grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     for queries, keys in _runs(segments):
         grad, of_query, of_out, of_lse = (_batch(x, queries, fold) for x in (grad_out, query, out, lse))
-        if segments.is_causal and keys[2] <= SHORT_TOKENS:
+        if _goes_in_blocks(segments, keys):
             found = block_attention_backward(grad, of_query, _batch(key, keys), _batch(value, keys), of_out, of_lse)
         else:
             of_keys = [_batch(x, keys, 1, repeat) for x in (key, value)]
@@ -303,6 +303,11 @@ def _runs(segments: Segments) -> Iterator[tuple[Run, Run]]:
             count = min(left, together)
             yield (first_query, count, queries), (first_key, count, keys)
             first_query, first_key, left = first_query + count * queries, first_key + count * keys, left - count
+
+
+def _goes_in_blocks(segments: Segments, keys: Run) -> bool:
+    """Forward and backward alike."""
+    return segments.is_causal and keys[2] <= SHORT_TOKENS
 
 
 def _batch(x: torch.Tensor, run: Run, fold: int = 1, repeat: int = 1) -> torch.Tensor:

@@ -42,6 +42,10 @@ def packings(draw: st.DrawFn) -> Packing:
     return Packing.of(lengths, spans or [(0, 0, 1)])
 
 
+def leaf(generator: torch.Generator, rows: int, heads: int) -> torch.Tensor:
+    return torch.randn(rows, heads, 64, generator=generator).requires_grad_()
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     packing=packings(),
@@ -56,12 +60,9 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
 
-    def leaf(rows: int, heads: int) -> torch.Tensor:
-        return torch.randn(rows, heads, 64, generator=generator).requires_grad_()
-
     num_tokens, num_rows = len(packing.positions), len(packing.rows)
-    query, key, value = leaf(num_rows, 4), leaf(num_tokens, kv_heads), leaf(num_tokens, kv_heads)
-    own_keys, own_values = ([leaf(num_rows, kv_heads) for _ in range(depths)] for _ in range(2))
+    query, key, value = leaf(generator, num_rows, 4), leaf(generator, num_tokens, kv_heads), leaf(generator, num_tokens, kv_heads)
+    own_keys, own_values = ([leaf(generator, num_rows, kv_heads) for _ in range(depths)] for _ in range(2))
     inputs = [query, key, value, *own_keys, *own_values]
     weights = torch.randn(query.shape, generator=generator)
     dense = dense_depth_attention(query, key, value, own_keys, own_values, packing)
@@ -108,11 +109,14 @@ def test_attention_of_documents_of_several_blocks_equals_dense_attention(is_fuse
         [300, 129, 130, 130, 130, 5], [(i, 0, n) for i, n in enumerate([300, 129])] + [(i, 2, 128) for i in (2, 3, 4)]
     )
 
-    def leaf(rows: int, heads: int) -> torch.Tensor:
-        return torch.randn(rows, heads, 64, generator=generator).requires_grad_()
-
     rows, tokens = len(packing.rows), len(packing.positions)
-    query, key, value, own_key, own_value = leaf(rows, 4), leaf(tokens, 2), leaf(tokens, 2), leaf(rows, 2), leaf(rows, 2)
+    query, key, value, own_key, own_value = (
+        leaf(generator, rows, 4),
+        leaf(generator, tokens, 2),
+        leaf(generator, tokens, 2),
+        leaf(generator, rows, 2),
+        leaf(generator, rows, 2),
+    )
     weights = torch.randn(query.shape, generator=generator)
     found = []
     for attention in (depth_attention, dense_depth_attention):
