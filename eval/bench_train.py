@@ -160,15 +160,13 @@ def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
     same = (document[:, None] == document) & torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=positions.device).tril()
     own = torch.eye(num_tokens, dtype=torch.bool, device=positions.device)
     keys, values, loss = [], [], torch.zeros((), device=positions.device)
-    for depth in range(len(batch.row_ids)):
+    for depth in range(len(batch.is_draft)):
         read = torch.roll(batch.next_ids, -depth)
         residual, x = head.attention_inputs(recycled, parts.embed(read))
-        key, value = attention.keys_values(x, positions + depth)
+        query, key, value = attention.queries_keys_values(x, positions + depth)
         keys.append(key)
         values.append(value)
-        query, key, value = (
-            part.transpose(0, 1)[None] for part in (attention.queries(x, positions + depth), *map(torch.cat, (keys, values)))
-        )
+        query, key, value = (part.transpose(0, 1)[None] for part in (query, torch.cat(keys), torch.cat(values)))
         mask = torch.cat([same] + [own] * depth, dim=1)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
         states, recycled = head.outputs(residual, attended.flatten(-2))
@@ -178,7 +176,7 @@ def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
             0, batch.packing.rows, batch.is_draft[depth].float()
         )
         loss = loss + ((wanted.exp() * (wanted - logprobs)).sum(-1) * is_draft).sum() / is_draft.sum().clamp(min=1)
-    return loss / len(batch.row_ids)
+    return loss / len(batch.is_draft)
 
 
 def random_parts(target: LlamaConfig, device: torch.device) -> FrozenParts:

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from mtptrain.fp8 import decode, decode_into
@@ -35,9 +34,7 @@ class Batch:
     aux_hidden_states: torch.Tensor | None
     """Captured residual streams [N, L, H], for heads that read them; likewise."""
     next_ids: torch.Tensor
-    """i64[N]: the token after each, which depth 0 reads."""
-    row_ids: torch.Tensor
-    """i64[T, M]: depth k of row t reads token t + 1 + k; 0 behind the end of a document, where nothing counts."""
+    """i64[N]: the token after each, which depth 0 reads, and depth k of the row k before it."""
     is_draft: torch.Tensor
     """bool[T, M]: depth k of a row is a draft that serving makes, so it counts."""
     num_drafts: torch.Tensor
@@ -57,7 +54,7 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        return self.row_ids.shape[1]
+        return self.is_draft.shape[1]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """On a device, the states in `dtype`: eight bits cross the bus as eight bits."""
@@ -147,20 +144,14 @@ def make_batch(
     ends = torch.tensor([count for *_, count in spans], dtype=torch.long).cumsum(0)
     of_row = torch.repeat_interleave(torch.arange(len(spans)), ends.diff(prepend=torch.zeros(1, dtype=torch.long)))  # [M], its span
     rows_left = ends[of_row] - torch.arange(len(of_row))  # in the span, the row itself included
-    depths = torch.arange(ttt_steps)
-    # Ids of whole documents, each with T zeros behind it: no depth reads from the next document.
-    ids = torch.cat([F.pad(document.input_ids, (0, ttt_steps)) for document in kept]).long()
-    starts = torch.tensor([0, *(len(document.input_ids) + ttt_steps for document in kept)]).cumsum(0)[:-1]
-    tokens = torch.repeat_interleave(starts, torch.tensor(used, dtype=torch.long)) + packing.positions  # [N], among `ids`
     hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, buffers)
     aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, buffers)
     assert hidden_states is not None
-    is_draft = rows_left > depths[:, None]  # [T, M]
+    is_draft = rows_left > torch.arange(ttt_steps)[:, None]  # [T, M]
     return Batch(
         hidden_states=hidden_states,
         aux_hidden_states=aux_hidden_states,
-        next_ids=ids[tokens + 1],
-        row_ids=ids[tokens[packing.rows] + 1 + depths[:, None]],
+        next_ids=torch.cat([document.input_ids[1 : length + 1] for document, length in zip(kept, used, strict=True)]).long(),
         is_draft=is_draft,
         num_drafts=is_draft.sum(1, dtype=torch.float32),
         packing=packing,

@@ -37,11 +37,12 @@ class StepFlops:
         keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
         has_bare_input = all(getattr(head, norm, None) is None for norm in ("enorm", "fc_norm", "input_norm"))
         again = 0 if head.capture_layers else first  # read anew at each depth; fused streams are not
+        shared = sum(layer.weight.numel() for layer in head.joint_layers) // 2  # columns for embeddings: once for all depths
         draft = (own_vocab * 6) if own_vocab else vocab_size * hidden_size * 4
         return StepFlops(
             per_token=first * (4 if has_bare_input else 6) + keys * 6,
             per_row=depths * (6 * (sum(weights.values()) - keys) + draft)
-            + (depths - 1) * 6 * (again + keys)
+            + (depths - 1) * 6 * (again + keys - shared)
             + 2 * vocab_size * hidden_size,
             per_pair=depths * 12 * int(head.self_attn.o_proj.in_features),
         )

@@ -18,6 +18,13 @@ def fuse(on: bool) -> None:
     _is_on = on
 
 
+def of_fixed_shape(x: torch.Tensor) -> torch.Tensor:
+    """The same, whose sizes are constants of the functions that are compiled for it, as those of a module's weights are."""
+    if _is_on:
+        torch._dynamo.mark_static(x)
+    return x
+
+
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of tensors without side effects; results differ by rounding at most."""
 

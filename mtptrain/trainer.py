@@ -139,8 +139,8 @@ class Trainer:
                 target_states = read_states[taught]  # [M, H]
             else:
                 target_states = self.parts.final_norm(batch.hidden_states[taught])
-            embeddings = [self.parts.embed(batch.next_ids), *(self.parts.embed(ids) for ids in batch.row_ids[1:])]
-            states = self.engine(read_states, embeddings, batch.packing)  # [T, M, H]
+            embeddings = self.parts.embed(batch.next_ids)  # [N, H]
+            states = self.engine(read_states, embeddings, batch.packing, len(batch.is_draft))  # [T, M, H]
         with self.clock.phase("loss"):
             return draft_losses(
                 states,

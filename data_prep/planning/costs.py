@@ -118,9 +118,8 @@ def _step(
     num_tokens, num_rows = sum(lengths), sum(rows)
     target_states = parts.final_norm(torch.empty(num_tokens, hidden_size))  # [N, H]
     aux = torch.empty(num_tokens, len(head.capture_layers), hidden_size) if head.capture_layers else None  # [N, L, H]
-    row_ids = torch.empty(depths, num_rows, dtype=torch.long)
-    embeddings = [parts.embed(torch.empty(num_tokens, dtype=torch.long)), *(parts.embed(ids) for ids in row_ids[1:])]
-    states = head(target_states if aux is None else aux, embeddings, packing)  # [T, M, H]
+    embeddings = parts.embed(torch.empty(num_tokens, dtype=torch.long))  # [N, H]
+    states = head(target_states if aux is None else aux, embeddings, packing, depths)  # [T, M, H]
     sums = draft_losses(
         states,
         parts.lm_head if head.lm_head is None else head.lm_head.weight,

@@ -52,6 +52,8 @@ class Packing:
 
     positions: torch.Tensor  # i64[N], of each token in its document
     rows: torch.Tensor  # i64[M], tokens from which drafts start
+    prompts: torch.Tensor  # i64[N - M], the others, which give keys and values alone
+    places: torch.Tensor  # i64[N], where each token lies among the rows with the prompts behind them
     segments: tuple[Segments, ...]
     """Inside each span, causal; then all of its document before it, for spans that have something before: one span of each document
     at a time, so that no kernel takes more than N keys."""
@@ -83,11 +85,30 @@ class Packing:
                 turns[document] += 1
         segments = [Segments.of(inside, is_causal=True, is_all=True)]
         segments += [Segments.of(turn, is_causal=False, is_all=len(turn) == len(inside)) for turn in before.values()]
+        ends = [0, *(tokens.stop for _, tokens in inside)]
+        prompts = _indices([range(*gap) for gap in zip(ends, [*(tokens.start for _, tokens in inside), starts[-1]], strict=True)])
         return Packing(
             positions=_indices([range(length) for length in lengths]),
             rows=segments[0].keys,
+            prompts=prompts,
+            places=torch.cat([segments[0].keys, prompts]).argsort(),
             segments=tuple(segments),
         )
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What belongs to the tokens [N, ...], as what belongs to the rows [M, ...] and to the prompts [N - M, ...]."""
+        if not len(self.prompts):
+            return x, x[:0]
+        of_rows, of_prompts = _reorder(x, torch.cat([self.rows, self.prompts]), self.places).split(
+            [len(self.rows), len(self.prompts)]
+        )
+        return of_rows, of_prompts
+
+    def join(self, of_rows: torch.Tensor, of_prompts: torch.Tensor) -> torch.Tensor:
+        """What `split` has split."""
+        if not len(self.prompts):
+            return of_rows
+        return _reorder(torch.cat([of_rows, of_prompts]), self.places, torch.cat([self.rows, self.prompts]))
 
 
 def _indices(ranges: Sequence[range]) -> torch.Tensor:
@@ -115,25 +136,24 @@ def cached_attention(
     return out.transpose(1, 2)  # [B, S, heads, head_dim]
 
 
-def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """x[rows] for different rows; the gradient is written, where that of indexing is added up row by row."""
-    if len(rows) == len(x):
-        return x
-    taken: torch.Tensor = _TakeRows.apply(x, rows)  # type: ignore[no-untyped-call]
-    return taken
+def _reorder(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """x[order]; the gradient is read in the inverse order, where that of indexing is added up row by row."""
+    reordered: torch.Tensor = _Reorder.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return reordered
 
 
-class _TakeRows(torch.autograd.Function):
+class _Reorder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.num_rows = len(x)  # type: ignore[attr-defined]
-        return x[rows]
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return x[order]
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (rows,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return _scatter(grad, rows, ctx.num_rows), None  # type: ignore[attr-defined]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad[inverse], None, None
 
 
 def _scatter(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -231,16 +251,15 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments
         offsets = segments.query_offsets, segments.key_offsets
         out, lse, *_ = aten._flash_attention_forward(query, key, value, *offsets, *longest, 0.0, segments.is_causal, False)
         return out, lse.transpose(0, 1).contiguous()
-    fold, repeat = _grouping(query, key, segments)
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
     for queries, keys in _runs(segments):
+        inputs = _batch(query, queries), _batch(key, keys), _batch(value, keys)
         if _goes_in_blocks(segments, keys):
-            found = block_attention(*(_batch(x, keys) for x in (query, key, value)))
+            found = block_attention(*inputs, segments.is_causal)
         else:
-            tensors = _batch(query, queries, fold), _batch(key, keys, 1, repeat), _batch(value, keys, 1, repeat)
-            found = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, segments.is_causal)
+            found = aten._scaled_dot_product_flash_attention_for_cpu(*_of_each_head(*inputs), 0.0, True)
         for whole, of_run in zip((out, lse), found, strict=True):
-            _put(whole, queries, of_run, fold)
+            _batch(whole, queries).copy_(of_run)
     return out, lse
 
 
@@ -261,33 +280,25 @@ def _flash_backward(
         tensors = grad_out.contiguous(), query, key, value, out, lse.transpose(0, 1).contiguous()
         found = aten._flash_attention_backward(*tensors, *offsets, *longest, 0.0, segments.is_causal, unused, unused[:0])
         return found[0], found[1], found[2]
-    fold, repeat = _grouping(query, key, segments)
     grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     for queries, keys in _runs(segments):
-        grad, of_query, of_out, of_lse = (_batch(x, queries, fold) for x in (grad_out, query, out, lse))
+        grad, of_out, of_lse = (_batch(x, queries) for x in (grad_out, out, lse))
+        inputs = _batch(query, queries), _batch(key, keys), _batch(value, keys)
         if _goes_in_blocks(segments, keys):
-            found = block_attention_backward(grad, of_query, _batch(key, keys), _batch(value, keys), of_out, of_lse)
+            found = block_attention_backward(grad, *inputs, of_out, of_lse, segments.is_causal)
         else:
-            of_keys = [_batch(x, keys, 1, repeat) for x in (key, value)]
-            of_queries = [x.contiguous() for x in (grad, of_query, of_out, of_lse)]
-            grad_query, *grads_of_keys = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *of_queries[:2], *of_keys, *of_queries[2:], 0.0, segments.is_causal
-            )
-            found = grad_query, *(x.unflatten(1, (-1, repeat)).sum(2) if repeat > 1 else x for x in grads_of_keys)
-        for whole, run, of_run, folded in zip(grads, (queries, keys, keys), found, (fold, 1, 1), strict=True):
-            _put(whole, run, of_run, folded)
+            of_all = [x.contiguous() for x in (grad, *_of_each_head(*inputs), of_out, of_lse)]
+            grad_query, *grads_of_keys = aten._scaled_dot_product_flash_attention_for_cpu_backward(*of_all, 0.0, True)
+            found = grad_query, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in grads_of_keys)
+        for whole, run, of_run in zip(grads, (queries, keys, keys), found, strict=True):
+            _batch(whole, run).copy_(of_run)
     return grads
 
 
-def _grouping(query: torch.Tensor, key: torch.Tensor, segments: Segments) -> tuple[int, int]:
-    """How a kernel of a CPU, which knows no groups, is given query heads that share a key: as further rows of one head where all rows
-    see the same keys; or with the keys once for each of them.
-
-    Returns:
-        Query heads that are folded into one, and times that a key is repeated.
-    """
+def _of_each_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With keys and values [segments, kv heads, ...] for each query head: a CPU's flash kernel knows no groups."""
     groups = query.shape[1] // key.shape[1]
-    return (1, groups) if segments.is_causal else (groups, 1)
+    return query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
 Run = tuple[int, int, int]
@@ -307,21 +318,13 @@ def _runs(segments: Segments) -> Iterator[tuple[Run, Run]]:
 
 def _goes_in_blocks(segments: Segments, keys: Run) -> bool:
     """Forward and backward alike."""
-    return segments.is_causal and keys[2] <= SHORT_TOKENS
+    return not segments.is_causal or keys[2] <= SHORT_TOKENS
 
 
-def _batch(x: torch.Tensor, run: Run, fold: int = 1, repeat: int = 1) -> torch.Tensor:
-    """A run of packed [Q, heads, ...] as [segments, heads / fold, fold * rows, ...], heads repeated."""
+def _batch(x: torch.Tensor, run: Run) -> torch.Tensor:
+    """A run of packed [Q, heads, ...], a view [segments, heads, rows, ...]."""
     first, count, length = run
-    rows = x[first : first + count * length].unflatten(0, (count, length)).transpose(1, 2)  # [segments, heads, rows, ...]
-    if fold > 1:
-        return rows.unflatten(1, (-1, fold)).flatten(2, 3)
-    return rows.repeat_interleave(repeat, dim=1) if repeat > 1 else rows
-
-
-def _put(whole: torch.Tensor, run: Run, x: torch.Tensor, fold: int) -> None:
-    """Into packed rows or keys [Q, heads, ...], what was found of a run [segments, heads / fold, fold * rows, ...]."""
-    _batch(whole, run).copy_(x.unflatten(2, (fold, -1)).flatten(1, 2))
+    return x[first : first + count * length].unflatten(0, (count, length)).transpose(1, 2)
 
 
 @fused

@@ -5,7 +5,7 @@ D draft vocabulary, K drafted tokens, T depths (`ttt_steps`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from mtptrain.fusing import fused
-from mtptrain.heads.attention import Packing, cached_attention, depth_attention, take_rows
+from mtptrain.fusing import fused, of_fixed_shape
+from mtptrain.heads.attention import Packing, cached_attention, depth_attention
 from mtptrain.target import FrozenParts, PositionCache, TreeRows
 
 if TYPE_CHECKING:
@@ -47,8 +47,9 @@ class HeadConfig:
 class Head(nn.Module, ABC):
     """A draft head: one class per file, listed in `HEADS`.
 
-    A head says how it starts from the target's states (`fuse`), what one depth computes before and after its attention
-    (`attention_inputs`, `outputs`) and what turns states into tokens (`logits`); which keys a depth sees is the same for all.
+    A head says how it starts from the target's states (`fuse`), which layers read an embedding and a state side by side
+    (`joint_layers`, `norm_embeddings`, `norm_states`), what one depth computes behind them before and after its attention
+    (`layer_inputs`, `outputs`) and what turns states into tokens (`logits`); which keys a depth sees is the same for all.
     """
 
     Config: ClassVar[type[Any]]
@@ -81,17 +82,49 @@ class Head(nn.Module, ABC):
         """What depth 0 reads [..., H], from the captured streams [..., L, H], or from post-norm states [..., H] unless any are."""
         return target_states
 
+    @property
     @abstractmethod
+    def joint_layers(self) -> tuple[nn.Linear, ...]:
+        """Without biases, of a row's embedding and state side by side [..., 2 H], to [..., P] together; columns of the embedding first."""
+
+    @property
+    def key_layers(self) -> tuple[nn.Linear, ...]:
+        """The last of the joint layers: those that keys and values need."""
+        return self.joint_layers
+
+    def norm_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """As the joint layers read them [..., H]."""
+        return embeddings
+
+    def norm_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Likewise, fused states of the target or the states recycled from the depth before [..., H]."""
+        return hidden_states
+
+    @abstractmethod
+    def layer_inputs(
+        self, hidden_states: torch.Tensor, normed_states: torch.Tensor, joint: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One depth of rows of any leading shape, from the joint layers up to its attention.
+
+        Args:
+            hidden_states: before `norm_states` [..., H].
+            normed_states: behind it [..., H].
+            joint: what the joint layers give [..., P], or the key layers.
+
+        Returns:
+            The residual stream [..., H], and what `self_attn` takes queries, keys and values from.
+        """
+
     def attention_inputs(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One depth of rows of any leading shape, up to its attention.
+        """`layer_inputs` of rows as an engine computes them.
 
         Args:
             hidden_states: fused states of the target, or the states recycled from the depth before [..., H].
             embeddings: of the token after each row's [..., H].
-
-        Returns:
-            The residual stream [..., H], and what queries, keys and values are projected from.
         """
+        normed = self.norm_states(hidden_states)
+        x = torch.cat([self.norm_embeddings(embeddings), normed], dim=-1)
+        return self.layer_inputs(hidden_states, normed, torch.cat([layer(x) for layer in self.joint_layers], dim=-1))
 
     @abstractmethod
     def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,29 +138,38 @@ class Head(nn.Module, ABC):
             States for `logits` [..., H], and states to feed back [..., H].
         """
 
-    def forward(self, target_states: torch.Tensor, embeddings: Sequence[torch.Tensor], packing: Packing) -> torch.Tensor:
+    def forward(self, target_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing, ttt_steps: int) -> torch.Tensor:
         """Training: the states of every depth, at the rows that draft; the other tokens give depth-0 keys and values alone.
+
+        Depth k of a row reads what depth 0 of the k-th row behind it does, where both lie in one span and the draft counts: what the
+        joint layers make of an embedding is computed once for all depths.
 
         Args:
             target_states: what `fuse` takes, of N packed tokens [N, H] or [N, L, H].
-            embeddings: of the tokens that the depths read, depth k of row t token t + 1 + k: T tensors, depth 0 of all tokens
-                [N, H], then of the M rows [M, H].
+            embeddings: of the token after each [N, H].
             packing: where documents and rows lie.
+            ttt_steps: T.
 
         Returns:
-            States [T, M, H]; `logits` of depth k at row t predict token t + 2 + k.
+            States [T, M, H]; `logits` of depth k at row t predict token t + 2 + k. Of no use where rows of the span end before t + k.
         """
-        rows, positions = packing.rows, packing.positions[packing.rows]
-        residual, attention_input, key, value = self._run(self._begin, target_states, embeddings[0], packing.positions)
-        residual, attention_input = take_rows(residual, rows), take_rows(attention_input, rows)
-        query = self._run(self.self_attn.queries, attention_input, positions)
-        attended = depth_attention(query, key, value, [], [], packing)
-        depth_states, recycled = self._run(self._finish, residual, attended)
-        states, own_keys, own_values = [depth_states], [], []
-        for depth, depth_embeddings in enumerate(embeddings[1:], start=1):
-            residual, query, own_key, own_value = self._run(self._project, recycled, depth_embeddings, positions + depth)
-            own_keys.append(own_key)
-            own_values.append(own_value)
+        weight = torch.cat([layer.weight for layer in self.joint_layers])  # [P, 2 H]
+        of_embeddings, of_states = map(of_fixed_shape, weight.chunk(2, dim=1))
+        of_keys = of_fixed_shape(weight[-sum(layer.out_features for layer in self.key_layers) :])
+        recycled, prompt_states = packing.split(self._run(self._fuse, target_states))
+        row_embeddings, prompt_embeddings = packing.split(embeddings)
+        positions, prompt_positions = packing.split(packing.positions)
+        terms = F.pad(self._run(self._embed, row_embeddings, of_embeddings), (0, 0, 0, ttt_steps - 1))  # [M + T - 1, P]
+        states, own_keys, own_values = [], [], []
+        for depth in range(ttt_steps):
+            of_depth = terms[depth : depth + len(positions)]
+            residual, query, own_key, own_value = self._run(self._project_terms, recycled, of_depth, of_states, positions + depth)
+            if depth:
+                own_keys.append(own_key)
+                own_values.append(own_value)
+            else:
+                of_prompts = self._run(self._keys_values, prompt_states, prompt_embeddings, of_keys, prompt_positions)
+                key, value = (packing.join(*parts) for parts in zip((own_key, own_value), of_prompts, strict=True))
             attended = depth_attention(query, key, value, own_keys, own_values, packing)
             depth_states, recycled = self._run(self._finish, residual, attended)
             states.append(depth_states)
@@ -157,17 +199,44 @@ class Head(nn.Module, ABC):
         return self._finish(residual, cached_attention(query, key, value, positions, cache, tree))
 
     @fused
-    def _begin(self, target_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor) -> FourTensors:
-        """Depth 0 of all tokens: residual stream, attention input, keys, values."""
-        residual, attention_input = self.attention_inputs(self.fuse(target_states), embeddings)
-        return residual, attention_input, *self.self_attn.keys_values(attention_input, positions)
+    def _fuse(self, target_states: torch.Tensor) -> torch.Tensor:
+        return self.fuse(target_states)
+
+    @fused
+    def _embed(self, embeddings: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """What the joint layers make of embeddings [M, P], by their columns for those [P, H]."""
+        return F.linear(self.norm_embeddings(embeddings), weight)
+
+    @fused
+    def _keys_values(
+        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of prompts, by the weight of the key layers."""
+        normed = self.norm_states(hidden_states)
+        joint = F.linear(torch.cat([self.norm_embeddings(embeddings), normed], dim=-1), weight)
+        return self.self_attn.keys_values(self.layer_inputs(hidden_states, normed, joint)[1], positions)
 
     @fused
     def _project(self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor) -> FourTensors:
         """One depth of rows: residual stream, query, key, value."""
-        residual, attention_input = self.attention_inputs(hidden_states, embeddings)
-        query = self.self_attn.queries(attention_input, positions)
-        return residual, query, *self.self_attn.keys_values(attention_input, positions)
+        residual, x = self.attention_inputs(hidden_states, embeddings)
+        return residual, *self.self_attn.queries_keys_values(x, positions)
+
+    @fused
+    def _project_terms(
+        self, hidden_states: torch.Tensor, terms: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor
+    ) -> FourTensors:
+        """The same in training.
+
+        Args:
+            hidden_states: [M, H].
+            terms: what the joint layers make of the embeddings [M, P].
+            weight: their columns for states [P, H].
+            positions: i64[M].
+        """
+        normed = self.norm_states(hidden_states)
+        residual, x = self.layer_inputs(hidden_states, normed, terms + F.linear(normed, weight))
+        return residual, *self.self_attn.queries_keys_values(x, positions)
 
     @fused
     def _finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

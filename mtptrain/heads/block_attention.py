@@ -1,56 +1,75 @@
-"""Causal attention of short segments on a CPU, in blocks of rows: products that stay in the cache, where a CPU's flash kernel
-reaches a tenth of the matmul peak.
+"""Attention on a CPU in blocks: products that stay in the cache, where a CPU's flash kernel reaches a fifth of the matmul peak at most.
 
-Queries, and what belongs to them, are of [segments, heads, rows, ...]; keys and values of [segments, kv heads, rows, head_dim].
+Queries, and what belongs to them, are of [segments, heads, rows, ...]; keys and values of [segments, kv heads, keys, head_dim]. In a causal
+segment, of as many keys as rows, row i sees keys 0 .. i; all of them otherwise.
 """
+
+from collections.abc import Iterator
 
 import torch
 
 from mtptrain.fusing import fused
 
 BLOCK_ROWS = 128
+"""Of a causal segment."""
+BLOCK_SCORES, LEAST_ROWS = 2**19, 64
+"""Of a block with all keys, for each kv head, forward where all are seen: rows of all groups."""
+BLOCK_KEYS, ROWS_OF_KEYS = 512, 1024
+"""Of a block in the backward pass where all keys are seen; rows of all groups."""
 
 
-def block_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the queries find, and its lse in fp32 [segments, heads, rows].
 
-    Scores are products in fp32, for bf16 would round them to it; there are but few dims to be summed over.
+    A product in bf16 is rounded to it. So there are two: what the second one rounds is how far a score lies below the largest of its row.
     """
-    groups, scale = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5
+    groups, scale, num_keys = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5, key.shape[2]
     grouped = query.unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim]
-    wide_key, value = key.float().contiguous(), value.contiguous()
+    wide_key, key, value = _with_ones(key), key.contiguous(), value.contiguous()
     out, lse = grouped.new_empty(grouped.shape), grouped.new_empty(grouped.shape[:-1], dtype=torch.float32)
-    for first in range(0, key.shape[2], BLOCK_ROWS):
-        last = first + BLOCK_ROWS
-        scores = grouped[..., first:last, :].flatten(2, 3).float() @ wide_key[..., :last, :].mT
-        probs, largest, total = _probs(scores, groups, first, scale, value.dtype)
-        out[..., first:last, :] = (probs @ value[..., :last, :]).unflatten(2, (groups, -1))
-        lse[..., first:last] = (largest + total.log()).unflatten(2, (groups, -1))
+    num_together = BLOCK_ROWS if is_causal else max(1, max(LEAST_ROWS, BLOCK_SCORES // num_keys) // groups)
+    for first in range(0, query.shape[2], num_together):
+        rows, first_row = slice(first, first + num_together), first if is_causal else None
+        keys = slice(first + num_together) if is_causal else slice(num_keys)
+        block_query = grouped[..., rows, :].flatten(2, 3)
+        largest = _largest(block_query @ key[..., keys, :].mT, groups, first_row)
+        probs, total = _probs(_widened(block_query, largest) @ wide_key[..., keys, :].mT, groups, first_row, scale)
+        out[..., rows, :] = (probs @ value[..., keys, :]).unflatten(2, (groups, -1))
+        lse[..., rows] = (largest * scale + total.log()).unflatten(2, (groups, -1))
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 @fused
-def _probs(
-    scores: torch.Tensor, groups: int, first: int, scale: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of rows from `first`, each of several groups [..., groups * rows, first + rows]: probabilities in `dtype`, and in fp32 the largest
-    scaled score and the sum of exponentials, both [..., groups * rows].
+def _largest(scores: torch.Tensor, groups: int, first: int | None) -> torch.Tensor:
+    """Of each row, in fp32 [..., groups * rows]; arguments as of `_probs`."""
+    return _seen(scores.flatten(0, -2).float(), scores.shape[-2] // groups, first).amax(-1).view(scores.shape[:-1])
+
+
+@fused
+def _probs(scores: torch.Tensor, groups: int, first: int | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities in the dtype of scores, and the sum of exponentials in fp32 [..., groups * rows].
 
     Rows of all blocks lie in one dimension and no more is computed of sums, so that a row stays in the cache: see `mtptrain.losses`.
+
+    Args:
+        scores: before scaling, less about the largest of their row [..., groups * rows, keys].
+        groups: that the rows are repeated for.
+        first: row of a causal segment that the block begins with.
+        scale: of scores.
     """
-    flat = scores.flatten(0, -2)
-    seen = torch.where(_is_seen(flat, scores.shape[-2] // groups, first), flat * scale, -torch.inf)
-    largest = seen.amax(-1, keepdim=True)
-    exps = (seen - largest).exp()
+    exps = (_seen(scores.flatten(0, -2).float(), scores.shape[-2] // groups, first) * scale).exp()
     total = exps.sum(-1, keepdim=True)
-    probs, rows = (exps / total).to(dtype), scores.shape[:-1]
-    return probs.view(scores.shape), largest.view(rows), total.view(rows)
+    return (exps / total).to(scores.dtype).view(scores.shape), total.view(scores.shape[:-1])
 
 
-def _is_seen(scores: torch.Tensor, num_rows: int, first: int) -> torch.Tensor:
-    """Bool [n * num_rows, first + num_rows], of scores of the rows from `first`, n times behind each other."""
+def _seen(scores: torch.Tensor, num_rows: int, first: int | None) -> torch.Tensor:
+    """Scores [n * num_rows, keys] of rows from `first` of causal segments, n times behind each other, -inf at keys that they do not see."""
+    if first is None:
+        return scores
     rows = torch.arange(scores.shape[-2], device=scores.device) % num_rows + first
-    return torch.arange(scores.shape[-1], device=scores.device) <= rows[:, None]
+    return torch.where(torch.arange(scores.shape[-1], device=scores.device) <= rows[:, None], scores, -torch.inf)
 
 
 def block_attention_backward(
@@ -60,6 +79,7 @@ def block_attention_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, from what the queries found, all parts of their softmax together.
 
@@ -71,21 +91,28 @@ def block_attention_backward(
         _widened(x, taken_off).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim + 2]
         for x, taken_off in ((query, lse / scale), (grad_out, _row_products(grad_out, out)))
     )
-    ones = key.new_ones(*key.shape[:-1], 2)
-    wide_key, wide_value = (torch.cat([x, ones], -1) for x in (key, value))
-    key = key.contiguous()
-    grad_query = torch.empty_like(wide_query[..., :-2])
+    wide_key, wide_value, key = _with_ones(key), _with_ones(value), key.contiguous()
+    grad_query = torch.zeros_like(wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32)  # sums of blocks in fp32
     grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
-    for first in range(0, key.shape[2], BLOCK_ROWS):
-        last = first + BLOCK_ROWS
-        block_query, block_grad = (x[..., first:last, :].flatten(2, 3) for x in (wide_query, wide_grad))
-        probs, grad_scores = _score_grads(
-            block_query @ wide_key[..., :last, :].mT, block_grad @ wide_value[..., :last, :].mT, groups, first, scale
-        )
-        grad_query[..., first:last, :] = (grad_scores @ key[..., :last, :]).unflatten(2, (groups, -1))
-        grad_key[..., :last, :] += grad_scores.mT @ block_query[..., :-2]
-        grad_value[..., :last, :] += probs.mT @ block_grad[..., :-2]
-    return grad_query.flatten(1, 2), grad_key.to(key.dtype), grad_value.to(value.dtype)
+    for rows, keys in _blocks(query.shape[2], key.shape[2], groups, is_causal):
+        block_query, block_grad = (x[..., rows, :].flatten(2, 3) for x in (wide_query, wide_grad))
+        scores, grads = block_query @ wide_key[..., keys, :].mT, block_grad @ wide_value[..., keys, :].mT
+        probs, grad_scores = _score_grads(scores, grads, groups, rows.start if is_causal else None, scale)
+        grad_query[..., rows, :] += (grad_scores @ key[..., keys, :]).unflatten(2, (groups, -1))
+        grad_key[..., keys, :] += grad_scores.mT @ block_query[..., :-2]
+        grad_value[..., keys, :] += probs.mT @ block_grad[..., :-2]
+    return grad_query.flatten(1, 2).to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _blocks(num_rows: int, num_keys: int, groups: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Rows, and keys that they see, until each has met all."""
+    if is_causal:
+        yield from ((slice(first, first + BLOCK_ROWS), slice(first + BLOCK_ROWS)) for first in range(0, num_rows, BLOCK_ROWS))
+        return
+    num_together = max(1, ROWS_OF_KEYS // groups)
+    for first_key in range(0, num_keys, BLOCK_KEYS):
+        for first in range(0, num_rows, num_together):
+            yield slice(first, first + num_together), slice(first_key, first_key + BLOCK_KEYS)
 
 
 @fused
@@ -104,18 +131,24 @@ def _widened(x: torch.Tensor, taken_off: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, high[..., None], low[..., None]], -1)
 
 
+def _with_ones(x: torch.Tensor) -> torch.Tensor:
+    """What `_widened` is multiplied with."""
+    return torch.cat([x, x.new_ones(*x.shape[:-1], 2)], -1)
+
+
 @fused
 def _score_grads(
-    scores: torch.Tensor, grads: torch.Tensor, groups: int, first: int, scale: float
+    scores: torch.Tensor, grads: torch.Tensor, groups: int, first: int | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, and gradients of scores before scaling, of rows from `first`, each of several groups.
+    """Probabilities, and gradients of scores before scaling, of rows, each of several groups.
 
     Args:
-        scores: before scaling, less lse [..., groups * rows, first + rows].
+        scores: before scaling, less lse [..., groups * rows, keys].
         grads: of probabilities, less delta, of the same shape.
         groups: that the rows are repeated for.
-        first: row of the segment that the block begins with.
+        first: row of a causal segment that the block begins with.
         scale: of scores.
     """
-    probs = torch.where(_is_seen(scores, scores.shape[-2] // groups, first), (scores.float() * scale).exp(), 0.0)
+    flat = _seen(scores.flatten(0, -2).float(), scores.shape[-2] // groups, first)
+    probs = (flat * scale).exp().view(scores.shape)
     return probs.to(scores.dtype), (probs * grads.float() * scale).to(scores.dtype)

@@ -32,10 +32,16 @@ class EagleHead(Head):
         self.mlp = SwiGlu(dims.hidden_size, dims.intermediate_size)
         initialise(self, dims.hidden_size, target_config.num_hidden_layers)
 
-    def attention_inputs(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Head.attention_inputs`."""
-        x = self.fc(torch.cat([embeddings, hidden_states], dim=-1))  # [..., H]
-        return x, x
+    @property
+    def joint_layers(self) -> tuple[nn.Linear, ...]:
+        """See `Head.joint_layers`."""
+        return (self.fc,)
+
+    def layer_inputs(
+        self, hidden_states: torch.Tensor, normed_states: torch.Tensor, joint: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head.layer_inputs`."""
+        return joint, joint
 
     def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Head.outputs`."""

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import Head, HeadConfig
-from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+from mtptrain.heads.layers import JointAttention, RmsNorm, SwiGlu, head_dims, initialise
 
 
 class Eagle3Head(Head):
@@ -47,7 +47,7 @@ class Eagle3Head(Head):
         self.fc = nn.Linear(num_captured * hidden_size, hidden_size, bias=False)
         self.input_layernorm = RmsNorm(hidden_size, eps)
         self.hidden_norm = RmsNorm(hidden_size, eps)
-        self.self_attn = Attention(2 * hidden_size, dims, target_config)  # columns of the embedding first
+        self.self_attn = JointAttention(2 * hidden_size, dims, target_config)  # columns of the embedding first
         self.post_attention_layernorm = RmsNorm(hidden_size, eps)
         self.mlp = SwiGlu(hidden_size, dims.intermediate_size)
         self.norm = RmsNorm(hidden_size, eps)
@@ -86,11 +86,31 @@ class Eagle3Head(Head):
         fused: torch.Tensor = self.fc(streams)
         return fused
 
-    def attention_inputs(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Head.attention_inputs`."""
-        normed = self.hidden_norm(hidden_states)
-        residual = normed if self.norm_before_residual else hidden_states
-        return residual, torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+    @property
+    def joint_layers(self) -> tuple[nn.Linear, ...]:
+        """See `Head.joint_layers`."""
+        return self.self_attn.q_proj, *self.key_layers
+
+    @property
+    def key_layers(self) -> tuple[nn.Linear, ...]:
+        """See `Head.key_layers`."""
+        return self.self_attn.k_proj, self.self_attn.v_proj
+
+    def norm_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """See `Head.norm_embeddings`."""
+        normed: torch.Tensor = self.input_layernorm(embeddings)
+        return normed
+
+    def norm_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Head.norm_states`."""
+        normed: torch.Tensor = self.hidden_norm(hidden_states)
+        return normed
+
+    def layer_inputs(
+        self, hidden_states: torch.Tensor, normed_states: torch.Tensor, joint: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head.layer_inputs`."""
+        return normed_states if self.norm_before_residual else hidden_states, joint
 
     def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Head.outputs`."""

@@ -131,16 +131,33 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, dims.hidden_size, bias=False)
         self.rope = Rope(dims.head_dim, target_config)
 
-    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotated queries [..., heads, head_dim] of rows [..., input size] at positions [...]."""
-        return rotate(self._heads(self.q_proj(x)), *self.rope.tables(positions, x.dtype))
+    def queries_keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated queries [..., heads, head_dim] of rows [..., input size] at positions [...]; rotated keys and values."""
+        return self._rotated(self.q_proj(x), positions), *self.keys_values(x, positions)
 
     def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated keys and values [..., kv heads, head_dim], likewise."""
-        return rotate(self._heads(self.k_proj(x)), *self.rope.tables(positions, x.dtype)), self._heads(self.v_proj(x))
+        return self._rotated(self.k_proj(x), positions), self._heads(self.v_proj(x))
+
+    def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return rotate(self._heads(x), *self.rope.tables(positions, x.dtype))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
+
+
+class JointAttention(Attention):
+    """Attention whose projections are the head's joint layers: rows are what those give, queries, keys and values behind each other."""
+
+    def queries_keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of rows [..., query size + 2 key sizes], as `Attention.queries_keys_values`."""
+        query, key, value = x.split([layer.out_features for layer in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+        return self._rotated(query, positions), self._rotated(key, positions), self._heads(value)
+
+    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows without queries [..., 2 key sizes], as `Attention.keys_values`."""
+        key, value = x.chunk(2, dim=-1)
+        return self._rotated(key, positions), self._heads(value)
 
 
 def initialise(head: nn.Module, hidden_size: int, target_layers: int) -> None:

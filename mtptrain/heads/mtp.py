@@ -51,10 +51,26 @@ class MtpHead(Head):
         self.norm = restored[RestoredNorm.norm]
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
-    def attention_inputs(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Head.attention_inputs`."""
-        x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden_states)], dim=-1))  # [..., H]
-        return x, self.input_layernorm(x)
+    @property
+    def joint_layers(self) -> tuple[nn.Linear, ...]:
+        """See `Head.joint_layers`."""
+        return (self.eh_proj,)
+
+    def norm_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """See `Head.norm_embeddings`."""
+        normed: torch.Tensor = self.enorm(embeddings)
+        return normed
+
+    def norm_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Head.norm_states`."""
+        normed: torch.Tensor = self.hnorm(hidden_states)
+        return normed
+
+    def layer_inputs(
+        self, hidden_states: torch.Tensor, normed_states: torch.Tensor, joint: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head.layer_inputs`."""
+        return joint, self.input_layernorm(joint)
 
     def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Head.outputs`."""

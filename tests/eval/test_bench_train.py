@@ -50,8 +50,9 @@ def test_the_plain_formula_that_is_timed_gives_the_same_loss(name: str) -> None:
     target_states = parts.final_norm(batch.hidden_states)
     states = head(
         target_states if batch.aux_hidden_states is None else batch.aux_hidden_states,
-        [parts.embed(batch.next_ids), *(parts.embed(ids) for ids in batch.row_ids[1:])],
+        parts.embed(batch.next_ids),
         batch.packing,
+        depths,
     )
     scale = torch.full((depths,), 1 / depths) / batch.num_drafts
     teachers = target_states[batch.packing.rows + 1]

@@ -56,8 +56,7 @@ def plain_step(
             read = torch.tensor([ids[t + 1 + depth] if t + 1 + depth < n else 0 for t in range(n)])
             positions = torch.arange(n) + depth
             residual, x = head.attention_inputs(recycled, frozen.table[read])
-            query = attention.queries(x, positions)
-            key, value = attention.keys_values(x, positions)
+            query, key, value = attention.queries_keys_values(x, positions)
             groups = query.shape[1] // key.shape[1]
             keys.append(key.repeat_interleave(groups, 1))
             values.append(value.repeat_interleave(groups, 1))
@@ -92,11 +91,10 @@ def fast_step(
         for i, (ids, mask) in enumerate(documents)
     ]
     batch = make_batch(stored, depths)
-    embeddings = [frozen.table[batch.next_ids], *(frozen.table[ids] for ids in batch.row_ids[1:])]
     read = batch.hidden_states if batch.aux_hidden_states is None else batch.aux_hidden_states
     weights = DECAY ** torch.arange(depths)
     sums = draft_losses(
-        head(read, embeddings, batch.packing),
+        head(read, frozen.table[batch.next_ids], batch.packing, depths),
         frozen.lm_head if head.lm_head is None else head.lm_head.weight,
         batch.hidden_states[batch.packing.rows + 1],
         lambda x: x @ frozen.lm_head.T,

@@ -196,20 +196,23 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     tokens, depths = answers(target), 3
-    num_rows = tokens.shape[1] - depths - 1
+    num_rows = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
     target_states = (states.hidden_states if states.aux_hidden_states is None else states.aux_hidden_states)[:, :num_rows]
-    embeddings = [target.parts.embed(tokens[:, 1 + depth :][:, :num_rows]).flatten(0, 1) for depth in range(depths)]
-    labels = torch.stack([tokens[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)])  # [T, N]
+    embeddings = target.parts.embed(tokens[:, 1 : 1 + num_rows]).flatten(0, 1)  # [N, H]
+    unread = F.pad(tokens, (0, depths), value=-100)
+    labels = torch.stack([unread[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)])  # [T, N], -100 behind the end
     if head.d2t is not None:
-        frequent = torch.bincount(labels.flatten(), minlength=target.config.vocab_size).argsort(descending=True, stable=True)
+        frequent = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size).argsort(descending=True, stable=True)
         ids = frequent[: len(head.d2t)].sort().values
         head.d2t.copy_(ids - torch.arange(len(ids)))
-        labels = torch.full((target.config.vocab_size,), -100).index_copy_(0, ids, torch.arange(len(ids)))[labels]
+        draft_ids = torch.full((target.config.vocab_size,), -100).index_copy_(0, ids, torch.arange(len(ids)))
+        labels = torch.where(labels < 0, labels, draft_ids[labels])
     optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
     for _ in range(num_steps):
-        logits = head.logits(head(target_states.flatten(0, 1), embeddings, Packing.of([num_rows] * len(tokens))), target.parts)
+        states = head(target_states.flatten(0, 1), embeddings, Packing.of([num_rows] * len(tokens)), depths)
+        logits = head.logits(states, target.parts)
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()

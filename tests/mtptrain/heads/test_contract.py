@@ -64,11 +64,9 @@ def packed_inputs(head: Head) -> tuple[torch.Tensor, torch.Tensor, Packing]:
     return hidden_states, embeddings, Packing.of(LENGTHS)
 
 
-def depth_embeddings(embeddings: torch.Tensor, shift: int = 1, packing: Packing | None = None) -> list[torch.Tensor]:
-    """What depth k of row t reads: the embedding of token t + shift + k; of the rows, but at depth 0 of all tokens."""
-    rows = Packing.of(LENGTHS).rows if packing is None else packing.rows
-    shifted = [torch.roll(embeddings, -(shift + depth), 0) for depth in range(DEPTHS)]
-    return [shifted[0], *(x[rows] for x in shifted[1:])]
+def run(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing, shift: int = 1) -> torch.Tensor:
+    """States of training [T, M, H]; depth 0 of token t reads the embedding of token t + shift."""
+    return head(hidden_states, torch.roll(embeddings, -shift, 0), packing, DEPTHS)
 
 
 def serve(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, row: int) -> list[torch.Tensor]:
@@ -106,7 +104,7 @@ def largest_difference(head: Head, states: torch.Tensor) -> float:
 def test_the_decode_step_at_depth_k_equals_the_training_forward_at_depth_k(name: str) -> None:
     head = random_head(name)
     hidden_states, embeddings, packing = packed_inputs(head)
-    assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), packing)) < 1e-5
+    assert largest_difference(head, run(head, hidden_states, embeddings, packing)) < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -114,7 +112,7 @@ def test_the_decode_step_at_depth_k_equals_the_training_forward_at_depth_k(name:
 def test_an_alignment_shifted_by_one_token_is_caught(name: str) -> None:
     head = random_head(name)
     hidden_states, embeddings, packing = packed_inputs(head)
-    assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings, shift=2), packing)) > 1e-2
+    assert largest_difference(head, run(head, hidden_states, embeddings, packing, shift=2)) > 1e-2
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,7 +124,7 @@ def test_an_alignment_shifted_by_one_position_is_caught(name: str) -> None:
     real_tables = head.self_attn.rope.tables
     calls = iter(range(100))
     head.self_attn.rope.tables = lambda positions, dtype: real_tables(positions + min(1, next(calls)), dtype)
-    states = head(hidden_states, depth_embeddings(embeddings), packing)
+    states = run(head, hidden_states, embeddings, packing)
     head.self_attn.rope.tables = real_tables
     assert largest_difference(head, states) > 1e-3
 
@@ -137,7 +135,7 @@ def test_a_document_that_sees_its_neighbour_is_caught(name: str) -> None:
     head = random_head(name)
     hidden_states, embeddings, packing = packed_inputs(head)
     one_document = replace(packing, segments=Packing.of([sum(LENGTHS)]).segments)
-    assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), one_document)) > 1e-2
+    assert largest_difference(head, run(head, hidden_states, embeddings, one_document)) > 1e-2
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -145,10 +143,10 @@ def test_a_document_that_sees_its_neighbour_is_caught(name: str) -> None:
 def test_a_document_is_not_touched_by_what_its_neighbours_hold(name: str) -> None:
     head = random_head(name)
     hidden_states, embeddings, packing = packed_inputs(head)
-    before = head(hidden_states, depth_embeddings(embeddings), packing)
+    before = run(head, hidden_states, embeddings, packing)
     changed = hidden_states.clone()
     changed[:9] = 7.0
-    after = head(changed, depth_embeddings(embeddings), packing)
+    after = run(head, changed, embeddings, packing)
     assert not torch.equal(before[:, :9], after[:, :9])
     assert torch.equal(before[:, 9:], after[:, 9:])
 
@@ -160,14 +158,15 @@ SOME_ROWS = ((0, 2, 3), (0, 6, 2), (1, 0, 4), (2, 4, 1))
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_rows_that_draft_alone_get_what_they_get_among_all(name: str, recompute: bool) -> None:
-    """States and every gradient: tokens that do not draft give keys and values, and nothing more is needed of them."""
+    """States and every gradient of drafts that count: tokens that do not draft give keys and values, and nothing more is needed of them."""
     head = random_head(name)
     head.recompute = recompute
     hidden_states, embeddings, packing = packed_inputs(head)
     few = Packing.of(LENGTHS, SOME_ROWS)
-    states = head(hidden_states, depth_embeddings(embeddings, packing=few), few)
+    counts = torch.tensor([[left > depth for *_, rows in SOME_ROWS for left in range(rows, 0, -1)] for depth in range(DEPTHS)])
+    states = run(head, hidden_states, embeddings, few)[counts]
     head.recompute = False
-    among_all = head(hidden_states, depth_embeddings(embeddings), packing)[:, few.rows]
+    among_all = run(head, hidden_states, embeddings, packing)[:, few.rows][counts]
     torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
     parameters = [parameter for name, parameter in head.named_parameters() if name != "lm_head.weight"]
@@ -191,7 +190,7 @@ def test_training_with_each_depths_own_full_attention_is_caught(name: str, monke
     monkeypatch.setattr(
         module, "depth_attention", lambda q, k, v, own_k, own_v, packing: real(q, [k, *own_k][-1], [v, *own_v][-1], [], [], packing)
     )
-    assert largest_difference(head, head(hidden_states, depth_embeddings(embeddings), packing)) > 1e-2
+    assert largest_difference(head, run(head, hidden_states, embeddings, packing)) > 1e-2
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -206,7 +205,7 @@ def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str)
 def test_the_target_gets_no_gradient(name: str) -> None:
     head = random_head(name)
     hidden_states, embeddings, packing = packed_inputs(head)
-    states = head(hidden_states, depth_embeddings(embeddings), packing)
+    states = run(head, hidden_states, embeddings, packing)
     states.square().sum().backward()
     assert all(
         parameter.grad is not None and parameter.grad.abs().sum() > 0
@@ -221,9 +220,7 @@ def test_mtp_without_the_restored_norms_is_eagle() -> None:
     eagle = build_head(HEADS["eagle"].Config(ttt_steps=DEPTHS), tiny_config())
     eagle.load_state_dict({name.replace("eh_proj", "fc"): tensor for name, tensor in bare.state_dict().items()})
     hidden_states, embeddings, packing = packed_inputs(bare)
-    found, wanted = (
-        head(hidden_states, [embeddings, *(embeddings[packing.rows] for _ in range(DEPTHS - 1))], packing) for head in (bare, eagle)
-    )
+    found, wanted = (run(head, hidden_states, embeddings, packing) for head in (bare, eagle))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 

@@ -53,10 +53,11 @@ def leaf(generator: torch.Generator, rows: int, heads: int) -> torch.Tensor:
     kv_heads=st.sampled_from([1, 2, 4]),
     short_tokens=st.sampled_from([0, 20, 1024]),
     block_rows=st.sampled_from([1, 7, 128]),
+    block_keys=st.sampled_from([1, 5, 512]),
     seed=st.integers(0, 99),
 )
 def test_merged_attention_and_all_its_gradients_equal_dense_attention(
-    packing: Packing, depths: int, kv_heads: int, short_tokens: int, block_rows: int, seed: int
+    packing: Packing, depths: int, kv_heads: int, short_tokens: int, block_rows: int, block_keys: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -69,6 +70,10 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_module, "SHORT_TOKENS", short_tokens)
         patch.setattr(block_attention_module, "BLOCK_ROWS", block_rows)
+        patch.setattr(block_attention_module, "BLOCK_KEYS", block_keys)
+        patch.setattr(block_attention_module, "ROWS_OF_KEYS", 4 * block_rows)
+        patch.setattr(block_attention_module, "LEAST_ROWS", 4 * block_rows)
+        patch.setattr(block_attention_module, "BLOCK_SCORES", 100)
         merged = depth_attention(query, key, value, own_keys, own_values, packing)
         grads = torch.autograd.grad(merged, inputs, weights)
     torch.testing.assert_close(merged, dense, atol=5e-6, rtol=0)
@@ -77,18 +82,22 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(
+    "spans", [[(0, 0, 300), (1, 0, 200)], [(0, 250, 50), (1, 30, 100)]], ids=["all rows", "answers behind prompts"]
+)
 def test_attention_in_bf16_by_blocks_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
-    is_fused: bool, monkeypatch: pytest.MonkeyPatch
+    spans: list[tuple[int, int, int]], is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores up to 40: with lse as one value in bf16 instead of two, the gradients would be off by 0.037; with scores in bf16, what is
     found by 0.01."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
-    generator, packing = torch.Generator().manual_seed(0), Packing.of([300, 200])
+    generator, packing = torch.Generator().manual_seed(0), Packing.of([300, 200], spans)
 
-    def make(heads: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(500, heads, 64, generator=generator) * scale).bfloat16()
+    def make(rows: int, heads: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(rows, heads, 64, generator=generator) * scale).bfloat16()
 
-    inputs, weights = [make(4, 3.0), make(2, 3.0), make(2)], make(4)
+    num_rows = len(packing.rows)
+    inputs, weights = [make(num_rows, 4, 3.0), make(500, 2, 3.0), make(500, 2)], make(num_rows, 4)
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
@@ -129,12 +138,24 @@ def test_attention_of_documents_of_several_blocks_equals_dense_attention(is_fuse
 def test_a_packing_says_where_documents_and_rows_lie() -> None:
     packing = Packing.of([3, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
     assert packing.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert packing.rows.tolist() == [1, 2, 3, 5, 6]
+    assert packing.rows.tolist() == [1, 2, 3, 5, 6] and packing.prompts.tolist() == [0, 4]
     inside, before = packing.segments
     assert inside.lengths == ((2, 2), (1, 1), (2, 2)) and inside.queries is None
     assert before.lengths == ((2, 1), (2, 2)) and before.queries is not None
     assert before.queries.tolist() == [0, 1, 3, 4] and before.keys.tolist() == [0, 3, 4]
     assert packing.num_pairs == (2 + 3) + 1 + (3 + 4)
+
+
+@pytest.mark.parametrize("spans", [[(0, 1, 2), (1, 0, 1), (1, 2, 2)], None], ids=["some rows", "all rows"])
+def test_what_belongs_to_tokens_is_split_into_rows_and_prompts_and_joined_again(spans: list[tuple[int, int, int]] | None) -> None:
+    packing, x = Packing.of([3, 4], spans), torch.randn(7, 2, requires_grad=True)
+    of_rows, of_prompts = packing.split(x)
+    assert torch.equal(of_rows, x[packing.rows]) and torch.equal(of_prompts, x[packing.prompts])
+    joined = packing.join(2 * of_rows, 3 * of_prompts)
+    scale = torch.full((7, 1), 2.0).index_fill_(0, packing.prompts, 3.0)
+    assert torch.equal(joined, scale * x)
+    weights = torch.randn(7, 2)
+    assert torch.equal(torch.autograd.grad(joined, x, weights)[0], scale * weights)
 
 
 def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
@@ -152,7 +173,7 @@ def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
         grads.append(torch.autograd.grad(attended, leaves, weights.to(dtype)))
     for ours, exact in list(zip(*grads, strict=True))[1:]:
         first = slice(0, 100)  # of all answers' keys
-        assert (ours[first] - exact[first]).norm() / exact[first].norm() < 6e-3
+        assert (ours[first] - exact[first]).norm() / exact[first].norm() < 8e-3
 
 
 def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_than_tokens() -> None:
