@@ -31,11 +31,8 @@ def plain_speculation(target: Target, head: Head, prompt: list[int], depths: int
         if head.capture_layers:
             states = torch.stack([output.hidden_states[layer][0] for layer in head.capture_layers], -2)
         draft: list[int] = []
-        for depth in range(depths):
-            text = tokens + draft
-            read = [[text[row + 1 + k] if row + 1 + k < len(text) else 0 for row in range(count - 1)] for k in range(depth + 1)]
-            drafted = head(states, target.parts.embed(torch.tensor(read)), Packing.of([count - 1]))
-            draft.append(int(head.target_tokens(head.logits(drafted[depth, count - 2], target.parts).argmax())))
+        for _ in range(depths):
+            draft.append(int(head.target_tokens(next_draft(target, head, states, tokens + draft).argmax())))
         wanted = target.model(torch.tensor([tokens + draft])).logits[0, count - 1 :].argmax(-1).tolist()
         accepted = next((i for i, token in enumerate(draft) if token != wanted[i]), depths)
         rounds += 1
@@ -45,6 +42,18 @@ def plain_speculation(target: Target, head: Head, prompt: list[int], depths: int
     new = tokens[len(prompt) :][:max_new_tokens]
     ends = [i for i, token in enumerate(new) if token in eos]
     return (new[: ends[0] + 1] if ends else new), rounds, accepted_at, proposals
+
+
+def next_draft(target: Target, head: Head, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Logits [D] behind a text, from the head's training forward.
+
+    The last of the target's states drafts, so that its depths read the tokens behind the one that the target gave; states of those tokens
+    are not there, and no row that counts sees theirs.
+    """
+    depth = len(tokens) - 1 - len(states)
+    packed = torch.cat([states, states.new_zeros(depth, *states.shape[1:])])
+    found = head(packed, target.parts.embed(torch.tensor(tokens[1:])), Packing.of([len(packed)]), depth + 1)
+    return head.logits(found[depth, len(states) - 1], target.parts)
 
 
 HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -111,20 +120,16 @@ Branch = tuple[int, ...]
 @torch.no_grad()
 def plain_tree(target: Target, head: Head, tokens: list[int], depths: int, num_nodes: int, top_k: int) -> dict[Branch, float]:
     """Branches of the tree and their log-probabilities; each one is computed anew from the head's *training* forward."""
-    count = len(tokens)
     output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
     states = output.last_hidden_state[0]
     if head.capture_layers:
         states = torch.stack([output.hidden_states[layer][0] for layer in head.capture_layers], -2)
     found: dict[Branch, float] = {}
     frontier: dict[Branch, float] = {(): 0.0}
-    for depth in range(depths):
+    for _ in range(depths):
         candidates: dict[Branch, float] = {}
         for branch, score in frontier.items():
-            text = tokens + list(branch)
-            read = [[text[row + 1 + k] if row + 1 + k < len(text) else 0 for row in range(count - 1)] for k in range(depth + 1)]
-            drafted = head(states, target.parts.embed(torch.tensor(read)), Packing.of([count - 1]))
-            logprobs, ids = head.logits(drafted[depth, count - 2], target.parts).log_softmax(-1).topk(top_k)
+            logprobs, ids = next_draft(target, head, states, [*tokens, *branch]).log_softmax(-1).topk(top_k)
             ids = head.target_tokens(ids)
             candidates |= {(*branch, token): score + more for token, more in zip(ids.tolist(), logprobs.tolist(), strict=True)}
         found |= candidates
