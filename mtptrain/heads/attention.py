@@ -193,7 +193,7 @@ def depth_attention(
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Flash attention over the depth-0 keys, merged with the few own keys by log-sum-exp; memory is linear in N.
+    """Flash attention over the depth-0 keys, or blocks on a CPU, merged with the few own keys by log-sum-exp; memory is linear in N.
 
     The backward is exact: flash's own backward computes P = exp(QK - lse) and dS = P * (dO V - rowsum(dO * O)), so calling it with
     the *merged* output and lse gives each part of the merged softmax; the own part is the same formula by hand.
@@ -210,30 +210,31 @@ class _MergedAttention(torch.autograd.Function):
         packing: Packing,
     ) -> torch.Tensor:
         inside, *before = packing.segments
-        out, lse = _flash(query, key[inside.keys], value[inside.keys], inside)  # [M, heads, head_dim], f32[M, heads]
+        out, lse, *largest = _flash(query, key[inside.keys], value[inside.keys], inside)  # [M, heads, head_dim], f32[M, heads]
         for part in before:
             rows = part.queries
-            found = _flash(query if rows is None else query[rows], key[part.keys], value[part.keys], part)
+            *found, of_part = _flash(query if rows is None else query[rows], key[part.keys], value[part.keys], part)
+            largest.append(of_part)
             if rows is None:
                 out, lse = _merge(out, lse, *found)
             else:
                 out[rows], lse[rows] = _merge(out[rows], lse[rows], *found)
         if len(own_keys):
             out, lse = _merge_own(out, lse, query, own_keys, own_values)
-        ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse)
+        ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse, *largest)
         ctx.packing = packing  # type: ignore[attr-defined]
         return out
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, own_keys, own_values, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+        query, key, value, own_keys, own_values, out, lse, *largest = ctx.saved_tensors  # type: ignore[attr-defined]
         inside, *before = ctx.packing.segments  # type: ignore[attr-defined]
-        grad_query, *grads = _flash_backward(grad_out, query, key[inside.keys], value[inside.keys], out, lse, inside)
+        grad_query, *grads = _flash_backward(grad_out, query, key[inside.keys], value[inside.keys], out, lse, largest[0], inside)
         # Sums over many answers are kept in fp32; no token is twice among the keys of one part.
         grad_key, grad_value = (_scatter(grad.float() if before else grad, inside.keys, len(key)) for grad in grads)
-        for part in before:
+        for part, of_part in zip(before, largest[1:], strict=True):
             grad, of_query, of_out, of_lse = (x if part.queries is None else x[part.queries] for x in (grad_out, query, out, lse))
-            found = _flash_backward(grad, of_query, key[part.keys], value[part.keys], of_out, of_lse, part)
+            found = _flash_backward(grad, of_query, key[part.keys], value[part.keys], of_out, of_lse, of_part, part)
             grad_query = grad_query + found[0] if part.queries is None else grad_query.index_add_(0, part.queries, found[0])
             grad_key[part.keys] += found[1]
             grad_value[part.keys] += found[2]
@@ -244,23 +245,26 @@ class _MergedAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, *own_grads, None
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each segment's queries [Q, heads, head_dim] over its keys [S, kv heads, head_dim], and its lse f32[Q, heads]."""
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of each segment's queries [Q, heads, head_dim] over its keys [S, kv heads, head_dim], and its lse f32[Q, heads]; then the
+    largest scores f32[Q, heads] of what goes in blocks, 0 elsewhere."""
     if query.is_cuda:
         longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
         offsets = segments.query_offsets, segments.key_offsets
         out, lse, *_ = aten._flash_attention_forward(query, key, value, *offsets, *longest, 0.0, segments.is_causal, False)
-        return out, lse.transpose(0, 1).contiguous()
-    out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+        return out, lse.transpose(0, 1).contiguous(), lse.new_zeros(1).expand(query.shape[:2])
+    out, lse, largest = query.new_empty(query.shape), *query.new_zeros(2, *query.shape[:2], dtype=torch.float32).unbind()
     for queries, keys in _runs(segments):
         inputs = _batch(query, queries), _batch(key, keys), _batch(value, keys)
         if _goes_in_blocks(segments, keys):
             found = block_attention(*inputs, segments.is_causal)
         else:
             found = aten._scaled_dot_product_flash_attention_for_cpu(*_of_each_head(*inputs), 0.0, True)
-        for whole, of_run in zip((out, lse), found, strict=True):
+        for whole, of_run in zip((out, lse, largest), found, strict=False):
             _batch(whole, queries).copy_(of_run)
-    return out, lse
+    return out, lse, largest
 
 
 def _flash_backward(
@@ -270,6 +274,7 @@ def _flash_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    largest: torch.Tensor,
     segments: Segments,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value as `_flash` got them."""
@@ -282,16 +287,16 @@ def _flash_backward(
         return found[0], found[1], found[2]
     grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     for queries, keys in _runs(segments):
-        grad, of_out, of_lse = (_batch(x, queries) for x in (grad_out, out, lse))
+        grad, of_out, of_lse, of_run = (_batch(x, queries) for x in (grad_out, out, lse, largest))
         inputs = _batch(query, queries), _batch(key, keys), _batch(value, keys)
         if _goes_in_blocks(segments, keys):
-            found = block_attention_backward(grad, *inputs, of_out, of_lse, segments.is_causal)
+            found = block_attention_backward(grad, *inputs, of_out, of_lse, of_run, segments.is_causal)
         else:
             of_all = [x.contiguous() for x in (grad, *_of_each_head(*inputs), of_out, of_lse)]
             grad_query, *grads_of_keys = aten._scaled_dot_product_flash_attention_for_cpu_backward(*of_all, 0.0, True)
             found = grad_query, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in grads_of_keys)
-        for whole, run, of_run in zip(grads, (queries, keys, keys), found, strict=True):
-            _batch(whole, run).copy_(of_run)
+        for whole, run, x in zip(grads, (queries, keys, keys), found, strict=True):
+            _batch(whole, run).copy_(x)
     return grads
 
 

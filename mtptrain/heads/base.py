@@ -131,7 +131,7 @@ class Head(nn.Module, ABC):
         """The rest of a depth.
 
         Args:
-            residual: of `attention_inputs` [..., H].
+            residual: of `layer_inputs` [..., H].
             attended: what the queries found [..., heads * head_dim].
 
         Returns:
@@ -235,7 +235,7 @@ class Head(nn.Module, ABC):
             positions: i64[M].
         """
         normed = self.norm_states(hidden_states)
-        residual, x = self.layer_inputs(hidden_states, normed, terms + F.linear(normed, weight))
+        residual, x = self.layer_inputs(hidden_states, normed, torch.addmm(terms, normed, weight.T))
         return residual, *self.self_attn.queries_keys_values(x, positions)
 
     @fused

@@ -1,4 +1,4 @@
-"""Attention on a CPU in blocks: products that stay in the cache, where a CPU's flash kernel reaches a fifth of the matmul peak at most.
+"""Attention on a CPU in blocks: products that stay in the cache, where a CPU's flash kernel reaches a tenth to a third of the matmul peak.
 
 Queries, and what belongs to them, are of [segments, heads, rows, ...]; keys and values of [segments, kv heads, keys, head_dim]. In a causal
 segment, of as many keys as rows, row i sees keys 0 .. i; all of them otherwise.
@@ -12,33 +12,40 @@ from mtptrain.fusing import fused
 
 BLOCK_ROWS = 128
 """Of a causal segment."""
-BLOCK_SCORES, LEAST_ROWS = 2**19, 64
-"""Of a block with all keys, for each kv head, forward where all are seen: rows of all groups."""
+BLOCK_SCORES, LEAST_ROWS = 2**21, 64
+"""Of a block with all keys, forward where all are seen: of all kv heads; rows of all groups."""
 BLOCK_KEYS, ROWS_OF_KEYS = 512, 1024
 """Of a block in the backward pass where all keys are seen; rows of all groups."""
 
 
 def block_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the queries find, and its lse in fp32 [segments, heads, rows].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the queries find, its lse, and about the largest score of each row before scaling, both in fp32 [segments, heads, rows].
 
     A product in bf16 is rounded to it. So there are two: what the second one rounds is how far a score lies below the largest of its row.
     """
     groups, scale, num_keys = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5, key.shape[2]
     grouped = query.unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim]
     wide_key, key, value = _with_ones(key), key.contiguous(), value.contiguous()
-    out, lse = grouped.new_empty(grouped.shape), grouped.new_empty(grouped.shape[:-1], dtype=torch.float32)
-    num_together = BLOCK_ROWS if is_causal else max(1, max(LEAST_ROWS, BLOCK_SCORES // num_keys) // groups)
+    out, of_rows = grouped.new_empty(grouped.shape), grouped.new_empty(2, *grouped.shape[:-1], dtype=torch.float32)
+    num_scores = num_keys * key.shape[0] * key.shape[1]  # of one row of each group
+    num_together = BLOCK_ROWS if is_causal else max(1, max(LEAST_ROWS, BLOCK_SCORES // num_scores) // groups)
     for first in range(0, query.shape[2], num_together):
         rows, first_row = slice(first, first + num_together), first if is_causal else None
         keys = slice(first + num_together) if is_causal else slice(num_keys)
         block_query = grouped[..., rows, :].flatten(2, 3)
-        largest = _largest(block_query @ key[..., keys, :].mT, groups, first_row)
-        probs, total = _probs(_widened(block_query, largest) @ wide_key[..., keys, :].mT, groups, first_row, scale)
+        scores = block_query @ key[..., keys, :].mT
+        largest = _largest(scores, groups, first_row)
+        if scores.dtype == torch.float32:
+            scores -= largest[..., None]
+        else:
+            scores = _widened(block_query, largest) @ wide_key[..., keys, :].mT
+        probs, total = _probs(scores, groups, first_row, scale)
         out[..., rows, :] = (probs @ value[..., keys, :]).unflatten(2, (groups, -1))
-        lse[..., rows] = (largest * scale + total.log()).unflatten(2, (groups, -1))
-    return out.flatten(1, 2), lse.flatten(1, 2)
+        of_rows[..., rows] = torch.stack([largest * scale + total.log(), largest]).unflatten(3, (groups, -1))
+    lse, largest = of_rows.flatten(2, 3)
+    return out.flatten(1, 2), lse, largest
 
 
 @fused
@@ -79,25 +86,28 @@ def block_attention_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    largest: torch.Tensor,
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, from what the queries found, all parts of their softmax together.
 
-    A product in bf16 is rounded to it. Two more columns take lse off within the product, so that log p is what is rounded: p is then
-    about as exact as p itself in bf16. Likewise with dO V - rowsum(dO * O).
+    A product in bf16 is rounded to it. Two more columns take the largest score of a row in this part off within the product, as forward;
+    likewise with dO V - rowsum(dO * O).
     """
     groups, scale = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5
     wide_query, wide_grad = (
         _widened(x, taken_off).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim + 2]
-        for x, taken_off in ((query, lse / scale), (grad_out, _row_products(grad_out, out)))
+        for x, taken_off in ((query, largest), (grad_out, _row_products(grad_out, out)))
     )
+    log_totals = (lse - largest * scale).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows]
     wide_key, wide_value, key = _with_ones(key), _with_ones(value), key.contiguous()
     grad_query = torch.zeros_like(wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32)  # sums of blocks in fp32
     grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
     for rows, keys in _blocks(query.shape[2], key.shape[2], groups, is_causal):
         block_query, block_grad = (x[..., rows, :].flatten(2, 3) for x in (wide_query, wide_grad))
         scores, grads = block_query @ wide_key[..., keys, :].mT, block_grad @ wide_value[..., keys, :].mT
-        probs, grad_scores = _score_grads(scores, grads, groups, rows.start if is_causal else None, scale)
+        log_total = log_totals[..., rows].flatten(2, 3)
+        probs, grad_scores = _score_grads(scores, grads, log_total, groups, rows.start if is_causal else None, scale)
         grad_query[..., rows, :] += (grad_scores @ key[..., keys, :]).unflatten(2, (groups, -1))
         grad_key[..., keys, :] += grad_scores.mT @ block_query[..., :-2]
         grad_value[..., keys, :] += probs.mT @ block_grad[..., :-2]
@@ -138,17 +148,18 @@ def _with_ones(x: torch.Tensor) -> torch.Tensor:
 
 @fused
 def _score_grads(
-    scores: torch.Tensor, grads: torch.Tensor, groups: int, first: int | None, scale: float
+    scores: torch.Tensor, grads: torch.Tensor, log_total: torch.Tensor, groups: int, first: int | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities, and gradients of scores before scaling, of rows, each of several groups.
 
     Args:
-        scores: before scaling, less lse [..., groups * rows, keys].
+        scores: before scaling, less about the largest of their row [..., groups * rows, keys].
         grads: of probabilities, less delta, of the same shape.
+        log_total: lse less what is taken off scaled scores f32[..., groups * rows].
         groups: that the rows are repeated for.
         first: row of a causal segment that the block begins with.
         scale: of scores.
     """
     flat = _seen(scores.flatten(0, -2).float(), scores.shape[-2] // groups, first)
-    probs = (flat * scale).exp().view(scores.shape)
+    probs = (flat * scale - log_total.flatten()[:, None]).exp().view(scores.shape)
     return probs.to(scores.dtype), (probs * grads.float() * scale).to(scores.dtype)

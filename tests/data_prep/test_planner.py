@@ -176,7 +176,7 @@ def test_the_training_step_costs_what_the_formula_says(
     share: float, name: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`StepFlops` against the operators that run; flash attention computes its scores twice, so that it has 14 for the formula's 12, and
-    attention to prompts in blocks three times, with two more columns in three products."""
+    attention to prompts in blocks two more columns in two products."""
     monkeypatch.setattr(attention_module, "SHORT_TOKENS", 0)  # blocks of rows compute more than the causal half
     depths, length, vocab_size = 3, 65, 260
     target_config = read_target_config(tiny_target)
@@ -186,7 +186,7 @@ def test_the_training_step_costs_what_the_formula_says(
     packing = Packing.of([length] * 4, [(i, length - 1 - rows, rows) for i in range(4)])
     head = build_head(config, target_config)
     flops = StepFlops.of(head, vocab_size, depths)
-    of_prompts = (16 + 12 / head.self_attn.head_dim) / 12
+    of_prompts = (14 + 8 / head.self_attn.head_dim) / 12
     pairs = sum(q * k * (14 / 12 / 2 if part.is_causal else of_prompts) for part in packing.segments for q, k in part.lengths)
     expected = flops.per_token * 4 * length + flops.per_row * 4 * rows + flops.per_pair * pairs
     costs = step_costs(config, target_config, torch.float32, [length] * 4, share, chunk_rows=32)

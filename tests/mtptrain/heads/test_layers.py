@@ -82,22 +82,25 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("size", [0.1, 3.0])
 @pytest.mark.parametrize(
-    "spans", [[(0, 0, 300), (1, 0, 200)], [(0, 250, 50), (1, 30, 100)]], ids=["all rows", "answers behind prompts"]
+    ("lengths", "spans"),
+    [([300, 200], [(0, 0, 300), (1, 0, 200)]), ([300, 200], [(0, 250, 50), (1, 30, 100)]), ([4000], [(0, 3950, 50)])],
+    ids=["all rows", "answers behind prompts", "an answer behind a long prompt"],
 )
 def test_attention_in_bf16_by_blocks_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
-    spans: list[tuple[int, int, int]], is_fused: bool, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], spans: list[tuple[int, int, int]], size: float, is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores up to 40: with lse as one value in bf16 instead of two, the gradients would be off by 0.037; with scores in bf16, what is
-    found by 0.01."""
+    """Scores up to 40, where one of a row counts; and scores so small that all of thousands count alike. What is found would be off by 0.01
+    with one product, gradients by 0.015 with lse taken off instead of the largest score."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
-    generator, packing = torch.Generator().manual_seed(0), Packing.of([300, 200], spans)
+    generator, packing, num_tokens = torch.Generator().manual_seed(0), Packing.of(lengths, spans), sum(lengths)
 
     def make(rows: int, heads: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(rows, heads, 64, generator=generator) * scale).bfloat16()
 
     num_rows = len(packing.rows)
-    inputs, weights = [make(num_rows, 4, 3.0), make(500, 2, 3.0), make(500, 2)], make(num_rows, 4)
+    inputs, weights = [make(num_rows, 4, size), make(num_tokens, 2, size), make(num_tokens, 2)], make(num_rows, 4)
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
@@ -173,7 +176,7 @@ def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
         grads.append(torch.autograd.grad(attended, leaves, weights.to(dtype)))
     for ours, exact in list(zip(*grads, strict=True))[1:]:
         first = slice(0, 100)  # of all answers' keys
-        assert (ours[first] - exact[first]).norm() / exact[first].norm() < 8e-3
+        assert (ours[first] - exact[first]).norm() / exact[first].norm() < 6e-3
 
 
 def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_than_tokens() -> None:
