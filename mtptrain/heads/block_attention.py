@@ -12,8 +12,8 @@ from mtptrain.fusing import fused
 
 BLOCK_ROWS = 128
 """Of a causal segment."""
-BLOCK_SCORES, LEAST_ROWS = 2**21, 64
-"""Of a block with all keys, forward where all are seen: of all kv heads; rows of all groups."""
+BLOCK_SCORES, LEAST_ROWS = 2**21, 256
+"""Of a block with all keys, forward where all are seen: of all heads together."""
 BLOCK_KEYS, ROWS_OF_KEYS = 512, 1024
 """Of a block in the backward pass where all keys are seen; rows of all groups."""
 
@@ -29,8 +29,8 @@ def block_attention(
     grouped = query.unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim]
     wide_key, key, value = _with_ones(key), key.contiguous(), value.contiguous()
     out, of_rows = grouped.new_empty(grouped.shape), grouped.new_empty(2, *grouped.shape[:-1], dtype=torch.float32)
-    num_scores = num_keys * key.shape[0] * key.shape[1]  # of one row of each group
-    num_together = BLOCK_ROWS if is_causal else max(1, max(LEAST_ROWS, BLOCK_SCORES // num_scores) // groups)
+    of_all_heads = max(LEAST_ROWS, BLOCK_SCORES // num_keys)
+    num_together = BLOCK_ROWS if is_causal else max(1, of_all_heads // (query.shape[0] * query.shape[1]))
     for first in range(0, query.shape[2], num_together):
         rows, first_row = slice(first, first + num_together), first if is_causal else None
         keys = slice(first + num_together) if is_causal else slice(num_keys)
