@@ -99,16 +99,19 @@ class Packing:
         """What belongs to the tokens [N, ...], as what belongs to the rows [M, ...] and to the prompts [N - M, ...]."""
         if not len(self.prompts):
             return x, x[:0]
-        of_rows, of_prompts = _reorder(x, torch.cat([self.rows, self.prompts]), self.places).split(
-            [len(self.rows), len(self.prompts)]
-        )
+        of_rows, of_prompts = _reorder(x, self._order, self.places).split([len(self.rows), len(self.prompts)])
         return of_rows, of_prompts
 
     def join(self, of_rows: torch.Tensor, of_prompts: torch.Tensor) -> torch.Tensor:
         """What `split` has split."""
         if not len(self.prompts):
             return of_rows
-        return _reorder(torch.cat([of_rows, of_prompts]), self.places, torch.cat([self.rows, self.prompts]))
+        return _reorder(torch.cat([of_rows, of_prompts]), self.places, self._order)
+
+    @property
+    def _order(self) -> torch.Tensor:
+        """i64[N], the rows with the prompts behind them: the inverse of `places`."""
+        return torch.cat([self.rows, self.prompts])
 
 
 def _indices(ranges: Sequence[range]) -> torch.Tensor:
