@@ -34,8 +34,9 @@ def train(run: Run, *overrides: str, num_ranks: int = 1) -> list[dict[str, objec
 
 
 def records(run_dir: Path) -> list[dict[str, object]]:
+    """Those written whole: a running program's last line may be seen before its end is in the file."""
     path = run_dir / "train" / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.is_file() else []
     return [record for record in map(json.loads, lines) if "loss" in record]
 
 
