@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from mtptrain.fusing import fused
 from mtptrain.heads.block_attention import block_attention, block_attention_backward
@@ -20,12 +22,16 @@ RUN_TOKENS = 2048
 """Of segments that a CPU takes together at most, so that their scores stay small beside everything else of a step."""
 
 
+Places = slice | torch.Tensor
+"""Of some rows or tokens: i64 unless they lie behind each other, for then they are read without a copy."""
+
+
 @dataclass(frozen=True)
 class Segments:
     """Queries and keys of one attention kernel: the queries of segment i see the keys of segment i."""
 
-    keys: torch.Tensor  # i64[S], which of the N tokens
-    queries: torch.Tensor | None  # i64[Q], which of the M rows; None for all
+    queries: Places  # Q of the M rows
+    keys: Places  # S of the N tokens, rows first and prompts behind them
     lengths: tuple[tuple[int, int], ...]  # of each segment: queries, keys
     query_offsets: torch.Tensor  # i32[segments + 1]
     key_offsets: torch.Tensor  # i32[segments + 1]
@@ -33,12 +39,12 @@ class Segments:
     """Query i of a segment sees its keys 0 .. i; all of them otherwise."""
 
     @staticmethod
-    def of(spans: Sequence[tuple[range, range]], is_causal: bool, is_all: bool) -> "Segments":
-        """From rows and tokens of each segment."""
+    def of(spans: Sequence[tuple[range, range]], places: NDArray[np.int64], is_causal: bool) -> "Segments":
+        """From rows and tokens of each segment, and where each token lies among the keys i64[N]."""
         lengths = tuple((len(rows), len(tokens)) for rows, tokens in spans)
         return Segments(
-            keys=_indices([tokens for _, tokens in spans]),
-            queries=None if is_all else _indices([rows for rows, _ in spans]),
+            queries=_as_places(_indices([rows for rows, _ in spans])),
+            keys=_as_places(places[_indices([tokens for _, tokens in spans])]),
             lengths=lengths,
             query_offsets=torch.tensor([0, *accumulate(queries for queries, _ in lengths)], dtype=torch.int32),
             key_offsets=torch.tensor([0, *accumulate(keys for _, keys in lengths)], dtype=torch.int32),
@@ -52,7 +58,7 @@ class Packing:
 
     positions: torch.Tensor  # i64[N], of each token in its document
     rows: torch.Tensor  # i64[M], tokens from which drafts start
-    prompts: torch.Tensor  # i64[N - M], the others, which give keys and values alone
+    prompts: torch.Tensor  # i64[N - M], the others, which give keys and values alone; those that no row sees come last
     places: torch.Tensor  # i64[N], where each token lies among the rows with the prompts behind them
     segments: tuple[Segments, ...]
     """Inside each span, causal; then all of its document before it, for spans that have something before: one span of each document
@@ -77,45 +83,46 @@ class Packing:
         first_rows = [0, *accumulate(count for *_, count in spans)]
         inside, before = [], defaultdict[int, list[tuple[range, range]]](list)
         turns = Counter[int]()  # of each document, its spans with something before them
+        is_row, is_seen = np.zeros((2, starts[-1]), dtype=bool)
         for row, (document, first, count) in zip(first_rows, spans, strict=False):
-            rows, token = range(row, row + count), starts[document] + first
-            inside.append((rows, range(token, token + count)))
+            of_span, token = range(row, row + count), starts[document] + first
+            inside.append((of_span, range(token, token + count)))
+            is_row[token : token + count] = True
             if first:
-                before[turns[document]].append((rows, range(starts[document], token)))
+                before[turns[document]].append((of_span, range(starts[document], token)))
                 turns[document] += 1
-        segments = [Segments.of(inside, is_causal=True, is_all=True)]
-        segments += [Segments.of(turn, is_causal=False, is_all=len(turn) == len(inside)) for turn in before.values()]
-        ends = [0, *(tokens.stop for _, tokens in inside)]
-        prompts = _indices([range(*gap) for gap in zip(ends, [*(tokens.start for _, tokens in inside), starts[-1]], strict=True)])
+                is_seen[starts[document] : token] = True
+        rows, *prompts = (np.flatnonzero(part) for part in (is_row, is_seen & ~is_row, ~is_seen & ~is_row))
+        places = np.concatenate([rows, *prompts]).argsort()
         return Packing(
-            positions=_indices([range(length) for length in lengths]),
-            rows=segments[0].keys,
-            prompts=prompts,
-            places=torch.cat([segments[0].keys, prompts]).argsort(),
-            segments=tuple(segments),
+            positions=torch.from_numpy(_indices([range(length) for length in lengths])),
+            rows=torch.from_numpy(rows),
+            prompts=torch.from_numpy(np.concatenate(prompts)),
+            places=torch.from_numpy(places),
+            segments=(
+                Segments.of(inside, places, is_causal=True),
+                *(Segments.of(turn, places, is_causal=False) for turn in before.values()),
+            ),
         )
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What belongs to the tokens [N, ...], as what belongs to the rows [M, ...] and to the prompts [N - M, ...]."""
         if not len(self.prompts):
             return x, x[:0]
-        of_rows, of_prompts = _reorder(x, self._order, self.places).split([len(self.rows), len(self.prompts)])
+        reordered: torch.Tensor = _Reorder.apply(x, torch.cat([self.rows, self.prompts]), self.places)  # type: ignore[no-untyped-call]
+        of_rows, of_prompts = reordered.split([len(self.rows), len(self.prompts)])
         return of_rows, of_prompts
 
-    def join(self, of_rows: torch.Tensor, of_prompts: torch.Tensor) -> torch.Tensor:
-        """What `split` has split."""
-        if not len(self.prompts):
-            return of_rows
-        return _reorder(torch.cat([of_rows, of_prompts]), self.places, self._order)
 
-    @property
-    def _order(self) -> torch.Tensor:
-        """i64[N], the rows with the prompts behind them: the inverse of `places`."""
-        return torch.cat([self.rows, self.prompts])
+def _indices(ranges: Sequence[range]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.start, part.stop) for part in ranges)])
 
 
-def _indices(ranges: Sequence[range]) -> torch.Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(part.start, part.stop) for part in ranges)])
+def _as_places(indices: NDArray[np.int64]) -> Places:
+    if (np.diff(indices) != 1).any():
+        return torch.from_numpy(indices)
+    first = int(indices[0]) if len(indices) else 0
+    return slice(first, first + len(indices))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -139,13 +146,9 @@ def cached_attention(
     return out.transpose(1, 2)  # [B, S, heads, head_dim]
 
 
-def _reorder(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """x[order]; the gradient is read in the inverse order, where that of indexing is added up row by row."""
-    reordered: torch.Tensor = _Reorder.apply(x, order, inverse)  # type: ignore[no-untyped-call]
-    return reordered
-
-
 class _Reorder(torch.autograd.Function):
+    """x[order]; the gradient is read in the inverse order, where that of indexing is added up row by row."""
+
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
@@ -157,12 +160,6 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inverse,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad[inverse], None, None
-
-
-def _scatter(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    whole = x.new_zeros(num_rows, *x.shape[1:])
-    whole[rows] = x
-    return whole
 
 
 def depth_attention(
@@ -180,7 +177,7 @@ def depth_attention(
 
     Args:
         query: rotated queries of depth k [M, heads, head_dim].
-        key: rotated keys of depth 0, of all tokens [N, kv heads, head_dim].
+        key: rotated keys of depth 0, of all tokens, rows first and prompts behind them [N, kv heads, head_dim].
         value: likewise.
         own_keys: rotated keys of depths 1 .. k, each of the rows [M, kv heads, head_dim].
         own_values: likewise.
@@ -215,13 +212,9 @@ class _MergedAttention(torch.autograd.Function):
         inside, *before = packing.segments
         out, lse, *largest = _flash(query, key[inside.keys], value[inside.keys], inside)  # [M, heads, head_dim], f32[M, heads]
         for part in before:
-            rows = part.queries
-            *found, of_part = _flash(query if rows is None else query[rows], key[part.keys], value[part.keys], part)
+            *found, of_part = _flash(query[part.queries], key[part.keys], value[part.keys], part)
+            out[part.queries], lse[part.queries] = _merge(out[part.queries], lse[part.queries], *found)
             largest.append(of_part)
-            if rows is None:
-                out, lse = _merge(out, lse, *found)
-            else:
-                out[rows], lse[rows] = _merge(out[rows], lse[rows], *found)
         if len(own_keys):
             out, lse = _merge_own(out, lse, query, own_keys, own_values)
         ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse, *largest)
@@ -232,15 +225,16 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, own_keys, own_values, out, lse, *largest = ctx.saved_tensors  # type: ignore[attr-defined]
         inside, *before = ctx.packing.segments  # type: ignore[attr-defined]
-        grad_query, *grads = _flash_backward(grad_out, query, key[inside.keys], value[inside.keys], out, lse, largest[0], inside)
+        grad_query = torch.zeros_like(query)
         # Sums over many answers are kept in fp32; no token is twice among the keys of one part.
-        grad_key, grad_value = (_scatter(grad.float() if before else grad, inside.keys, len(key)) for grad in grads)
-        for part, of_part in zip(before, largest[1:], strict=True):
-            grad, of_query, of_out, of_lse = (x if part.queries is None else x[part.queries] for x in (grad_out, query, out, lse))
+        grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32 if before else None) for x in (key, value))
+        for part, of_part in zip((inside, *before), largest, strict=True):
+            grad, of_query, of_out, of_lse = (x[part.queries] for x in (grad_out, query, out, lse))
             found = _flash_backward(grad, of_query, key[part.keys], value[part.keys], of_out, of_lse, of_part, part)
-            grad_query = grad_query + found[0] if part.queries is None else grad_query.index_add_(0, part.queries, found[0])
-            grad_key[part.keys] += found[1]
-            grad_value[part.keys] += found[2]
+            for whole, places, x in zip(
+                (grad_query, grad_key, grad_value), (part.queries, part.keys, part.keys), found, strict=True
+            ):
+                _add(whole, places, x)
         grad_key, grad_value = grad_key.to(key.dtype), grad_value.to(value.dtype)
         if not len(own_keys):
             return grad_query, grad_key, grad_value, own_keys, own_values, None
@@ -301,6 +295,14 @@ def _flash_backward(
         for whole, run, x in zip(grads, (queries, keys, keys), found, strict=True):
             _batch(whole, run).copy_(x)
     return grads
+
+
+def _add(whole: torch.Tensor, places: Places, x: torch.Tensor) -> None:
+    """To what lies at places, none of them twice."""
+    part = whole[places]
+    part += x
+    if not isinstance(places, slice):  # a copy
+        whole[places] = part
 
 
 def _of_each_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -169,7 +169,7 @@ class Head(nn.Module, ABC):
                 own_values.append(own_value)
             else:
                 of_prompts = self._run(self._keys_values, prompt_states, prompt_embeddings, of_keys, prompt_positions)
-                key, value = (packing.join(*parts) for parts in zip((own_key, own_value), of_prompts, strict=True))
+                key, value = (torch.cat(parts) for parts in zip((own_key, own_value), of_prompts, strict=True))
             attended = depth_attention(query, key, value, own_keys, own_values, packing)
             depth_states, recycled = self._run(self._finish, residual, attended)
             states.append(depth_states)

@@ -1,5 +1,7 @@
 """Layers against independent references."""
 
+from itertools import chain
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from mtptrain import fusing
 from mtptrain.heads import attention as attention_module
 from mtptrain.heads import block_attention as block_attention_module
-from mtptrain.heads.attention import Packing, depth_attention, rotate
+from mtptrain.heads.attention import Packing, Places, depth_attention, rotate
 from mtptrain.heads.layers import RmsNorm, Rope
 from tests.mtptrain.heads.dense import dense_depth_attention
 
@@ -139,26 +141,35 @@ def test_attention_of_documents_of_several_blocks_equals_dense_attention(is_fuse
 
 
 def test_a_packing_says_where_documents_and_rows_lie() -> None:
-    packing = Packing.of([3, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
-    assert packing.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert packing.rows.tolist() == [1, 2, 3, 5, 6] and packing.prompts.tolist() == [0, 4]
+    packing = Packing.of([4, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
+    assert packing.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert packing.rows.tolist() == [1, 2, 4, 6, 7] and packing.prompts.tolist() == [0, 5, 3], "token 3 is seen by no row"
     inside, before = packing.segments
-    assert inside.lengths == ((2, 2), (1, 1), (2, 2)) and inside.queries is None
-    assert before.lengths == ((2, 1), (2, 2)) and before.queries is not None
-    assert before.queries.tolist() == [0, 1, 3, 4] and before.keys.tolist() == [0, 3, 4]
+    assert inside.lengths == ((2, 2), (1, 1), (2, 2)) and inside.queries == inside.keys == slice(0, 5)
+    assert before.lengths == ((2, 1), (2, 2))
+    assert _places(before.queries) == [0, 1, 3, 4] and _places(before.keys) == [5, 2, 6]
     assert packing.num_pairs == (2 + 3) + 1 + (3 + 4)
 
 
+def _places(places: Places) -> list[int]:
+    return torch.arange(1000)[places].tolist()
+
+
+def test_keys_of_prompts_that_are_each_read_by_one_answer_are_read_without_a_copy() -> None:
+    inside, before = Packing.of([9, 7, 5], [(0, 4, 3), (1, 3, 3), (2, 1, 2)]).segments
+    assert inside.queries == inside.keys == before.queries == slice(0, 8) and before.keys == slice(8, 8 + 4 + 3 + 1)
+
+
 @pytest.mark.parametrize("spans", [[(0, 1, 2), (1, 0, 1), (1, 2, 2)], None], ids=["some rows", "all rows"])
-def test_what_belongs_to_tokens_is_split_into_rows_and_prompts_and_joined_again(spans: list[tuple[int, int, int]] | None) -> None:
+def test_what_belongs_to_tokens_is_split_into_rows_and_prompts(spans: list[tuple[int, int, int]] | None) -> None:
     packing, x = Packing.of([3, 4], spans), torch.randn(7, 2, requires_grad=True)
     of_rows, of_prompts = packing.split(x)
     assert torch.equal(of_rows, x[packing.rows]) and torch.equal(of_prompts, x[packing.prompts])
-    joined = packing.join(2 * of_rows, 3 * of_prompts)
+    joined = torch.cat([2 * of_rows, 3 * of_prompts])
     scale = torch.full((7, 1), 2.0).index_fill_(0, packing.prompts, 3.0)
-    assert torch.equal(joined, scale * x)
+    assert torch.equal(joined[packing.places], scale * x)
     weights = torch.randn(7, 2)
-    assert torch.equal(torch.autograd.grad(joined, x, weights)[0], scale * weights)
+    assert torch.equal(torch.autograd.grad(joined[packing.places], x, weights)[0], scale * weights)
 
 
 def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
@@ -183,11 +194,11 @@ def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_th
     """Twenty answers in one document and two in another: what lies before them is never gathered for all of them together."""
     lengths, spans = [200, 30], [(0, 10 * i + 5, 5) for i in range(20)] + [(1, 10, 5), (1, 20, 5)]
     inside, *before = Packing.of(lengths, spans).segments
-    assert len(inside.keys) == 110 and len(before) == 20
-    assert max(len(part.keys) for part in before) <= sum(lengths)
-    assert all(len(part.keys.unique()) == len(part.keys) for part in before), "gradients are written there, not added up"
-    rows = torch.cat([torch.arange(110) if part.queries is None else part.queries for part in before])
-    assert rows.sort().values.tolist() == list(range(110)), "each row sees what lies before it once"
+    assert len(_places(inside.keys)) == 110 and len(before) == 20
+    keys, rows = ([_places(places) for places in of] for of in zip(*((part.keys, part.queries) for part in before), strict=True))
+    assert max(map(len, keys)) <= sum(lengths)
+    assert all(len(set(places)) == len(places) for places in keys), "gradients are written there, not added up"
+    assert sorted(chain(*rows)) == list(range(110)), "each row sees what lies before it once"
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
