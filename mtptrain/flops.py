@@ -28,21 +28,23 @@ class StepFlops:
     def of(head: Head, vocab_size: int, depths: int) -> "StepFlops":
         """Of a head for a target with V tokens, trained over T depths: 2 FLOPs per weight forward, 4 backward.
 
-        The target's states need no gradient, so a projection that reads them bare costs 2 fewer.
+        Embeddings and the target's states need no gradient, so the weights that read them cost 2 fewer, behind a norm or not; `fc` of
+        eagle3 behind its norms is computed as any other.
         """
         weights = {name: module.weight.numel() for name, module in head.named_modules() if isinstance(module, nn.Linear)}
         hidden_size = int(head.self_attn.o_proj.out_features)
         own_vocab = weights.pop("lm_head", None)
         first = sum(weights.pop(name, 0) for name in INPUT_PROJECTIONS)
         keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
-        has_bare_input = all(getattr(head, norm, None) is None for norm in ("enorm", "fc_norm", "input_norm"))
-        again = 0 if head.capture_layers else first  # read anew at each depth; fused streams are not
-        shared = sum(layer.weight.numel() for layer in head.joint_layers) // 2  # columns for embeddings: once for all depths
+        joint = sum(layer.weight.numel() for layer in head.joint_layers)  # half of it reads embeddings, once for all depths
+        is_fused = bool(head.capture_layers)  # at depth 0 alone; what reads them then is read anew at each depth
+        has_bare_input = all(getattr(head, norm, None) is None for norm in ("fc_norm", "input_norm"))
         draft = (own_vocab * 6) if own_vocab else vocab_size * hidden_size * 4
         return StepFlops(
-            per_token=first * (4 if has_bare_input else 6) + keys * 6,
+            per_token=first * (4 if has_bare_input else 6) + keys * (5 if is_fused else 6),
             per_row=depths * (6 * (sum(weights.values()) - keys) + draft)
-            + (depths - 1) * 6 * (again + keys - shared)
+            - ((joint - keys) if is_fused else 0)
+            + (depths - 1) * 6 * ((0 if is_fused else first) + keys - joint // 2)
             + 2 * vocab_size * hidden_size,
             per_pair=depths * 12 * int(head.self_attn.o_proj.in_features),
         )

@@ -20,7 +20,7 @@ from mtptrain.heads.attention import Packing, cached_attention, depth_attention
 from mtptrain.target import FrozenParts, PositionCache, TreeRows
 
 if TYPE_CHECKING:
-    from mtptrain.heads.layers import Attention
+    from mtptrain.heads.layers import Attention, RmsNorm
 
 R = TypeVar("R")
 FourTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -48,7 +48,7 @@ class Head(nn.Module, ABC):
     """A draft head: one class per file, listed in `HEADS`.
 
     A head says how it starts from the target's states (`fuse`), which layers read an embedding and a state side by side
-    (`joint_layers`, `norm_embeddings`, `norm_states`), what one depth computes behind them before and after its attention
+    (`joint_layers`, `joint_norms`), what one depth computes behind them before and after its attention
     (`layer_inputs`, `outputs`) and what turns states into tokens (`logits`); which keys a depth sees is the same for all.
     """
 
@@ -92,23 +92,17 @@ class Head(nn.Module, ABC):
         """The last of the joint layers: those that keys and values need."""
         return self.joint_layers
 
-    def norm_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """As the joint layers read them [..., H]."""
-        return embeddings
-
-    def norm_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Likewise, fused states of the target or the states recycled from the depth before [..., H]."""
-        return hidden_states
+    @property
+    def joint_norms(self) -> tuple["RmsNorm | None", "RmsNorm | None"]:
+        """Of the embedding and of the state, before the joint layers read them."""
+        return None, None
 
     @abstractmethod
-    def layer_inputs(
-        self, hidden_states: torch.Tensor, normed_states: torch.Tensor, joint: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer_inputs(self, hidden_states: torch.Tensor, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One depth of rows of any leading shape, from the joint layers up to its attention.
 
         Args:
-            hidden_states: before `norm_states` [..., H].
-            normed_states: behind it [..., H].
+            hidden_states: that the joint layers read, before their norm [..., H].
             joint: what the joint layers give [..., P], or the key layers.
 
         Returns:
@@ -122,9 +116,9 @@ class Head(nn.Module, ABC):
             hidden_states: fused states of the target, or the states recycled from the depth before [..., H].
             embeddings: of the token after each row's [..., H].
         """
-        normed = self.norm_states(hidden_states)
-        x = torch.cat([self.norm_embeddings(embeddings), normed], dim=-1)
-        return self.layer_inputs(hidden_states, normed, torch.cat([layer(x) for layer in self.joint_layers], dim=-1))
+        parts = zip(self.joint_norms, (embeddings, hidden_states), strict=True)
+        x = torch.cat([part if norm is None else norm(part) for norm, part in parts], dim=-1)
+        return self.layer_inputs(hidden_states, torch.cat([layer(x) for layer in self.joint_layers], dim=-1))
 
     @abstractmethod
     def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,9 +147,8 @@ class Head(nn.Module, ABC):
         Returns:
             States [T, M, H]; `logits` of depth k at row t predict token t + 2 + k. Of no use where rows of the span end before t + k.
         """
-        weight = torch.cat([layer.weight for layer in self.joint_layers])  # [P, 2 H]
-        of_embeddings, of_states = map(of_fixed_shape, weight.chunk(2, dim=1))
-        of_keys = of_fixed_shape(weight[-sum(layer.out_features for layer in self.key_layers) :])
+        of_embeddings, of_states = map(of_fixed_shape, self._joint_weights())
+        keys = slice(-sum(layer.out_features for layer in self.key_layers), None)
         recycled, prompt_states = packing.split(self._run(self._fuse, target_states))
         row_embeddings, prompt_embeddings = packing.split(embeddings)
         positions, prompt_positions = packing.split(packing.positions)
@@ -168,7 +161,9 @@ class Head(nn.Module, ABC):
                 own_keys.append(own_key)
                 own_values.append(own_value)
             else:
-                of_prompts = self._run(self._keys_values, prompt_states, prompt_embeddings, of_keys, prompt_positions)
+                of_keys = of_fixed_shape(of_embeddings[keys]), of_fixed_shape(of_states[keys])
+                prompt_terms = self._run(self._embed, prompt_embeddings, of_keys[0])
+                of_prompts = self._run(self._keys_values, prompt_states, prompt_terms, of_keys[1], prompt_positions)
                 key, value = (torch.cat(parts) for parts in zip((own_key, own_value), of_prompts, strict=True))
             attended = depth_attention(query, key, value, own_keys, own_values, packing)
             depth_states, recycled = self._run(self._finish, residual, attended)
@@ -203,18 +198,29 @@ class Head(nn.Module, ABC):
         return self.fuse(target_states)
 
     @fused
+    def _joint_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the joint layers for embeddings and for states [P, H] each, with the weights of their norms.
+
+        So embeddings, and states of the target, are not differentiated for the sake of a norm's weight.
+        """
+        weights = torch.cat([layer.weight for layer in self.joint_layers]).chunk(2, dim=1)
+        of_embeddings, of_states = (
+            weight if norm is None else weight * norm.weight for weight, norm in zip(weights, self.joint_norms, strict=True)
+        )
+        return of_embeddings, of_states
+
+    @fused
     def _embed(self, embeddings: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """What the joint layers make of embeddings [M, P], by their columns for those [P, H]."""
-        return F.linear(self.norm_embeddings(embeddings), weight)
+        """What the joint layers make of embeddings [M, P]."""
+        norm, _ = self.joint_norms
+        return F.linear(embeddings if norm is None else norm.unit(embeddings), weight)
 
     @fused
     def _keys_values(
-        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor
+        self, hidden_states: torch.Tensor, terms: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of prompts, by the weight of the key layers."""
-        normed = self.norm_states(hidden_states)
-        joint = F.linear(torch.cat([self.norm_embeddings(embeddings), normed], dim=-1), weight)
-        return self.self_attn.keys_values(self.layer_inputs(hidden_states, normed, joint)[1], positions)
+        """Of prompts, by the key layers; arguments as of `_project_terms`."""
+        return self.self_attn.keys_values(self._add_states(hidden_states, terms, weight)[1], positions)
 
     @fused
     def _project(self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor) -> FourTensors:
@@ -231,12 +237,19 @@ class Head(nn.Module, ABC):
         Args:
             hidden_states: [M, H].
             terms: what the joint layers make of the embeddings [M, P].
-            weight: their columns for states [P, H].
+            weight: theirs for states [P, H].
             positions: i64[M].
         """
-        normed = self.norm_states(hidden_states)
-        residual, x = self.layer_inputs(hidden_states, normed, torch.addmm(terms, normed, weight.T))
+        residual, x = self._add_states(hidden_states, terms, weight)
         return residual, *self.self_attn.queries_keys_values(x, positions)
+
+    def _add_states(
+        self, hidden_states: torch.Tensor, terms: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`layer_inputs` from what the joint layers make of the embeddings."""
+        _, norm = self.joint_norms
+        joint = torch.addmm(terms, hidden_states if norm is None else norm.unit(hidden_states), weight.T)
+        return self.layer_inputs(hidden_states, joint)
 
     @fused
     def _finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

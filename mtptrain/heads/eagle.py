@@ -37,9 +37,7 @@ class EagleHead(Head):
         """See `Head.joint_layers`."""
         return (self.fc,)
 
-    def layer_inputs(
-        self, hidden_states: torch.Tensor, normed_states: torch.Tensor, joint: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer_inputs(self, hidden_states: torch.Tensor, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Head.layer_inputs`."""
         return joint, joint
 

@@ -96,21 +96,14 @@ class Eagle3Head(Head):
         """See `Head.key_layers`."""
         return self.self_attn.k_proj, self.self_attn.v_proj
 
-    def norm_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """See `Head.norm_embeddings`."""
-        normed: torch.Tensor = self.input_layernorm(embeddings)
-        return normed
+    @property
+    def joint_norms(self) -> tuple[RmsNorm | None, RmsNorm | None]:
+        """See `Head.joint_norms`."""
+        return self.input_layernorm, self.hidden_norm
 
-    def norm_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Head.norm_states`."""
-        normed: torch.Tensor = self.hidden_norm(hidden_states)
-        return normed
-
-    def layer_inputs(
-        self, hidden_states: torch.Tensor, normed_states: torch.Tensor, joint: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer_inputs(self, hidden_states: torch.Tensor, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Head.layer_inputs`."""
-        return normed_states if self.norm_before_residual else hidden_states, joint
+        return self.hidden_norm(hidden_states) if self.norm_before_residual else hidden_states, joint
 
     def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Head.outputs`."""

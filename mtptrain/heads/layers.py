@@ -25,7 +25,11 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
+        return self.weight * self.unit(x)
+
+    def unit(self, x: torch.Tensor) -> torch.Tensor:
+        """Without the weight."""
+        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
 
 class SwiGlu(nn.Module):

@@ -56,19 +56,13 @@ class MtpHead(Head):
         """See `Head.joint_layers`."""
         return (self.eh_proj,)
 
-    def norm_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """See `Head.norm_embeddings`."""
-        normed: torch.Tensor = self.enorm(embeddings)
-        return normed
+    @property
+    def joint_norms(self) -> tuple[RmsNorm | None, RmsNorm | None]:
+        """See `Head.joint_norms`."""
+        of_embeddings, of_states = (norm if isinstance(norm, RmsNorm) else None for norm in (self.enorm, self.hnorm))
+        return of_embeddings, of_states
 
-    def norm_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Head.norm_states`."""
-        normed: torch.Tensor = self.hnorm(hidden_states)
-        return normed
-
-    def layer_inputs(
-        self, hidden_states: torch.Tensor, normed_states: torch.Tensor, joint: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer_inputs(self, hidden_states: torch.Tensor, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Head.layer_inputs`."""
         return joint, self.input_layernorm(joint)
 
