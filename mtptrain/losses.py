@@ -103,8 +103,8 @@ class _ChunkedLoss(torch.autograd.Function):
         for first in range(0, num_rows, num_positions):
             taught = target_states[first : first + num_positions]
             teacher = teach(target_logits(taught), draft_token_ids)
-            rows = [slice(max(0, first - depth), max(0, first + len(taught) - depth)) for depth in range(num_depths)]
-            block, counts = (at_positions(x, rows, len(taught)) for x in (states, is_draft))  # [T, C, H], [T, C]
+            places = places_of_rows(first, len(taught), num_depths)
+            block, counts = (at_positions(x, places, len(taught)) for x in (states, is_draft))  # [T, C, H], [T, C]
             row_states = block.flatten(0, 1)
             block_sums, grad_logits = compare(
                 F.linear(row_states, lm_head), counts.flatten(), teacher, scale, settings.kind, settings.lk_eta
@@ -117,8 +117,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 block_sums[0] += feature_sums
                 grad += feature_grad
             sums += block_sums
-            for depth, of_depth in enumerate(rows):
-                grad_states[depth, of_depth] = grad[depth, len(taught) - of_depth.stop + of_depth.start :]
+            for depth, (rows, in_block) in enumerate(places):
+                grad_states[depth, rows] = grad[depth, in_block]
         ctx.save_for_backward(grad_states, *([] if grad_lm_head is None else [grad_lm_head]))
         ctx.mark_non_differentiable(sums)
         return (sums[0] * scale).sum(), sums
@@ -132,11 +132,17 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_states * grad_loss.to(grad_states.dtype), grad_own, *[None] * 6
 
 
-def at_positions(x: torch.Tensor, rows: Sequence[slice], num_positions: int) -> torch.Tensor:
+def places_of_rows(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:
+    """Of each depth, the rows that a block of positions from `first` teaches, and their positions in the block: its last ones."""
+    rows = [(max(0, first - depth), max(0, first + num_positions - depth)) for depth in range(num_depths)]
+    return [(slice(start, stop), slice(num_positions - (stop - start), num_positions)) for start, stop in rows]
+
+
+def at_positions(x: torch.Tensor, places: Sequence[tuple[slice, slice]], num_positions: int) -> torch.Tensor:
     """Some rows of each depth [T, M, ...], by the positions that teach them [T, C, ...]; zeros ahead where a depth has fewer."""
     block = x.new_zeros(len(x), num_positions, *x.shape[2:])
-    for depth, of_depth in enumerate(rows):
-        block[depth, num_positions - of_depth.stop + of_depth.start :] = x[depth, of_depth]
+    for depth, (rows, in_block) in enumerate(places):
+        block[depth, in_block] = x[depth, rows]
     return block
 
 
