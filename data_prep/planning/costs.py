@@ -87,8 +87,7 @@ def step_costs(
 ) -> StepCosts:
     """Run the trainer's step on tensors without data, and count what it does.
 
-    FLOPs are those of matrix products and attention, so (1 + 2 T) products with the vocabulary for each supervised token and,
-    for each token and depth, 6 per weight of the layer.
+    FLOPs are those of matrix products and attention: `mtptrain.flops.StepFlops` is their formula.
 
     Args:
         lengths: tokens of each document in the micro-batch.

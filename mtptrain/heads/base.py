@@ -148,7 +148,8 @@ class Head(nn.Module, ABC):
             States [T, M, H]; `logits` of depth k at row t predict token t + 2 + k. Of no use where rows of the span end before t + k.
         """
         of_embeddings, of_states = map(of_fixed_shape, self._joint_weights())
-        keys = slice(-sum(layer.out_features for layer in self.key_layers), None)
+        num_keys = sum(layer.out_features for layer in self.key_layers)
+        keys_of_embeddings, keys_of_states = (of_fixed_shape(weight[-num_keys:]) for weight in (of_embeddings, of_states))
         recycled, prompt_states = packing.split(self._run(self._fuse, target_states))
         row_embeddings, prompt_embeddings = packing.split(embeddings)
         positions, prompt_positions = packing.split(packing.positions)
@@ -161,9 +162,8 @@ class Head(nn.Module, ABC):
                 own_keys.append(own_key)
                 own_values.append(own_value)
             else:
-                of_keys = of_fixed_shape(of_embeddings[keys]), of_fixed_shape(of_states[keys])
-                prompt_terms = self._run(self._embed, prompt_embeddings, of_keys[0])
-                of_prompts = self._run(self._keys_values, prompt_states, prompt_terms, of_keys[1], prompt_positions)
+                prompt_terms = self._run(self._embed, prompt_embeddings, keys_of_embeddings)
+                of_prompts = self._run(self._keys_values, prompt_states, prompt_terms, keys_of_states, prompt_positions)
                 key, value = (torch.cat(parts) for parts in zip((own_key, own_value), of_prompts, strict=True))
             attended = depth_attention(query, key, value, own_keys, own_values, packing)
             depth_states, recycled = self._run(self._finish, residual, attended)
@@ -211,7 +211,7 @@ class Head(nn.Module, ABC):
 
     @fused
     def _embed(self, embeddings: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """What the joint layers make of embeddings [M, P]."""
+        """What the joint layers make of embeddings [M, P], by their part of `_joint_weights` [P, H]."""
         norm, _ = self.joint_norms
         return F.linear(embeddings if norm is None else norm.unit(embeddings), weight)
 
@@ -237,7 +237,7 @@ class Head(nn.Module, ABC):
         Args:
             hidden_states: [M, H].
             terms: what the joint layers make of the embeddings [M, P].
-            weight: theirs for states [P, H].
+            weight: of `_joint_weights`, for states [P, H].
             positions: i64[M].
         """
         residual, x = self._add_states(hidden_states, terms, weight)
