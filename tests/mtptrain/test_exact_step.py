@@ -16,7 +16,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.hidden_store import StoredDocument
 from mtptrain.losses import LossKind, LossSettings, draft_losses
-from tests.mtptrain.heads.test_contract import CASES, tiny_config
+from tests.mtptrain.heads.test_contract import CASES, draw_norms, tiny_config
 
 H, V = 128, 50
 DECAY = 0.8
@@ -140,10 +140,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
     name, head_settings = CASES[case]
     head = build_head(HEADS[name].Config(ttt_steps=depths, **head_settings), tiny_config())
     head.recompute = recompute
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.ndim == 1:  # a norm in the wrong place must show
-                parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
+    draw_norms(head, generator)
     if head.d2t is not None:
         ids = torch.randperm(V, generator=generator)[: len(head.d2t)].sort().values
         head.d2t.copy_(ids - torch.arange(len(ids)))

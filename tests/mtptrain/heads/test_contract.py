@@ -47,11 +47,16 @@ def random_head(case: str) -> Head:
     torch.manual_seed(0)
     name, settings = CASES[case]
     head = build_head(HEADS[name].Config(ttt_steps=DEPTHS, **settings), tiny_config())
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.ndim == 1:  # a norm in the wrong place must show
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+    draw_norms(head)
     return head
+
+
+@torch.no_grad()
+def draw_norms(head: Head, generator: torch.Generator | None = None) -> None:
+    """A norm in the wrong place must show."""
+    for parameter in head.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
 def packed_inputs(head: Head) -> tuple[torch.Tensor, torch.Tensor, Packing]:
