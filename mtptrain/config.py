@@ -218,7 +218,7 @@ class TrainConfig:
     """Of `loss=lk`: how fast the weight goes from KL to the chance of rejection while that falls."""
     feature_weight: float = 0.0
     """Of the smooth L1 distance between the head's states and the target's post-norm states, beside the loss (EAGLE-1's)."""
-    loss_chunk_rows: int = 1024
+    loss_chunk_rows: int = 1536
     """Rows of one [rows, V] block of logits: of all depths that the same positions teach."""
     compile: bool = False
     """torch.compile the elementwise work of the step: faster, after half a minute of compiling."""

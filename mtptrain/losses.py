@@ -32,7 +32,7 @@ class LossSettings:
     lk_eta: float = 3.0
     feature_weight: float = 0.0
     """Of the smooth L1 distance between the head's state and the target's post-norm state, mean over H, added to the loss."""
-    chunk_rows: int = 1024
+    chunk_rows: int = 1536
     """Rows of one block of logits [rows, V]: those of all depths that the same positions teach."""
 
 
@@ -119,6 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
             sums += block_sums
             for depth, (rows, in_block) in enumerate(places):
                 grad_states[depth, rows] = grad[depth, in_block]
+            del teacher, grad_logits  # rows of V, not to be kept beside those of the next block
         ctx.save_for_backward(grad_states, *([] if grad_lm_head is None else [grad_lm_head]))
         ctx.mark_non_differentiable(sums)
         return (sums[0] * scale).sum(), sums
@@ -129,7 +130,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         grad_states, *grad_lm_head = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_own = (grad_lm_head[0] * grad_loss).to(grad_states.dtype) if grad_lm_head else None
-        return grad_states * grad_loss.to(grad_states.dtype), grad_own, *[None] * 6
+        return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 6  # torch refuses a second backward pass
 
 
 def places_of_rows(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:

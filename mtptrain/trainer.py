@@ -90,6 +90,7 @@ class Trainer:
                 "zero_optimization": sharing,
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": config.micro_batches_per_step // ranks.world_size,
+                "gradient_allreduce_op": "sum",  # gradients of the ranks are parts of one sum
                 "gradient_clipping": 0.0,
                 "steps_per_print": 2**31,
                 "zero_allow_untested_optimizer": True,
@@ -116,8 +117,7 @@ class Trainer:
         for batch in batches:
             losses = self._losses(batch.to(self.ranks.device, self.dtype), scale)
             with self.clock.phase("backward"):
-                # DeepSpeed averages gradients over ranks; ours are parts of one sum.
-                self.engine.backward(losses.loss * self.ranks.world_size, scale_wrt_gas=False)
+                self.engine.backward(losses.loss, scale_wrt_gas=False)
             with self.clock.phase("optimizer"):
                 self.engine.step()
             sums += torch.stack([losses.losses, losses.kl, losses.agreement, losses.overlap])

@@ -1,5 +1,6 @@
 """Attention of heads: over the depths in training, over the cache in decoding."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mtptrain.fusing import fused
 from mtptrain.heads.block_attention import block_attention, block_attention_backward
@@ -18,6 +20,8 @@ aten = torch.ops.aten
 
 SHORT_TOKENS = 1024
 """Of a causal segment: up to here blocks of rows take less time than a CPU's flash kernels."""
+HAS_TILES, FLASH_KEYS = bool(torch.cpu.get_capabilities().get("amx_bf16")), 2560
+"""Of a segment that a CPU with tiles (AMX) takes by flash forward: of more keys `_flash_on_cpu` tells too little for gradients in bf16."""
 RUN_TOKENS = 2048
 """Of segments that a CPU takes together at most, so that their scores stay small beside everything else of a step."""
 
@@ -245,23 +249,34 @@ class _MergedAttention(torch.autograd.Function):
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of each segment's queries [Q, heads, head_dim] over its keys [S, kv heads, head_dim], and its lse f32[Q, heads]; then the
-    largest scores f32[Q, heads] of what goes in blocks, 0 elsewhere."""
+    """Attention of each segment's queries [Q, heads, head_dim] over its keys [S, kv heads, head_dim], and its lse f32[Q, heads]; then about
+    the largest score of each row before scaling f32[Q, heads], for a backward pass in blocks."""
     if query.is_cuda:
         longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
         offsets = segments.query_offsets, segments.key_offsets
         out, lse, *_ = aten._flash_attention_forward(query, key, value, *offsets, *longest, 0.0, segments.is_causal, False)
         return out, lse.transpose(0, 1).contiguous(), lse.new_zeros(1).expand(query.shape[:2])
-    out, lse, largest = query.new_empty(query.shape), *query.new_zeros(2, *query.shape[:2], dtype=torch.float32).unbind()
+    out, lse, largest = query.new_empty(query.shape), *query.new_empty(2, *query.shape[:2], dtype=torch.float32).unbind()
     for queries, keys in _runs(segments):
         inputs = _batch(query, queries), _batch(key, keys), _batch(value, keys)
-        if _goes_in_blocks(segments, keys):
+        if _goes_in_blocks(segments, keys) and not _has_fast_flash(query, keys):
             found = block_attention(*inputs, segments.is_causal)
         else:
-            found = aten._scaled_dot_product_flash_attention_for_cpu(*_of_each_head(*inputs), 0.0, True)
-        for whole, of_run in zip((out, lse, largest), found, strict=False):
+            found = _flash_on_cpu(*inputs, segments.is_causal)
+        for whole, of_run in zip((out, lse, largest), found, strict=True):
             _batch(whole, queries).copy_(of_run)
     return out, lse, largest
+
+
+def _flash_on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `block_attention`.
+
+    Where all scores of n keys are the same, they lie log n below the lse; one that stands out lies at it. About the largest one: between.
+    """
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_of_each_head(query, key, value), 0.0, is_causal)
+    return out, lse, (lse - math.log(key.shape[2]) / 2) * query.shape[-1] ** 0.5
 
 
 def _flash_backward(
@@ -327,8 +342,15 @@ def _runs(segments: Segments) -> Iterator[tuple[Run, Run]]:
 
 
 def _goes_in_blocks(segments: Segments, keys: Run) -> bool:
-    """Forward and backward alike."""
     return not segments.is_causal or keys[2] <= SHORT_TOKENS
+
+
+def _has_fast_flash(query: torch.Tensor, keys: Run) -> bool:
+    """Forward: on tiles a CPU's flash kernel takes half the time of blocks; backward it does not use them.
+
+    Tensors without data are counted alike on all machines.
+    """
+    return HAS_TILES and query.dtype == torch.bfloat16 and keys[2] <= FLASH_KEYS and not isinstance(query, FakeTensor)
 
 
 def _batch(x: torch.Tensor, run: Run) -> torch.Tensor:

@@ -7,11 +7,12 @@ segment, of as many keys as rows, row i sees keys 0 .. i; all of them otherwise.
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 
 from mtptrain.fusing import fused
 
-BLOCK_ROWS = 128
-"""Of a causal segment."""
+BLOCK_ROWS, KEY_MULTIPLE = 128, 32
+"""Of a causal segment, whose keys are filled up: a CPU's products of odd numbers of keys take up to twice as long."""
 BLOCK_SCORES, LEAST_ROWS = 2**21, 256
 """Of a block with all keys, forward where all are seen: of all heads together."""
 BLOCK_KEYS, ROWS_OF_KEYS = 512, 1024
@@ -27,56 +28,72 @@ def block_attention(
     """
     groups, scale, num_keys = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5, key.shape[2]
     grouped = query.unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim]
-    wide_key, key, value = _with_ones(key), key.contiguous(), value.contiguous()
+    key, value = (_filled(x) if is_causal else x.contiguous() for x in (key, value))
+    wide_key, masks = _with_ones(key), _masks(query)
     out, of_rows = grouped.new_empty(grouped.shape), grouped.new_empty(2, *grouped.shape[:-1], dtype=torch.float32)
     of_all_heads = max(LEAST_ROWS, BLOCK_SCORES // num_keys)
     num_together = BLOCK_ROWS if is_causal else max(1, of_all_heads // (query.shape[0] * query.shape[1]))
     for first in range(0, query.shape[2], num_together):
-        rows, first_row = slice(first, first + num_together), first if is_causal else None
+        rows = slice(first, first + num_together)
         keys = slice(first + num_together) if is_causal else slice(num_keys)
         block_query = grouped[..., rows, :].flatten(2, 3)
         scores = block_query @ key[..., keys, :].mT
-        largest = _largest(scores, groups, first_row)
+        mask = _mask(masks, scores, groups, first) if is_causal else None
+        largest = _largest(scores, mask)
         if scores.dtype == torch.float32:
             scores -= largest[..., None]
         else:
             scores = _widened(block_query, largest) @ wide_key[..., keys, :].mT
-        probs, total = _probs(scores, groups, first_row, scale)
+        probs, total = _probs(scores, mask, scale)
         out[..., rows, :] = (probs @ value[..., keys, :]).unflatten(2, (groups, -1))
         of_rows[..., rows] = torch.stack([largest * scale + total.log(), largest]).unflatten(3, (groups, -1))
     lse, largest = of_rows.flatten(2, 3)
     return out.flatten(1, 2), lse, largest
 
 
+def _filled(x: torch.Tensor) -> torch.Tensor:
+    """Keys or values up to a multiple; no row sees those that are added."""
+    return F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)).contiguous()
+
+
+def _masks(query: torch.Tensor) -> torch.Tensor:
+    """-inf where row i of a block does not see key j, behind as many keys as there are rows, which all see; 0 elsewhere."""
+    num_rows = query.shape[2]
+    return query.new_full((BLOCK_ROWS, num_rows + BLOCK_ROWS), -torch.inf).triu(num_rows + 1)
+
+
+def _mask(masks: torch.Tensor, scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
+    """Of a causal block [rows, keys] that begins with row `first`, a part of `_masks`."""
+    before = masks.shape[1] - BLOCK_ROWS - first
+    return masks[: scores.shape[2] // groups, before : before + scores.shape[3]]
+
+
 @fused
-def _largest(scores: torch.Tensor, groups: int, first: int | None) -> torch.Tensor:
+def _largest(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Of each row, in fp32 [..., groups * rows]; arguments as of `_probs`."""
-    return _seen(scores.flatten(0, -2).float(), scores.shape[-2] // groups, first).amax(-1).view(scores.shape[:-1])
+    return _seen(scores, mask).amax(-1).view(scores.shape[:-1])
 
 
 @fused
-def _probs(scores: torch.Tensor, groups: int, first: int | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _probs(scores: torch.Tensor, mask: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities in the dtype of scores, and the sum of exponentials in fp32 [..., groups * rows].
 
     Rows of all blocks lie in one dimension and no more is computed of sums, so that a row stays in the cache: see `mtptrain.losses`.
 
     Args:
         scores: before scaling, less about the largest of their row [..., groups * rows, keys].
-        groups: that the rows are repeated for.
-        first: row of a causal segment that the block begins with.
+        mask: [rows, keys], added to those of each group.
         scale: of scores.
     """
-    exps = (_seen(scores.flatten(0, -2).float(), scores.shape[-2] // groups, first) * scale).exp()
+    exps = (_seen(scores, mask) * scale).exp()
     total = exps.sum(-1, keepdim=True)
     return (exps / total).to(scores.dtype).view(scores.shape), total.view(scores.shape[:-1])
 
 
-def _seen(scores: torch.Tensor, num_rows: int, first: int | None) -> torch.Tensor:
-    """Scores [n * num_rows, keys] of rows from `first` of causal segments, n times behind each other, -inf at keys that they do not see."""
-    if first is None:
-        return scores
-    rows = torch.arange(scores.shape[-2], device=scores.device) % num_rows + first
-    return torch.where(torch.arange(scores.shape[-1], device=scores.device) <= rows[:, None], scores, -torch.inf)
+def _seen(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """With the mask, f32[... * groups * rows, keys]."""
+    flat = scores.flatten(0, -2).float()
+    return flat if mask is None else flat + mask.expand(len(flat) // len(mask), -1, -1).reshape(flat.shape)
 
 
 def block_attention_backward(
@@ -91,8 +108,8 @@ def block_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, from what the queries found, all parts of their softmax together.
 
-    A product in bf16 is rounded to it. Two more columns take the largest score of a row in this part off within the product, as forward;
-    likewise with dO V - rowsum(dO * O).
+    A product in bf16 is rounded to it. Two more columns take about the largest score of a row in this part off within the product, as
+    forward; likewise with dO V - rowsum(dO * O).
     """
     groups, scale = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5
     wide_query, wide_grad = (
@@ -100,18 +117,22 @@ def block_attention_backward(
         for x, taken_off in ((query, largest), (grad_out, _row_products(grad_out, out)))
     )
     log_totals = (lse - largest * scale).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows]
-    wide_key, wide_value, key = _with_ones(key), _with_ones(value), key.contiguous()
+    num_keys = key.shape[2]
+    key, value = (_filled(x) if is_causal else x.contiguous() for x in (key, value))
+    wide_key, wide_value, masks = _with_ones(key), _with_ones(value), _masks(query)
     grad_query = torch.zeros_like(wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32)  # sums of blocks in fp32
     grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
-    for rows, keys in _blocks(query.shape[2], key.shape[2], groups, is_causal):
+    for rows, keys in _blocks(query.shape[2], num_keys, groups, is_causal):
         block_query, block_grad = (x[..., rows, :].flatten(2, 3) for x in (wide_query, wide_grad))
         scores, grads = block_query @ wide_key[..., keys, :].mT, block_grad @ wide_value[..., keys, :].mT
         log_total = log_totals[..., rows].flatten(2, 3)
-        probs, grad_scores = _score_grads(scores, grads, log_total, groups, rows.start if is_causal else None, scale)
+        mask = _mask(masks, scores, groups, rows.start) if is_causal else None
+        probs, grad_scores = _score_grads(scores, grads, log_total, mask, scale)
         grad_query[..., rows, :] += (grad_scores @ key[..., keys, :]).unflatten(2, (groups, -1))
         grad_key[..., keys, :] += grad_scores.mT @ block_query[..., :-2]
         grad_value[..., keys, :] += probs.mT @ block_grad[..., :-2]
-    return grad_query.flatten(1, 2).to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+    of_keys, of_values = (x[..., :num_keys, :].to(query.dtype) for x in (grad_key, grad_value))
+    return grad_query.flatten(1, 2).to(query.dtype), of_keys, of_values
 
 
 def _blocks(num_rows: int, num_keys: int, groups: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
@@ -148,7 +169,7 @@ def _with_ones(x: torch.Tensor) -> torch.Tensor:
 
 @fused
 def _score_grads(
-    scores: torch.Tensor, grads: torch.Tensor, log_total: torch.Tensor, groups: int, first: int | None, scale: float
+    scores: torch.Tensor, grads: torch.Tensor, log_total: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities, and gradients of scores before scaling, of rows, each of several groups.
 
@@ -156,10 +177,9 @@ def _score_grads(
         scores: before scaling, less about the largest of their row [..., groups * rows, keys].
         grads: of probabilities, less delta, of the same shape.
         log_total: lse less what is taken off scaled scores f32[..., groups * rows].
-        groups: that the rows are repeated for.
-        first: row of a causal segment that the block begins with.
+        mask: as of `_probs`.
         scale: of scores.
     """
-    flat = _seen(scores.flatten(0, -2).float(), scores.shape[-2] // groups, first)
-    probs = (flat * scale - log_total.flatten()[:, None]).exp().view(scores.shape)
-    return probs.to(scores.dtype), (probs * grads.float() * scale).to(scores.dtype)
+    probs = (_seen(scores, mask) * scale - log_total.flatten()[:, None]).exp()
+    grad_scores = probs * grads.flatten(0, -2).float() * scale
+    return probs.to(scores.dtype).view(scores.shape), grad_scores.to(scores.dtype).view(scores.shape)

@@ -84,18 +84,30 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-@pytest.mark.parametrize("size", [0.1, 3.0])
+@pytest.mark.parametrize("size", [0.1, 1.0, 3.0])
 @pytest.mark.parametrize(
     ("lengths", "spans"),
-    [([300, 200], [(0, 0, 300), (1, 0, 200)]), ([300, 200], [(0, 250, 50), (1, 30, 100)]), ([4000], [(0, 3950, 50)])],
-    ids=["all rows", "answers behind prompts", "an answer behind a long prompt"],
+    [
+        ([300, 200], [(0, 0, 300), (1, 0, 200)]),
+        ([300, 200], [(0, 250, 50), (1, 30, 100)]),
+        ([2600], [(0, 2550, 50)]),
+        ([4000], [(0, 3950, 50)]),
+    ],
+    ids=["all rows", "answers behind prompts", "an answer behind a long prompt", "an answer behind a longer prompt"],
 )
-def test_attention_in_bf16_by_blocks_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
-    lengths: list[int], spans: list[tuple[int, int, int]], size: float, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
+    has_tiles: bool,
+    lengths: list[int],
+    spans: list[tuple[int, int, int]],
+    size: float,
+    is_fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Scores up to 40, where one of a row counts; and scores so small that all of thousands count alike. What is found would be off by 0.01
     with one product, gradients by 0.015 with lse taken off instead of the largest score."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
+    monkeypatch.setattr(attention_module, "HAS_TILES", has_tiles)
     generator, packing, num_tokens = torch.Generator().manual_seed(0), Packing.of(lengths, spans), sum(lengths)
 
     def make(rows: int, heads: int, scale: float = 1.0) -> torch.Tensor:
