@@ -39,12 +39,12 @@ def block_attention(
         block_query = grouped[..., rows, :].flatten(2, 3)
         scores = block_query @ key[..., keys, :].mT
         mask = _mask(masks, scores, groups, first) if is_causal else None
-        largest = _largest(scores, mask)
+        largest = _largest(scores.flatten(0, 2), mask).view(scores.shape[:3])
         if scores.dtype == torch.float32:
             scores -= largest[..., None]
         else:
             scores = _widened(block_query, largest) @ wide_key[..., keys, :].mT
-        probs, total = _probs(scores, mask, scale)
+        probs, total = (x.view(*scores.shape[:3], *x.shape[1:]) for x in _probs(scores.flatten(0, 2), mask, scale))
         out[..., rows, :] = (probs @ value[..., keys, :]).unflatten(2, (groups, -1))
         of_rows[..., rows] = torch.stack([largest * scale + total.log(), largest]).unflatten(3, (groups, -1))
     lse, largest = of_rows.flatten(2, 3)
@@ -63,37 +63,40 @@ def _masks(query: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(masks: torch.Tensor, scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
-    """Of a causal block [rows, keys] that begins with row `first`, a part of `_masks`."""
+    """Of a causal block [rows, keys] that begins with row `first`, a part of `_masks`; no view, whose place would be one more shape."""
     before = masks.shape[1] - BLOCK_ROWS - first
-    return masks[: scores.shape[2] // groups, before : before + scores.shape[3]]
+    return masks[: scores.shape[2] // groups, before : before + scores.shape[3]].clone()
+
+
+# The rows of all segments and heads lie in one dimension, so that few shapes are compiled for.
 
 
 @fused
 def _largest(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Of each row, in fp32 [..., groups * rows]; arguments as of `_probs`."""
-    return _seen(scores, mask).amax(-1).view(scores.shape[:-1])
+    """Of each row, in fp32; arguments as of `_probs`."""
+    return _seen(scores, mask).amax(-1)
 
 
 @fused
 def _probs(scores: torch.Tensor, mask: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities in the dtype of scores, and the sum of exponentials in fp32 [..., groups * rows].
+    """Probabilities in the dtype of scores, and the sum of exponentials of each row in fp32.
 
-    Rows of all blocks lie in one dimension and no more is computed of sums, so that a row stays in the cache: see `mtptrain.losses`.
+    No more is computed of sums, so that a row stays in the cache: see `mtptrain.losses`.
 
     Args:
-        scores: before scaling, less about the largest of their row [..., groups * rows, keys].
-        mask: [rows, keys], added to those of each group.
+        scores: before scaling, less about the largest of their row [rows of all, keys].
+        mask: [rows of a head, keys], added to those of each.
         scale: of scores.
     """
     exps = (_seen(scores, mask) * scale).exp()
     total = exps.sum(-1, keepdim=True)
-    return (exps / total).to(scores.dtype).view(scores.shape), total.view(scores.shape[:-1])
+    return (exps / total).to(scores.dtype), total[:, 0]
 
 
 def _seen(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """With the mask, f32[... * groups * rows, keys]."""
-    flat = scores.flatten(0, -2).float()
-    return flat if mask is None else flat + mask.expand(len(flat) // len(mask), -1, -1).reshape(flat.shape)
+    """With the mask, in fp32."""
+    wide = scores.float()
+    return wide if mask is None else wide + mask.expand(len(wide) // len(mask), -1, -1).reshape(wide.shape)
 
 
 def block_attention_backward(
@@ -125,9 +128,9 @@ def block_attention_backward(
     for rows, keys in _blocks(query.shape[2], num_keys, groups, is_causal):
         block_query, block_grad = (x[..., rows, :].flatten(2, 3) for x in (wide_query, wide_grad))
         scores, grads = block_query @ wide_key[..., keys, :].mT, block_grad @ wide_value[..., keys, :].mT
-        log_total = log_totals[..., rows].flatten(2, 3)
         mask = _mask(masks, scores, groups, rows.start) if is_causal else None
-        probs, grad_scores = _score_grads(scores, grads, log_total, mask, scale)
+        found = _score_grads(scores.flatten(0, 2), grads.flatten(0, 2), log_totals[..., rows].flatten(), mask, scale)
+        probs, grad_scores = (x.view_as(scores) for x in found)
         grad_query[..., rows, :] += (grad_scores @ key[..., keys, :]).unflatten(2, (groups, -1))
         grad_key[..., keys, :] += grad_scores.mT @ block_query[..., :-2]
         grad_value[..., keys, :] += probs.mT @ block_grad[..., :-2]
@@ -171,15 +174,14 @@ def _with_ones(x: torch.Tensor) -> torch.Tensor:
 def _score_grads(
     scores: torch.Tensor, grads: torch.Tensor, log_total: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, and gradients of scores before scaling, of rows, each of several groups.
+    """Probabilities, and gradients of scores before scaling.
 
     Args:
-        scores: before scaling, less about the largest of their row [..., groups * rows, keys].
+        scores: before scaling, less about the largest of their row [rows of all, keys].
         grads: of probabilities, less delta, of the same shape.
-        log_total: lse less what is taken off scaled scores f32[..., groups * rows].
+        log_total: lse less what is taken off scaled scores f32[rows of all].
         mask: as of `_probs`.
         scale: of scores.
     """
-    probs = (_seen(scores, mask) * scale - log_total.flatten()[:, None]).exp()
-    grad_scores = probs * grads.flatten(0, -2).float() * scale
-    return probs.to(scores.dtype).view(scores.shape), grad_scores.to(scores.dtype).view(scores.shape)
+    probs = (_seen(scores, mask) * scale - log_total[:, None]).exp()
+    return probs.to(scores.dtype), (probs * grads.float() * scale).to(scores.dtype)
