@@ -241,7 +241,14 @@ REFUSED_OF_ZERO = {
     "round_robin_gradients": "DeepSpeed then gives a checkpoint the weights of other parameters",
     "compute_grad_norm": "the trainer takes the gradient's norm itself",
 }
-FILLED_IN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer")
+FILLED_IN = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_allreduce_op",
+    "gradient_clipping",
+    "optimizer",
+)
 
 
 def check_deepspeed(config: dict[str, Any]) -> None:

@@ -19,9 +19,11 @@ from mtptrain.target import PositionCache, TreeRows
 aten = torch.ops.aten
 
 SHORT_TOKENS = 1024
-"""Of a causal segment: up to here blocks of rows take less time than a CPU's flash kernels."""
-HAS_TILES, FLASH_KEYS = bool(torch.cpu.get_capabilities().get("amx_bf16")), 2560
-"""Of a segment that a CPU with tiles (AMX) takes by flash forward: of more keys `_flash_on_cpu` tells too little for gradients in bf16."""
+"""Of a causal segment: up to here blocks of rows take less time than a CPU's flash kernels; with tiles the backward pass does."""
+HAS_TILES = bool(torch.cpu.get_capabilities().get("amx_bf16"))
+"""Whether this CPU has them for products in bf16 (AMX)."""
+MOST_BELOW = 32
+"""That a score, before scaling, may lie below what is taken off it, where all count alike: beyond it bf16 has steps of a quarter."""
 RUN_TOKENS = 2048
 """Of segments that a CPU takes together at most, so that their scores stay small beside everything else of a step."""
 
@@ -273,10 +275,13 @@ def _flash_on_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `block_attention`.
 
-    Where all scores of n keys are the same, they lie log n below the lse; one that stands out lies at it. About the largest one: between.
+    Where all scores of n keys are the same, they lie log n below the lse; one that stands out lies at it. About the largest one: between,
+    by a value of the dtype, so that the one that stands out is not rounded.
     """
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_of_each_head(query, key, value), 0.0, is_causal)
-    return out, lse, (lse - math.log(key.shape[2]) / 2) * query.shape[-1] ** 0.5
+    num_keys = torch.arange(1 if is_causal else key.shape[2], key.shape[2] + 1)  # that each row sees, or all of them
+    below = (num_keys.log() / 2 * query.shape[-1] ** 0.5).to(query.dtype)
+    return out, lse, lse * query.shape[-1] ** 0.5 - below
 
 
 def _flash_backward(
@@ -350,7 +355,9 @@ def _has_fast_flash(query: torch.Tensor, keys: Run) -> bool:
 
     Tensors without data are counted alike on all machines.
     """
-    return HAS_TILES and query.dtype == torch.bfloat16 and keys[2] <= FLASH_KEYS and not isinstance(query, FakeTensor)
+    if not HAS_TILES or query.dtype != torch.bfloat16 or isinstance(query, FakeTensor):
+        return False
+    return math.log(keys[2]) / 2 * query.shape[-1] ** 0.5 < MOST_BELOW
 
 
 def _batch(x: torch.Tensor, run: Run) -> torch.Tensor:
