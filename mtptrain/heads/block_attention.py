@@ -29,7 +29,7 @@ def block_attention(
     groups, scale, num_keys = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5, key.shape[2]
     grouped = query.unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim]
     key, value = (_filled(x) if is_causal else x.contiguous() for x in (key, value))
-    wide_key, masks = _with_ones(key), _masks(query) if is_causal else None
+    wide_key = _with_ones(key)
     out, of_rows = grouped.new_empty(grouped.shape), grouped.new_empty(2, *grouped.shape[:-1], dtype=torch.float32)
     of_all_heads = max(LEAST_ROWS, BLOCK_SCORES // num_keys)
     num_together = BLOCK_ROWS if is_causal else max(1, of_all_heads // (query.shape[0] * query.shape[1]))
@@ -38,7 +38,7 @@ def block_attention(
         keys = slice(first + num_together) if is_causal else slice(num_keys)
         block_query = grouped[..., rows, :].flatten(2, 3)
         scores = block_query @ key[..., keys, :].mT
-        mask = _mask(masks, scores, groups, first)
+        mask = _mask(scores, groups, first) if is_causal else None
         largest = _largest(scores.flatten(0, 2), mask).view(scores.shape[:3])
         if scores.dtype == torch.float32:
             scores -= largest[..., None]
@@ -56,18 +56,9 @@ def _filled(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)).contiguous()
 
 
-def _masks(query: torch.Tensor) -> torch.Tensor:
-    """-inf where row i of a block does not see key j, behind as many keys as there are rows, which all see; 0 elsewhere."""
-    num_rows = query.shape[2]
-    return query.new_full((BLOCK_ROWS, num_rows + BLOCK_ROWS), -torch.inf).triu(num_rows + 1)
-
-
-def _mask(masks: torch.Tensor | None, scores: torch.Tensor, groups: int, first: int) -> torch.Tensor | None:
-    """Of a causal block [rows, keys] that begins with row `first`, a part of `_masks`; no view, whose place would be one more shape."""
-    if masks is None:
-        return None
-    before = masks.shape[1] - BLOCK_ROWS - first
-    return masks[: scores.shape[2] // groups, before : before + scores.shape[3]].clone()
+def _mask(scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
+    """Of a causal block that begins with row `first` [rows, keys]: 0, and -inf at keys that a row does not see."""
+    return scores.new_full((scores.shape[2] // groups, scores.shape[3]), -torch.inf).triu(first + 1)
 
 
 # The rows of all segments and heads lie in one dimension, so that few shapes are compiled for.
@@ -124,13 +115,13 @@ def block_attention_backward(
     log_totals = (lse - largest * scale).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows]
     num_keys = key.shape[2]
     key, value = (_filled(x) if is_causal else x.contiguous() for x in (key, value))
-    wide_key, wide_value, masks = _with_ones(key), _with_ones(value), _masks(query) if is_causal else None
+    wide_key, wide_value = _with_ones(key), _with_ones(value)
     grad_query = torch.zeros_like(wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32)  # sums of blocks in fp32
     grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
     for rows, keys in _blocks(query.shape[2], num_keys, groups, is_causal):
         block_query, block_grad = (x[..., rows, :].flatten(2, 3) for x in (wide_query, wide_grad))
         scores, grads = block_query @ wide_key[..., keys, :].mT, block_grad @ wide_value[..., keys, :].mT
-        mask = _mask(masks, scores, groups, rows.start)
+        mask = _mask(scores, groups, rows.start) if is_causal else None
         found = _score_grads(scores.flatten(0, 2), grads.flatten(0, 2), log_totals[..., rows].flatten(), mask, scale)
         probs, grad_scores = (x.view_as(scores) for x in found)
         grad_query[..., rows, :] += (grad_scores @ key[..., keys, :]).unflatten(2, (groups, -1))
