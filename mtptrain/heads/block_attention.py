@@ -39,12 +39,12 @@ def block_attention(
         block_query = grouped[..., rows, :].flatten(2, 3)
         scores = block_query @ key[..., keys, :].mT
         mask = _mask(scores, groups, first) if is_causal else None
-        largest = _largest(scores.flatten(0, 2), mask).view(scores.shape[:3])
+        largest = _largest(_rows_of_all(scores), mask).view(scores.shape[:3])
         if scores.dtype == torch.float32:
             scores -= largest[..., None]
         else:
             scores = _widened(block_query, largest) @ wide_key[..., keys, :].mT
-        probs, total = (x.view(*scores.shape[:3], *x.shape[1:]) for x in _probs(scores.flatten(0, 2), mask, scale))
+        probs, total = (x.view(*scores.shape[:3], *x.shape[1:]) for x in _probs(_rows_of_all(scores), mask, scale))
         out[..., rows, :] = (probs @ value[..., keys, :]).unflatten(2, (groups, -1))
         of_rows[..., rows] = torch.stack([largest * scale + total.log(), largest]).unflatten(3, (groups, -1))
     lse, largest = of_rows.flatten(2, 3)
@@ -61,7 +61,11 @@ def _mask(scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
     return scores.new_full((scores.shape[2] // groups, scores.shape[3]), -torch.inf).triu(first + 1)
 
 
-# The rows of all segments and heads lie in one dimension, so that few shapes are compiled for.
+def _rows_of_all(x: torch.Tensor) -> torch.Tensor:
+    """[segments, kv heads, rows, ...] with the rows of all in one dimension, for a compiled function: of a view it would count the shape of
+    the whole too, and be compiled for each."""
+    flat: torch.Tensor = torch.ops.aten._unsafe_view(x.contiguous(), [x.shape[:3].numel(), *x.shape[3:]])
+    return flat
 
 
 @fused
@@ -122,7 +126,8 @@ def block_attention_backward(
         block_query, block_grad = (x[..., rows, :].flatten(2, 3) for x in (wide_query, wide_grad))
         scores, grads = block_query @ wide_key[..., keys, :].mT, block_grad @ wide_value[..., keys, :].mT
         mask = _mask(scores, groups, rows.start) if is_causal else None
-        found = _score_grads(scores.flatten(0, 2), grads.flatten(0, 2), log_totals[..., rows].flatten(), mask, scale)
+        log_total = log_totals[..., rows].flatten(2, 3)
+        found = _score_grads(_rows_of_all(scores), _rows_of_all(grads), _rows_of_all(log_total), mask, scale)
         probs, grad_scores = (x.view_as(scores) for x in found)
         grad_query[..., rows, :] += (grad_scores @ key[..., keys, :]).unflatten(2, (groups, -1))
         grad_key[..., keys, :] += grad_scores.mT @ block_query[..., :-2]

@@ -173,6 +173,27 @@ def test_attention_of_documents_of_several_blocks_equals_dense_attention(is_fuse
         torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond eight forms of a function torch runs it uncompiled, which its log alone says. Of views it would count the shape of the whole
+    too, and reach them here."""
+    monkeypatch.setattr(fusing, "_is_on", True)
+    monkeypatch.setattr(attention_module, "HAS_TILES", has_tiles)
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for lengths in ([510, 510], [512], [129, 64, 37], [256, 256, 256], [300, 1000], [128, 128], [513]):
+            for divisor in (None, 2):  # all of each document, or its second half
+                firsts = [length // divisor if divisor else 0 for length in lengths]
+                packing = Packing.of(lengths, [(i, first, lengths[i] - first) for i, first in enumerate(firsts)])
+                for heads, kv_heads in ((4, 1), (8, 2)):
+                    query, key, value = (
+                        torch.randn(rows, of_each, 64, generator=generator).bfloat16().requires_grad_()
+                        for rows, of_each in ((len(packing.rows), heads), (sum(lengths), kv_heads), (sum(lengths), kv_heads))
+                    )
+                    depth_attention(query, key, value, [], [], packing).sum().backward()
+
+
 def test_a_packing_says_where_documents_and_rows_lie() -> None:
     packing = Packing.of([4, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
     assert packing.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
