@@ -91,6 +91,7 @@ def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
         ),
         ({"fp16": {"enabled": True}}, r"deepspeed\.fp16\.enabled: must be false, but is true: .* set deepspeed\.bf16"),
         ({"gradient_clipping": 0.5}, r"deepspeed\.gradient_clipping: must not be set, but is 0\.5: the trainer sets it"),
+        ({"gradient_allreduce_op": "mean"}, r"deepspeed\.gradient_allreduce_op: must not be set, but is mean: the trainer sets it"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
             r"deepspeed\.zero_optimization\.offload_optimizer: must not be set, but is .*cpu.*; remove it",

@@ -48,6 +48,16 @@ def leaf(generator: torch.Generator, rows: int, heads: int) -> torch.Tensor:
     return torch.randn(rows, heads, 64, generator=generator).requires_grad_()
 
 
+def in_bf16_and_fp32(inputs: list[torch.Tensor], weights: torch.Tensor, packing: Packing) -> list[list[torch.Tensor]]:
+    """What queries find, and the gradients of queries, keys and values, from the same inputs in bf16."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        query, key, value = leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        attended = depth_attention(query, key, value, [], [], packing)
+        found.append([attended, *torch.autograd.grad(attended, leaves, weights.to(dtype))])
+    return found
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     packing=packings(),
@@ -116,11 +126,7 @@ def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
 
     num_rows = len(packing.rows)
     inputs, weights = [make(num_rows, 4, size), make(num_tokens, 2, size), make(num_tokens, 2)], make(num_rows, 4)
-    found = []
-    for dtype in (torch.bfloat16, torch.float32):
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        attended = depth_attention(*leaves, [], [], packing)  # type: ignore[arg-type]
-        found.append([attended, *torch.autograd.grad(attended, leaves, weights.to(dtype))])
+    found = in_bf16_and_fp32(inputs, weights, packing)
     attended_off, *grads_off = [(ours - exact).norm() / exact.norm() for ours, exact in zip(*found, strict=True)]
     assert attended_off < 5e-3
     assert max(grads_off) < 1e-2
@@ -137,12 +143,8 @@ def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16
     query, key = torch.full((300, 4, 64), 2.0), torch.randn(300, 2, 64, generator=generator) / 10
     key[0] = 2.0  # 32 nats beside the others' 0
     value, weights = torch.randn(300, 2, 64, generator=generator), torch.randn(300, 4, 64, generator=generator)
-    grads = []
-    for dtype in (torch.bfloat16, torch.float32):
-        leaves = [x.bfloat16().to(dtype).requires_grad_() for x in (query, key, value)]
-        attended = depth_attention(*leaves, [], [], packing)  # type: ignore[arg-type]
-        grads.append(torch.autograd.grad(attended, leaves[2], weights.bfloat16().to(dtype))[0])
-    of_value, exact = grads
+    found = in_bf16_and_fp32([x.bfloat16() for x in (query, key, value)], weights.bfloat16(), packing)
+    of_value, exact = (grads[-1] for grads in found)
     assert (of_value - exact).norm() / exact.norm() < 3e-3
 
 
@@ -234,12 +236,8 @@ def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
         return torch.randn(*shape, generator=generator).bfloat16()
 
     inputs, weights = [make(300, 4, 64), make(600, 2, 64), make(600, 2, 64)], make(300, 4, 64)
-    grads = []
-    for dtype in (torch.bfloat16, torch.float32):
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        attended = depth_attention(*leaves, [], [], packing)  # type: ignore[arg-type]
-        grads.append(torch.autograd.grad(attended, leaves, weights.to(dtype)))
-    for ours, exact in list(zip(*grads, strict=True))[1:]:
+    found = in_bf16_and_fp32(inputs, weights, packing)
+    for ours, exact in list(zip(*found, strict=True))[2:]:
         first = slice(0, 100)  # of all answers' keys
         assert (ours[first] - exact[first]).norm() / exact[first].norm() < 6e-3
 
