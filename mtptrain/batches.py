@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtptrain.fp8 import decode, decode_into
-from mtptrain.heads.attention import Packing
+from mtptrain.heads.packing import Packing
 from mtptrain.hidden_store import HiddenStore, StoredDocument, scales_of
 
 X = TypeVar("X")

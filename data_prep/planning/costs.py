@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.head_files import build_head
-from mtptrain.heads.attention import Packing
 from mtptrain.heads.base import Head, HeadConfig
+from mtptrain.heads.packing import Packing
 from mtptrain.losses import LossSettings, draft_losses
 from mtptrain.target import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
 

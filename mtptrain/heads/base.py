@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from mtptrain.fusing import fused, of_fixed_shape
-from mtptrain.heads.attention import Packing, cached_attention, depth_attention
+from mtptrain.heads.attention import cached_attention, depth_attention
+from mtptrain.heads.packing import Packing
 from mtptrain.target import FrozenParts, PositionCache, TreeRows
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ def block_attention(
     """
     groups, scale, num_keys = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5, key.shape[2]
     grouped = query.unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim]
-    key, value = (_filled(x) if is_causal else x.contiguous() for x in (key, value))
+    key, value = (_filled(x, is_causal) for x in (key, value))
     wide_key = _with_ones(key)
     out, of_rows = grouped.new_empty(grouped.shape), grouped.new_empty(2, *grouped.shape[:-1], dtype=torch.float32)
     of_all_heads = max(LEAST_ROWS, BLOCK_SCORES // num_keys)
@@ -51,9 +51,9 @@ def block_attention(
     return out.flatten(1, 2), lse, largest
 
 
-def _filled(x: torch.Tensor) -> torch.Tensor:
-    """Keys or values up to a multiple; no row sees those that are added."""
-    return F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)).contiguous()
+def _filled(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """Keys or values, contiguous; of causal segments up to a multiple, and no row sees those that are added."""
+    return (F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)) if is_causal else x).contiguous()
 
 
 def _mask(scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
@@ -118,11 +118,11 @@ def block_attention_backward(
     )
     log_totals = (lse - largest * scale).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows]
     num_keys = key.shape[2]
-    key, value = (_filled(x) if is_causal else x.contiguous() for x in (key, value))
+    key, value = (_filled(x, is_causal) for x in (key, value))
     wide_key, wide_value = _with_ones(key), _with_ones(value)
     grad_query = torch.zeros_like(wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32)  # sums of blocks in fp32
-    # A CPU's products take up to a third longer where the larger matrix is read across.
-    grad_key, grad_value = (torch.zeros_like(x.mT, dtype=torch.float32, memory_format=torch.contiguous_format) for x in (key, value))
+    # Keys behind each other [..., head_dim, keys]: a CPU's products take up to a third longer where the larger matrix is read across.
+    grad_key, grad_value = (x.new_zeros(x.mT.shape, dtype=torch.float32) for x in (key, value))
     for rows, keys in _blocks(query.shape[2], num_keys, groups, is_causal):
         block_query, block_grad = (x[..., rows, :].flatten(2, 3) for x in (wide_query, wide_grad))
         scores, grads = block_query @ wide_key[..., keys, :].mT, block_grad @ wide_value[..., keys, :].mT

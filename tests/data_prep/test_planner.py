@@ -22,7 +22,7 @@ from mtptrain.flops import StepFlops
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.heads import attention as attention_module
-from mtptrain.heads.attention import Packing
+from mtptrain.heads.packing import Packing
 from mtptrain.hidden_store import Manifest
 from mtptrain.prompt_files import Documents
 from mtptrain.target import load_frozen_parts, load_target, read_target_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.bench_train import case_of, plain_losses, random_batch, random_parts
+from eval.train_steps import case_of, plain_losses, random_batch, random_parts
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.losses import LossSettings, draft_losses

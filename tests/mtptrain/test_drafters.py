@@ -9,8 +9,8 @@ from mtptrain.drafters import HeadDrafter, TreeDrafter
 from mtptrain.export import RecordingDrafter
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
-from mtptrain.heads.attention import Packing
 from mtptrain.heads.base import Head
+from mtptrain.heads.packing import Packing
 from mtptrain.speculate import Draft, Sampler, Verified, speculate
 from mtptrain.target import Target, load_target
 from tests.conftest import make_target

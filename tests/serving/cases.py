@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from mtptrain.export import write_head
 from mtptrain.formats import format_for
 from mtptrain.head_files import build_head
-from mtptrain.heads.attention import Packing
 from mtptrain.heads.base import Head, HeadConfig
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.packing import Packing
 from mtptrain.target import PositionCache, Target
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE, make_target
 

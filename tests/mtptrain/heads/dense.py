@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mtptrain.heads.attention import Packing
+from mtptrain.heads.packing import Packing
 
 
 def dense_depth_attention(

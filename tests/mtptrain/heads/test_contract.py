@@ -8,9 +8,9 @@ from transformers import LlamaConfig
 
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
-from mtptrain.heads.attention import Packing
 from mtptrain.heads.base import Head
 from mtptrain.heads.mtp import RestoredNorm
+from mtptrain.heads.packing import Packing
 from mtptrain.target import PositionCache
 
 DEPTHS = 5

@@ -12,8 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from mtptrain import fusing
 from mtptrain.heads import attention as attention_module
 from mtptrain.heads import block_attention as block_attention_module
-from mtptrain.heads.attention import Packing, Places, depth_attention, rotate
+from mtptrain.heads.attention import depth_attention, rotate
 from mtptrain.heads.layers import RmsNorm, Rope
+from mtptrain.heads.packing import Packing, Places
 from tests.mtptrain.heads.dense import dense_depth_attention
 
 ROPES: dict[str, dict[str, object]] = {
