@@ -202,18 +202,19 @@ def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDA
 
     All documents are counted in one go: a store may have millions.
     """
-    drafts = np.zeros(len(loss_mask), np.int8)
-    drafts[:-2] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
+    drafts = np.zeros(len(loss_mask) + 2, np.uint8)  # with a token that does not draft at either end
+    drafts[1:-3] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
     for behind in (1, 2):  # the last two tokens of a document have no draft
-        drafts[np.maximum(offsets[1:] - behind, 0)] = 0
-    edges = np.diff(drafts, prepend=0, append=0)
-    first_rows, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+        drafts[1 + np.maximum(offsets[1:] - behind, 0)] = 0
+    changes = np.flatnonzero(drafts[1:] != drafts[:-1])
+    first_rows, ends = changes[::2], changes[1::2]
     document = np.searchsorted(offsets, first_rows, side="right") - 1  # of each span
     counts, first_rows, ends = ends - first_rows, first_rows - offsets[document], ends - offsets[document]
-    costs = np.zeros(len(offsets) - 1)
-    np.maximum.at(costs, document, TOKEN_COST * ends)
-    np.add.at(costs, document, counts + PAIR_COST * (counts * (first_rows + counts / 2)))
-    return costs
+    num_documents = len(offsets) - 1
+    last_ends = np.zeros(num_documents)
+    last_ends[document] = ends  # the last one stays
+    rows_and_pairs = counts + PAIR_COST * (counts * (first_rows + counts / 2))
+    return TOKEN_COST * last_ends + np.bincount(document, rows_and_pairs, num_documents)
 
 
 def pack_documents(
