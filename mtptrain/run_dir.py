@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from mtptrain.atomic_files import write_text
 from mtptrain.config import PipelineConfig
 
 _RECORDED_PACKAGES = ("mtptrain", "torch", "transformers", "deepspeed", "safetensors", "tokenizers", "datasets")
@@ -30,9 +31,7 @@ def command() -> str:
 
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def require(path: Path, program: str) -> Path:
