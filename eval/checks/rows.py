@@ -72,7 +72,7 @@ STYLES = {Outcome.passed: "green", Outcome.failed: "bold red", Outcome.skipped: 
 def print_rows(rows: list[Row], title: str) -> None:
     table = Table("check", "", "found", "allowed", "s", title=title)
     for row in rows:
-        shown = row.figure if row.outcome is Outcome.passed else f"{row.figure} {row.reason.splitlines()[0]}".strip()
+        shown = row.figure if row.outcome is Outcome.passed else f"{row.figure} {row.reason}".strip()
         outcome = f"[{STYLES[row.outcome]}]{row.outcome}[/]"
         table.add_row(row.name, outcome, shown.replace("[", "\\["), row.bound, f"{row.seconds:.0f}")
     console = Console()

@@ -1,9 +1,7 @@
 """The programs of the pipeline on one machine, started as users start them, and what they leave behind beside what it must be."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from eval.checks.numerics import relative_error
+from eval.checks.processes import kill_tree
 from eval.checks.rows import Finding, Outcome, at_most, judged, measured, skipped
 from mtptrain.acceptance import eos_token_ids, generate_in_batches
 from mtptrain.acceptance_prompts import read_prompts
@@ -48,14 +47,16 @@ def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[st
 
 
 def run_in_process(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command_of(module, arguments, num_ranks),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-        stdin=subprocess.DEVNULL,
-    )
+    """`RunProgram` as a user starts it; one that hangs is killed with all its ranks."""
+    command = command_of(module, arguments, num_ranks)
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=LIMIT_S)
+        except BaseException:
+            kill_tree(process.pid)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 class Stages:
@@ -75,11 +76,14 @@ class Stages:
         """Run a program and return what it printed.
 
         Raises:
-            RuntimeError: it failed; with the end of what it printed.
+            RuntimeError: it failed; with its last line. All that it printed is in `<module>.log` beside the run.
         """
         result = self._run(module, [*self.overrides, f"run_dir={run_dir or self.directory}", *overrides], num_ranks)
+        log = self.directory.with_name(f"{module}.log")
+        log.write_text(result.stdout + result.stderr)
         if result.returncode:
-            raise RuntimeError(f"{module} ended with {result.returncode}: {result.stderr[-1500:]}")
+            last = next(filter(str.strip, reversed(result.stderr.splitlines())), "it printed no error")
+            raise RuntimeError(f"{module} must end with 0, but ended with {result.returncode}: {last}; see {log}")
         return result.stdout
 
     def prompts(self) -> Finding:
@@ -166,7 +170,7 @@ class Stages:
         divergences = [
             first_answer_divergence(target, [each[0]], [each[1]], [each[2]]) for each in zip(prompts, plain, drafted, strict=True)
         ]
-        gaps = [abs(each.logit_gap / each.logit) for each in divergences if each is not None]
+        gaps = [abs(each.logit_gap) / max(1.0, abs(each.logit)) for each in divergences if each is not None]
         figure = f"{len(plain) - len(gaps)} of {len(plain)} answers equal, largest gap {max(gaps, default=0.0):.2g} of the logit"
         return judged(
             max(gaps, default=0.0) <= NEAR_TIE[dtype],
@@ -234,9 +238,7 @@ def kill_after_a_checkpoint(command: list[str], run_dir: Path) -> int:
     Raises:
         RuntimeError: it ended by itself.
     """
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     started = time.monotonic()
     try:
         while not complete_checkpoints(run_dir / "train/checkpoints"):
@@ -247,6 +249,6 @@ def kill_after_a_checkpoint(command: list[str], run_dir: Path) -> int:
             time.sleep(0.01)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
         process.wait()
     return len(losses(run_dir))
