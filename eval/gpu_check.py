@@ -32,7 +32,7 @@ from eval.checks.stages import RunProgram, Stages, run_in_process
 from mtptrain.config import RECIPES, CheckSize, PipelineConfig, load_config
 from mtptrain.distributed import device_name, init_ranks
 from mtptrain.fusing import fuse
-from mtptrain.run_dir import command, write_json
+from mtptrain.run_dir import command, quoted, write_json
 
 COMMON = ("train.log_every=1", "train.tracker=none", "train.validate_every=0", "train.warmup_steps=5")
 SIZES = {
@@ -71,7 +71,7 @@ def main(cfg: DictConfig) -> None:
         )
     overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
     directory = config.stage_dir("gpu_check")
-    inner = load_config(compose("pipeline", [*overrides, f"run_dir={directory / 'run'}"]))
+    inner = load_config(compose("pipeline", [*overrides, f"run_dir={quoted(directory / 'run')}"]))
     rows = run_all(inner, overrides, config.check.size, device, run_in_process)
     sys.exit(report(rows, directory, device))
 

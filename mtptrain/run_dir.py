@@ -29,6 +29,11 @@ def command() -> str:
     return shlex.join(["python", *([sys.argv[0]] if spec is None else ["-m", spec.name]), *sys.argv[1:]])
 
 
+def quoted(path: Path | str) -> str:
+    """A path as the value of an override."""
+    return "'" + str(path).replace("'", "\\'") + "'"
+
+
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file whole or not at all."""
     write_text(path, json.dumps(content, indent=2) + "\n")

@@ -7,6 +7,7 @@ from typing import Any
 
 from eval.checks.rows import Finding, measured, skipped
 from eval.checks.stages import Stages
+from mtptrain.run_dir import quoted
 
 EXTRACTION_8B = ("bench.target=8b", "bench.documents=64", "bench.repeats=2", "hidden_states.batch_tokens=8192")
 STEP_8B = ("bench.target=8b", "bench.repeats=2")
@@ -36,7 +37,7 @@ STEP_TINY = (
 
 def figures_of(stages: Stages, module: str, overrides: Sequence[str]) -> dict[str, Any]:
     path = stages.directory.with_name(f"{module}.json")
-    stages.program(module, *overrides, f"bench.out={path}")
+    stages.program(module, *overrides, f"bench.out={quoted(path)}")
     figures: dict[str, Any] = json.loads(path.read_text())
     return figures
 

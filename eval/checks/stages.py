@@ -23,6 +23,7 @@ from mtptrain.drafters import HeadDrafter, NoDrafter
 from mtptrain.engines.divergence import first_answer_divergence
 from mtptrain.engines.vllm import find_python
 from mtptrain.hidden_store import HiddenStore
+from mtptrain.run_dir import quoted
 from mtptrain.speculate import Sampler
 from mtptrain.target import PositionCache, load_target, resolve_target
 from mtptrain.tracking import METRICS
@@ -78,7 +79,7 @@ class Stages:
         Raises:
             RuntimeError: it failed; with its last line. All that it printed is in `<module>.log` beside the run.
         """
-        result = self._run(module, [*self.overrides, f"run_dir={run_dir or self.directory}", *overrides], num_ranks)
+        result = self._run(module, [*self.overrides, f"run_dir={quoted(run_dir or self.directory)}", *overrides], num_ranks)
         log = self.directory.with_name(f"{module}.log")
         log.write_text(result.stdout + result.stderr)
         if result.returncode:
@@ -129,7 +130,7 @@ class Stages:
     def resumed_training(self) -> Finding:
         """A run that is killed after a checkpoint and started again, beside the run that was left alone."""
         run_dir = self._sibling("resumed", "prompts", "hidden_states")
-        arguments = [*self.overrides, f"run_dir={run_dir}"]
+        arguments = [*self.overrides, f"run_dir={quoted(run_dir)}"]
         killed_at = kill_after_a_checkpoint(command_of("mtptrain.train", arguments, self.num_ranks), run_dir)
         self.program("mtptrain.train", run_dir=run_dir, num_ranks=self.num_ranks)
         ours, theirs = losses(run_dir), losses(self.directory)
