@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eval.checks.rows import Finding, measured, skipped
 from eval.checks.stages import Stages
 from mtptrain.run_dir import quoted
@@ -35,6 +37,16 @@ STEP_TINY = (
 )
 
 
+NEEDED_GB = {"extraction": 30, "step": 60, "peer": 75}
+"""Memory of one GPU at 8B's dimensions; the peer runs beside our step and beside the plain formula, which keeps all logits."""
+
+
+def too_small(bench: str) -> str:
+    """Why a bench at 8B's dimensions cannot run here; empty where it can."""
+    found = torch.cuda.get_device_properties(0).total_memory / 1e9
+    return "" if found >= NEEDED_GB[bench] else f"needs {NEEDED_GB[bench]} GB of memory on a GPU, and there are {found:.0f}"
+
+
 def figures_of(stages: Stages, module: str, overrides: Sequence[str]) -> dict[str, Any]:
     path = stages.directory.with_name(f"{module}.json")
     stages.program(module, *overrides, f"bench.out={quoted(path)}")
@@ -43,6 +55,8 @@ def figures_of(stages: Stages, module: str, overrides: Sequence[str]) -> dict[st
 
 
 def bench_extraction(stages: Stages, is_tiny: bool) -> Finding:
+    if not is_tiny and (reason := too_small("extraction")):
+        return skipped(reason)
     figures = figures_of(
         stages, "eval.bench_extraction", [*(EXTRACTION_TINY if is_tiny else EXTRACTION_8B), "bench.read_tokens=8192"]
     )
@@ -52,6 +66,8 @@ def bench_extraction(stages: Stages, is_tiny: bool) -> Finding:
 
 
 def bench_step(stages: Stages, is_tiny: bool) -> Finding:
+    if not is_tiny and (reason := too_small("step")):
+        return skipped(reason)
     figures = figures_of(stages, "eval.bench_train", STEP_TINY if is_tiny else STEP_8B)
     cases = figures["steps"] if is_tiny else figures["gpu"]
     return measured("; ".join(describe_case(case) for case in cases) + f"; peak {figures['matmul_tflops']:.0f} TFLOP/s")
@@ -68,6 +84,8 @@ def bench_peer(stages: Stages, is_tiny: bool) -> Finding:
     python = Path(stages.config.bench.peer_python)
     if not python.exists():
         return skipped(f"SPECULATORS IS NOT INSTALLED: {python} does not exist; run `make .venv-peer/.installed`")
+    if not is_tiny and (reason := too_small("peer")):
+        return skipped(reason)
     (case,) = figures_of(stages, "eval.bench_train", STEP_TINY if is_tiny else PEER_8B)["steps"]
     ours, theirs = case["tokens_per_s"], case["peer_tokens_per_s"]
     return measured(f"{ours:,.0f} tokens/s, vLLM Speculators {theirs:,.0f}: {ours / theirs:.2f} times as many")

@@ -31,7 +31,7 @@ from mtptrain.warm_start import trained_or_initial_head
 
 RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
 """Runs `python -m module arguments` on so many ranks to its end."""
-LIMIT_S = 300
+LIMIT_S = 600
 """Of one program: a check that hangs must not keep the others from running."""
 COMPARED_DOCUMENTS = 8
 STORE_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}

@@ -108,12 +108,13 @@ def test_training_goes_on_from_the_checkpoint_before_a_torn_one(
     checkpoints = tmp_path / "run/train/checkpoints"
     settings = (f"run_dir={tmp_path}/run", *tiny_run[1], "train.max_steps=4", "train.save_every=2", *PLAIN_RUN)
     assert run_program("mtptrain.train", *settings, num_ranks=num_ranks).returncode == 0
-    undisturbed = (checkpoints / "step_00000004" / STATE).read_bytes()
+    undisturbed = (tmp_path / "run/train/last/head.safetensors").read_bytes()
     truncate(checkpoints / "step_00000004" / STATE)
     result = run_program("mtptrain.train", *settings, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("step_00000004/state.safetensors: must have") == 1, "rank 0 alone says so"
-    assert (checkpoints / "step_00000004" / STATE).read_bytes() == undisturbed
+    assert (tmp_path / "run/train/last/head.safetensors").read_bytes() == undisturbed
+    assert find_fault(checkpoints / "step_00000004") is None
     assert {path.name for path in checkpoints.iterdir()} == {"step_00000002", "step_00000004"}, "the torn one is removed"
 
 
