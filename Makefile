@@ -6,6 +6,7 @@
 #   make test-serving   heads served by vLLM, which is installed where it is missing (minutes, once)
 #   make served-table   write the README's table of what is served, from the same tests
 #   make recipe-plans   write the plans in the headers of the recipes, at the published sizes of their targets
+#   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, and the benches at 8B, as one table; under ten minutes
 #   make check    lint, format, types, every recipe composes, imports point one way
 #   make .venv-peer/.installed   vLLM Speculators, which eval.bench_train measures beside our step
 #   make clean    remove what was built; keeps $(VENV), $(VLLM_VENV) and runs/
@@ -27,7 +28,7 @@ ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 export DS_ACCELERATOR ?= cpu
 endif
 
-.PHONY: setup demo test test-serving served-table recipe-plans check clean
+.PHONY: setup demo test test-serving served-table recipe-plans gpu-check check clean
 
 setup: $(VENV)/.installed
 
@@ -62,6 +63,9 @@ demo: setup
 	$(RUN) -m mtptrain.train recipe=quickstart $(ARGS)
 	$(RUN) -m eval.acceptance recipe=quickstart $(ARGS)
 	$(RUN) -m mtptrain.export recipe=quickstart $(ARGS)
+
+gpu-check: setup
+	$(RUN) -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check $(ARGS)
 
 check: setup
 	$(RUN) -m ruff check .

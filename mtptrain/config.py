@@ -367,6 +367,19 @@ class BenchConfig:
     """JSON file for the figures."""
 
 
+class CheckSize(StrEnum):
+    full = "full"
+    tiny = "tiny"
+    """In float32 and at sizes for a CPU, to see that the checks themselves run."""
+
+
+@dataclass
+class CheckConfig:
+    """eval.gpu_check: what one machine with GPUs shows in a few minutes."""
+
+    size: CheckSize = CheckSize.full
+
+
 @dataclass
 class StudyConfig:
     """eval.study: variants of a recipe, trained and measured beside each other; `recipes/study/` has some."""
@@ -412,6 +425,7 @@ class PipelineConfig:
     serving: ServingConfig = field(default_factory=ServingConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
 
     def stage_dir(self, stage: str) -> Path:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mtptrain.atomic_files import publish, write_text
 from mtptrain.config import StoreDtype
 from mtptrain.fp8 import encode
 from mtptrain.hidden_store import MANIFEST, PLAN, SCHEMA_VERSION, Manifest, ShardRecord, has_length, read_json
@@ -200,7 +201,7 @@ class ShardFile:
             index_bytes=self._layout.index_bytes,
             index_checksum=index_checksum(index, bytes_of(self._tokens["loss_mask"])),
         )
-        _publish(self._temporary, self._path)
+        publish(self._temporary, self._path)
         _write_json(_record_path(self._path), asdict(record))
 
     def discard(self) -> None:
@@ -293,28 +294,7 @@ def _temporary_path(path: Path) -> Path:
 
 
 def _write_json(path: Path, content: object) -> None:
-    temporary = _temporary_path(path)
-    try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        _publish(temporary, path)
-    except OSError:  # a full disk, say
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Rename after the bytes are on the disk, and make the new name last too."""
-    _sync(temporary)
-    temporary.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_text(path, json.dumps(content, indent=2) + "\n", _temporary_path(path))
 
 
 def _remove(directory: Path, *patterns: str) -> None:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
+from mtptrain.atomic_files import write_text
 from mtptrain.identity import TokenizerIdentity
 from mtptrain.tensor_files import save_tensors
 
@@ -101,7 +102,7 @@ class DocumentEntry:
 
     @staticmethod
     def write_all(directory: Path, entries: Iterable["DocumentEntry"]) -> None:
-        _write_text(directory / DOCUMENTS_FILE, "".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
+        write_text(directory / DOCUMENTS_FILE, "".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
 
     @staticmethod
     def read_all(directory: Path) -> list["DocumentEntry"]:
@@ -123,7 +124,7 @@ class PromptsManifest:
     validation_tokens: int
 
     def write(self, directory: Path) -> None:
-        _write_text(directory / "manifest.json", json.dumps(asdict(self), indent=2) + "\n")
+        write_text(directory / "manifest.json", json.dumps(asdict(self), indent=2) + "\n")
 
     @staticmethod
     def read(directory: Path) -> "PromptsManifest":
@@ -188,9 +189,3 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         ) from error
     assert not isinstance(encoded, (str, list))
     return list(encoded["input_ids"])
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from data_prep.planning.costs import StepCosts, TargetCosts, head_parameters, step_costs, target_costs
 from data_prep.planning.speed import Speed, estimate
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
+from mtptrain.export_proof import proof_bytes
 from mtptrain.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.heads import HEADS
 from mtptrain.prompt_files import Documents, Split
@@ -91,6 +92,8 @@ class Plan:
     hidden_states: Speed
     train: Speed
     """Of all epochs."""
+    export_bytes: int
+    """Of the machine's memory, no GPU's: what the export takes to prove equal proposals."""
 
 
 def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
@@ -160,6 +163,9 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             disk_rate,
             config.planner.num_gpus,
             _train_dtype(config),
+        ),
+        export_bytes=proof_bytes(
+            target_config.vocab_size, target_config.hidden_size, num_parameters, 1 if target_config.tie_word_embeddings else 2
         ),
     )
 

@@ -26,6 +26,7 @@ def print_plan(config: PipelineConfig) -> Plan:
     for name, value in plan_rows(plan, config):
         table.add_row(name, value)
     table.add_row("free disk", f"{_gb(plan.free_bytes)} where run_dir is")
+    table.add_row("export", f"{_gb(plan.export_bytes)} of the machine's memory, whatever the target's layers take")
     console = Console()
     console.print(table, markup=False)
     for warning in plan_warnings(plan, config):

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from mtptrain.drafters import HeadDrafter, TreeDrafter
-from mtptrain.export import RecordingDrafter
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.packing import Packing
 from mtptrain.speculate import Draft, Sampler, Verified, speculate
-from mtptrain.target import Target, load_target
+from mtptrain.target import FrozenParts, Target, load_target
 from tests.conftest import make_target
 
 Plain = tuple[list[int], int, list[int], list[list[int]]]
@@ -67,6 +66,19 @@ HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+class RecordingDrafter(HeadDrafter):
+    """Keeps every proposal."""
+
+    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int) -> None:
+        super().__init__(head, parts, num_speculative_tokens)
+        self.proposals: list[torch.Tensor] = []
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        draft = super().draft(verified, sampler)
+        self.proposals.append(draft.tokens)
+        return draft
+
+
 def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target, Head, list[list[int]]]:
     """Random ones with a vocabulary of 5, so that drafts are accepted now and then, and prompts."""
     directory = make_target(
@@ -102,7 +114,7 @@ def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target,
 def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, model_type: str, case: str, depths: int) -> None:
     """Sequences end inside accepted drafts."""
     target, head, prompts = target_and_head(tmp_path, model_type, case)
-    drafter = RecordingDrafter(HeadDrafter(head, target.parts, depths))
+    drafter = RecordingDrafter(head, target.parts, depths)
     found = speculate(
         target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=20, sampler=Sampler(), eos_token_ids=[4]
     )
