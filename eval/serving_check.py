@@ -99,8 +99,18 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     facts = read_serving_facts(head_dir, serving.engine, found.sha256)
     python = find_python(serving.python)
     draft = {"method": facts["method"], "model": str(head_dir.resolve()), "num_speculative_tokens": settings.num_speculative_tokens}
-    cache = None if torch.cuda.is_available() else cache_bytes(read_target_config(target_dir), needed_tokens)
-    return StartedVllm(str(python), target_dir, draft, facts["hf_overrides"], str(settings.dtype), needed_tokens, cache)
+    has_gpu = torch.cuda.is_available()
+    return StartedVllm(
+        python=str(python),
+        target_dir=target_dir,
+        speculative_config=draft,
+        hf_overrides=facts["hf_overrides"],
+        dtype=str(settings.dtype),
+        max_model_len=needed_tokens,
+        kv_cache_memory_bytes=None if has_gpu else cache_bytes(read_target_config(target_dir), needed_tokens),
+        tensor_parallel_size=serving.tensor_parallel_size,
+        device_type="cuda" if has_gpu else "cpu",
+    )
 
 
 def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:

@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +38,9 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # A prompt may fill the target's context; the token that is generated behind it is never read.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    # On GPUs vLLM 0.32 prefers its second model runner, which extracts by other code. The worker's connector, and the equal bits of
+    # every run, are tested with the first one.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 """Of every engine, whatever the user's says."""
 WITHOUT_CAPTURE = ("gemma3_text",)
@@ -88,6 +93,7 @@ class VllmStreams:
         max_document_tokens: int,
         scratch_dir: Path,
         device_index: int,
+        device_type: str,
         python: str | None,
     ) -> None:
         """Prepare an engine, which `with` starts.
@@ -100,6 +106,7 @@ class VllmStreams:
             max_document_tokens: of the longest prompt.
             scratch_dir: a folder of this rank alone, which is created, and removed at the end.
             device_index: local rank: its engine has the GPUs behind those of the ranks before it.
+            device_type: `cuda` where this rank has a GPU: its engine then refuses to run on CPUs.
             python: as `serving.python`.
 
         Raises:
@@ -116,6 +123,7 @@ class VllmStreams:
         self._engine = {
             "target_dir": str(target_dir),
             "layer_ids": self._layer_ids,
+            "device_type": device_type,
             **engine_limits(settings, target_config, len(self._layer_ids), max_document_tokens),
         }
 
@@ -131,12 +139,14 @@ class VllmStreams:
                 stderr=log,
                 text=True,
                 env=self._environment,
+                process_group=0,  # of this engine and its workers
             )
         self._send(self._engine)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -2,11 +2,13 @@
 
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,8 @@ from tests.conftest import make_target
 
 LAYERS, LONGEST = (1, 2), 300
 SETTINGS = HiddenStatesConfig(batch_tokens=256)
+HANGS_AFTER_S = 600
+"""A TP engine's start and its first shard take about a minute on an idle machine."""
 _RANDOM = random.Random(0)
 
 
@@ -39,7 +43,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def streams_of(target_dir: Path, python: str, scratch_dir: Path) -> VllmStreams:
-    return VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, scratch_dir, 0, python)
+    return VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, scratch_dir, 0, "cpu", python)
 
 
 def read_all(shard: Iterator[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
@@ -109,32 +113,98 @@ from mtptrain.extraction.vllm_streams import VllmStreams
 from mtptrain.config import HiddenStatesConfig
 target_dir, scratch_dir, python, num_gpus = sys.argv[1:]
 settings = HiddenStatesConfig(tensor_parallel_size=int(num_gpus))
-shard = [np.arange(500, dtype=np.int32) % 256] * 400
-with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, python) as streams:
+shard = [np.arange(500, dtype=np.int32) % 256] * 100
+with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, "cpu", python) as streams:
     for states in streams.extract([shard] * 1000):
         print(sum(1 for _ in states), flush=True)
 """
+
+
+@pytest.fixture
+def forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine forks its workers, as vLLM does on GPUs unless told otherwise; on a CPU it always asks for `spawn`."""
+    (tmp_path / "sitecustomize.py").write_text(FORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+FORK = """
+import multiprocessing
+get_context = multiprocessing.get_context
+multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
+"""
+
+
+@contextmanager
+def started_rank(target_dir: Path, scratch_dir: Path, python: str, tensor_parallel_size: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that extracts shards of 100 documents without end, and is killed at last."""
+    command = [sys.executable, "-c", USER, str(target_dir), str(scratch_dir), python, str(tensor_parallel_size)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as rank:
+        try:
+            yield rank
+        finally:
+            rank.kill()
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_tensor_parallel_engine_with_forked_workers_extracts_and_ends_when_its_rank_is_killed(
+    target_dir: Path, vllm_python: str, tmp_path: Path
+) -> None:
+    check_end_in_the_midst_of_a_shard(target_dir, vllm_python, tmp_path / "rank", 2)
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_the_engine_ends_in_the_midst_of_a_shard_when_its_rank_is_killed(
     target_dir: Path, vllm_python: str, tmp_path: Path, tensor_parallel_size: int
 ) -> None:
-    scratch_dir = tmp_path / "rank"
-    command = [sys.executable, "-c", USER, str(target_dir), str(scratch_dir), vllm_python, str(tensor_parallel_size)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as rank:
-        assert rank.stdout is not None and rank.stdout.readline() == b"400\n"  # the second shard is under way
+    check_end_in_the_midst_of_a_shard(target_dir, vllm_python, tmp_path / "rank", tensor_parallel_size)
+
+
+def check_end_in_the_midst_of_a_shard(target_dir: Path, python: str, scratch_dir: Path, tensor_parallel_size: int) -> None:
+    with started_rank(target_dir, scratch_dir, python, tensor_parallel_size) as rank:
+        assert rank.stdout is not None and select.select([rank.stdout], [], [], HANGS_AFTER_S)[0], "the engine hangs"
+        assert rank.stdout.readline() == b"100\n"  # the second shard is under way
         engine = children(str(rank.pid))
         assert len(engine) >= tensor_parallel_size
         time.sleep(random.uniform(0, 1))
-        rank.kill()
-    end = time.monotonic() + 60
-    while any(map(is_running, engine)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for_end(engine)
     left = sorted(scratch_dir.iterdir())
     time.sleep(1)
     assert sorted(scratch_dir.iterdir()) == left  # nobody writes any more
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_the_engine_ends_while_it_is_being_built_when_its_rank_is_killed(
+    target_dir: Path, vllm_python: str, tmp_path: Path
+) -> None:
+    with started_rank(target_dir, tmp_path / "rank", vllm_python, 2) as rank:
+        deadline = time.monotonic() + HANGS_AFTER_S
+        while sum(map(is_worker, engine := children(str(rank.pid)))) < 2:  # the workers are there, but not ready
+            assert rank.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        for pid in engine:
+            if is_worker(pid):
+                os.kill(int(pid), signal.SIGSTOP)  # nor will they be, so that they cannot end by themselves
+    wait_for_end(engine)
+
+
+def is_worker(pid: str) -> bool:
+    """Whether this process was forked by an engine's process: they have one command line."""
+    try:
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        return b"vllm_worker.py" in (command := command_line(pid)) and command == command_line(parent)
+    except FileNotFoundError:
+        return False
+
+
+def command_line(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def wait_for_end(pids: list[str]) -> None:
+    deadline = time.monotonic() + 60
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def children(pid: str) -> list[str]:
