@@ -60,6 +60,7 @@ def test_states_depend_on_their_shard_alone_and_two_shards_of_files_exist_at_mos
     target_dir: Path, vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torchrun's own store and group are not the engine's
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # what a user wants for serving is not for extraction
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
@@ -92,6 +93,30 @@ def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(target_dir:
         for shard in streams.extract([A]):
             read_all(shard)
     assert not scratch_dir.exists()
+
+
+def test_a_vllm_for_cpus_is_refused_where_the_rank_has_a_gpu(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
+    message = r"(?s)serving\.python: must have a vLLM that runs on GPUs, .* runs on CPUs; install the package vllm"
+    with (
+        pytest.raises(RuntimeError, match=message),
+        VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, tmp_path / "rank", 0, "cuda", vllm_python) as streams,
+    ):
+        for shard in streams.extract([A]):
+            read_all(shard)
+
+
+def test_the_second_model_runner_is_refused(
+    target_dir: Path, vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER", "1")
+    with (
+        pytest.raises(
+            RuntimeError, match=r"(?s)must extract with its first model runner, but vLLM 0\.32\.0\S* took its second one"
+        ),
+        streams_of(target_dir, vllm_python, tmp_path / "rank") as streams,
+    ):
+        for shard in streams.extract([A]):
+            read_all(shard)
 
 
 def test_an_engine_that_is_killed_is_reported(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
@@ -202,9 +227,11 @@ def command_line(pid: str) -> bytes:
 
 def wait_for_end(pids: list[str]) -> None:
     deadline = time.monotonic() + 60
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
+    while (left := list(filter(is_running, pids))) and time.monotonic() < deadline:
         time.sleep(0.01)
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert not left
 
 
 def children(pid: str) -> list[str]:
