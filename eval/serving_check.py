@@ -8,6 +8,7 @@ status 1; with `acceptance.dtype=bfloat16` both sides round, each in its way, an
     python -m eval.serving_check recipe=quickstart serving.url=http://localhost:8000
 """
 
+import gc
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -55,6 +56,8 @@ def main(cfg: DictConfig) -> None:
     prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # of conversations the first turn
     engine = find_engine(config, target_dir, prompts)
     ours = decode_here(config, target_dir, prompts)
+    gc.collect()
+    torch.cuda.empty_cache()  # an engine of this check takes nearly all of the same GPU, and ends where that is not free
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
     comparison = Comparison(ours, theirs, check_counts(theirs.counts, config))
     divergence = None if comparison.is_equal else explain(config, target_dir, list(prompts.values()), comparison)

@@ -13,9 +13,9 @@ its workers end when the input is closed, while it is being built and in the mid
 
 import gc
 import json
+import multiprocessing
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -243,17 +243,19 @@ def answer_windows() -> None:
 
 
 def end_with_input(descriptor: int) -> None:
-    """Start a thread that kills this process and the engine's workers, which are one process group, when a pipe is hung up.
+    """Start a thread that kills the engine's workers and ends this process when a pipe is hung up.
 
-    The thread polls and never reads. A thread that is blocked in reading stdin holds its lock, a forked worker closes its copy of
-    stdin first, and waits for that lock for ever.
+    The thread polls and never reads: a thread that is blocked in reading stdin holds its lock, and a forked worker, which closes its
+    copy of stdin first, would wait for that lock for ever.
     """
     poller = select.poll()
     poller.register(descriptor, 0)  # a hang-up is reported whatever is asked for
 
     def wait() -> None:
         poller.poll()
-        os.killpg(os.getpid(), signal.SIGKILL)
+        for worker in multiprocessing.active_children():
+            worker.kill()  # one that is still being built would not see that this process ends
+        os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()
 

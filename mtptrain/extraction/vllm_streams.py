@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ CPU_BLOCK_TOKENS = 128
 MAX_SEQS, CPU_MAX_SEQS = 256, 64
 """Prompts of one forward, and the least tokens of it that vLLM then takes."""
 LOG = "vllm.log"
+ENDS_WITHIN_S = 10.0
 FULL_BYTES = 2**16
 """A disk with less than this is full."""
 ENVIRONMENT = {
@@ -139,18 +139,20 @@ class VllmStreams:
                 stderr=log,
                 text=True,
                 env=self._environment,
-                process_group=0,  # of this engine and its workers
             )
         self._send(self._engine)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # ends the engine with its workers, once its process has imported vLLM
+        try:
+            self._process.wait(ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:

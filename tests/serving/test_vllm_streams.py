@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -189,9 +190,11 @@ def check_end_in_the_midst_of_a_shard(target_dir: Path, python: str, scratch_dir
         assert rank.stdout is not None and select.select([rank.stdout], [], [], HANGS_AFTER_S)[0], "the engine hangs"
         assert rank.stdout.readline() == b"100\n"  # the second shard is under way
         engine = children(str(rank.pid))
-        assert len(engine) >= tensor_parallel_size
+        segments = shared_memory(engine)
+        assert len(engine) >= tensor_parallel_size and bool(segments) == (tensor_parallel_size > 1)
         time.sleep(random.uniform(0, 1))
     wait_for_end(engine)
+    assert not any(segment.exists() for segment in segments)
     left = sorted(scratch_dir.iterdir())
     time.sleep(1)
     assert sorted(scratch_dir.iterdir()) == left  # nobody writes any more
@@ -210,6 +213,11 @@ def test_the_engine_ends_while_it_is_being_built_when_its_rank_is_killed(
             if is_worker(pid):
                 os.kill(int(pid), signal.SIGSTOP)  # nor will they be, so that they cannot end by themselves
     wait_for_end(engine)
+
+
+def shared_memory(pids: list[str]) -> set[Path]:
+    """The segments through which an engine talks to its workers; nobody else would remove them."""
+    return set(map(Path, re.findall(r"/dev/shm/psm_\w+", "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids))))
 
 
 def is_worker(pid: str) -> bool:
