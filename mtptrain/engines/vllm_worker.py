@@ -286,11 +286,7 @@ def build_extractor(engine: Engine) -> Any:
         async_scheduling=False,
         **limits,
     )
-    if llm.llm_engine.vllm_config.use_v2_model_runner:
-        raise RuntimeError(
-            f"hidden_states.backend: vLLM must extract with its first model runner, but vLLM {__version__} took its second one; unset "
-            "what asks for that in vLLM's settings, or set hidden_states.backend=transformers"
-        )
+    assert not llm.llm_engine.vllm_config.use_v2_model_runner  # see ENVIRONMENT in extraction/vllm_streams.py
     return llm
 
 

@@ -106,20 +106,6 @@ def test_a_vllm_for_cpus_is_refused_where_the_rank_has_a_gpu(target_dir: Path, v
             read_all(shard)
 
 
-def test_the_second_model_runner_is_refused(
-    target_dir: Path, vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER", "1")
-    with (
-        pytest.raises(
-            RuntimeError, match=r"(?s)must extract with its first model runner, but vLLM 0\.32\.0\S* took its second one"
-        ),
-        streams_of(target_dir, vllm_python, tmp_path / "rank") as streams,
-    ):
-        for shard in streams.extract([A]):
-            read_all(shard)
-
-
 def test_an_engine_that_is_killed_is_reported(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"but its process ended with status -9"),
