@@ -183,6 +183,7 @@ def generate(engine: Engine) -> dict[str, Any]:
 
     Prompts are not cut into chunks: at the end of each chunk vLLM 0.32 gives the head the prompt's last token in place of the next
     one (`prepare_next_token_ids_padded` of its first runner), and what the head drafts then depends on how requests fell together.
+    The model runner is vLLM's choice, or the user's by VLLM_USE_V2_MODEL_RUNNER: the engine to be checked is the one that will serve.
     """
     speculative = engine["speculative_config"]
     settings = {} if speculative is None else {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}

@@ -30,6 +30,7 @@ MAX_SEQS, CPU_MAX_SEQS = 256, 64
 """Prompts of one forward, and the least tokens of it that vLLM then takes."""
 LOG = "vllm.log"
 ENDS_WITHIN_S = 10.0
+"""An engine that is told to end takes a moment; one that is still importing vLLM is killed after this, and has no workers yet."""
 FULL_BYTES = 2**16
 """A disk with less than this is full."""
 ENVIRONMENT = {
