@@ -322,6 +322,8 @@ class ServingConfig:
     """The Python that vLLM is installed for, for `hidden_states.backend=vllm` too; that of `.venv-vllm` in the checkout unless given."""
     url: str | None = None
     """Of a running server, asked in place of an engine of its own: `http://localhost:8000`."""
+    tensor_parallel_size: int = 1
+    """GPUs of an engine of its own."""
     head_dir: str | None = None
     """The exported head; `run_dir/export/<engine>` unless given."""
     output_dir: str | None = None
@@ -463,6 +465,7 @@ def _check(config: PipelineConfig) -> None:
         "hidden_states.num_parts": (config.hidden_states.num_parts, 1),
         "hidden_states.part": (config.hidden_states.part, 0),
         "hidden_states.tensor_parallel_size": (config.hidden_states.tensor_parallel_size, 1),
+        "serving.tensor_parallel_size": (config.serving.tensor_parallel_size, 1),
         "responses.concurrency": (config.responses.concurrency, 1),
         "responses.batch_size": (config.responses.batch_size, 1),
         "responses.temperature": (config.responses.temperature, 0.0),

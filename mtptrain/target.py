@@ -43,6 +43,8 @@ WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma3_text")
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Dtypes in safetensors files whose numbers need no scale."""
 
 
 def resolve_target(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
@@ -221,9 +223,10 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     """Read embeddings, final norm and lm_head from the target's safetensors, and no other tensor.
 
     Raises:
-        ValueError: a tensor is missing, or the family is not supported.
+        ValueError: a tensor is missing or quantised, or the family is not supported.
     """
     config = read_target_config(target_dir)
+    refuse_quantised_parts(target_dir)
     wanted = {EMBED_TOKENS, FINAL_NORM} | (set() if config.tie_word_embeddings else {LM_HEAD})
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(target_dir):
@@ -233,10 +236,39 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     return FrozenParts.of(config, tensors)
 
 
+def refuse_quantised_parts(target_dir: Path) -> None:
+    """Refuse a checkpoint with quantised embeddings or a quantised lm_head; reads the headers of its files alone.
+
+    Raises:
+        ValueError: one of them is quantised.
+    """
+    _refuse_quantised(target_dir, tuple(name.removesuffix("weight") for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD)))
+
+
+def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
+    """Refuse tensors of these modules that are no plain numbers, and scales that belong to others."""
+    for path in weight_files(target_dir):
+        with safe_open(path, framework="pt") as file:
+            names = sorted(name for name in file.keys() if name.startswith(prefixes))  # noqa: SIM118
+            dtypes = {name: file.get_slice(name).get_dtype() for name in names}
+        for name, dtype in dtypes.items():
+            module, _, parameter = name.rpartition(".")
+            if dtype not in PLAIN_DTYPES or "scale" in parameter:
+                raise ValueError(
+                    f"target.path: {module} must be stored unquantised, for training reads it without scales, but {path} has {name} in "
+                    f"{dtype}; choose the checkpoint before quantisation, or one that leaves this module out of it"
+                )
+
+
 def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
-    """Read the target's last decoder layer: tensors in fp32 by their names inside the layer, norms as what they multiply by."""
+    """Read the target's last decoder layer: tensors in fp32 by their names inside the layer, norms as what they multiply by.
+
+    Raises:
+        ValueError: a tensor is quantised, or the family is not supported.
+    """
     config = read_target_config(target_dir)
     prefix, offset = f"model.layers.{config.num_hidden_layers - 1}.", float(config.model_type in OFFSET_NORM_MODEL_TYPES)
+    _refuse_quantised(target_dir, (prefix,))
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(target_dir):
         with safe_open(path, framework="pt") as file:

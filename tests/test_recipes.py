@@ -44,6 +44,7 @@ OUT_OF_RANGE = {
     "hidden_states.num_parts": {"0": "at least 1, but is 0"},
     "hidden_states.part": {"-1": "at least 0, but is -1", "1": "below hidden_states.num_parts=1, but is 1"},
     "hidden_states.tensor_parallel_size": {"0": "at least 1, but is 0"},
+    "serving.tensor_parallel_size": {"0": "at least 1, but is 0"},
     "responses.concurrency": {"0": "at least 1, but is 0"},
     "responses.batch_size": {"0": "at least 1, but is 0"},
     "responses.temperature": {"-0.1": "at least 0.0, but is -0.1"},

@@ -32,6 +32,7 @@ from mtptrain.target import (
     check_placement,
     head_rope_parameters,
     load_frozen_parts,
+    load_last_layer,
     load_target,
     load_tokenizer,
     read_target_config,
@@ -319,6 +320,35 @@ def test_a_checkpoint_without_its_final_norm_is_refused(tmp_path: Path) -> None:
         load_frozen_parts(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_target(tmp_path, torch.float32, CPU)
+
+
+QUANTISED_FILES = {
+    "fp8 with a scale": {"lm_head.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn), "lm_head.weight_scale": torch.ones(8, 1)},
+    "a scale in bf16": {"lm_head.weight": torch.zeros(8, 4), "lm_head.weight_scale": torch.ones(8, 1, dtype=torch.bfloat16)},
+    "GPTQ": {"lm_head.qweight": torch.zeros(1, 4, dtype=torch.int32), "lm_head.scales": torch.ones(1, 4)},
+    "int8 embeddings": {"model.embed_tokens.weight": torch.zeros(8, 4, dtype=torch.int8)},
+    "last layer in fp8": {"model.layers.1.mlp.down_proj.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn)},
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED_FILES)
+def test_quantised_tensors_that_training_reads_are_refused(tmp_path: Path, kind: str) -> None:
+    directory, added = make_target(tmp_path, "llama", tie_word_embeddings=False), QUANTISED_FILES[kind]
+    tensors = load_file(directory / "model.safetensors")
+    if "lm_head.qweight" in added:
+        del tensors["lm_head.weight"]
+    save_file(tensors | added, directory / "model.safetensors")
+    module = next(iter(added)).rpartition(".")[0]
+    read = load_last_layer if "last layer" in kind else load_frozen_parts
+    message = rf"target\.path: {module} must be stored unquantised, .*model\.safetensors has {module}\.\w+ in \w+; choose the check"
+    with pytest.raises(ValueError, match=message):
+        read(directory)
+
+
+def test_a_target_with_quantised_layers_and_a_plain_lm_head_is_accepted(tmp_path: Path) -> None:
+    directory = make_target(tmp_path, "llama", tie_word_embeddings=False)
+    save_file(load_file(directory / "model.safetensors") | QUANTISED_FILES["last layer in fp8"], directory / "model.safetensors")
+    assert load_frozen_parts(directory).lm_head.dtype == torch.float32
 
 
 def test_a_checkpoint_with_other_names_is_refused_and_not_filled_at_random(tmp_path: Path) -> None:
