@@ -20,7 +20,7 @@ CHOOSING_FRACTION = 0.25
 
 
 class HeldOut(StrEnum):
-    """Parts of the held-out files or conversations; the first two share none."""
+    """Parts of the held-out files or conversations; the first two share none, and no question."""
 
     choosing = "choosing"
     reporting = "reporting"
@@ -33,7 +33,7 @@ class Prompts:
 
     input_ids: dict[str, list[int]]
     sources: dict[str, str] = field(default_factory=dict)
-    """File or conversation that a prompt was cut from; of others the prompt is its own."""
+    """File or question that a prompt was cut from; of others the prompt is its own."""
     categories: dict[str, str] = field(default_factory=dict)
     turns: dict[str, list[str]] = field(default_factory=dict)
     """All that the user says in a conversation whose answers are the target's own."""
@@ -61,12 +61,12 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
     documents = held_out_documents(prompts_dir, HeldOut.reporting)
     found = held_out_prompts(documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens)
     entries = DocumentEntry.read_all(prompts_dir)
-    return Prompts(found, sources={prompt_id: entries[int(prompt_id)].name for prompt_id in found})
+    return Prompts(found, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in found})
 
 
 def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
-    """The held-out documents to cut prompts from: every window of texts, but of a conversation the one document with its first
-    answer, so that none weighs more than another and none begins in the middle of a turn.
+    """Returns the held-out documents to cut prompts from: every window of texts, but of the conversations that ask the same question
+    one document with the first answer, so that no question weighs more than another and none begins in the middle of a turn.
 
     Raises:
         FileNotFoundError: stage 1 has not run.
@@ -75,8 +75,8 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
     documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
     every_entry = DocumentEntry.read_all(prompts_dir)
     entries = [every_entry[document_id] for document_id in documents.document_ids]
-    wanted = names_of(part, {entry.name for entry in entries})
-    places = [place for place, entry in enumerate(entries) if entry.name in wanted]
+    wanted = groups_of(part, {entry.group for entry in entries})
+    places = [place for place, entry in enumerate(entries) if entry.group in wanted]
     if not documents.loss_mask.all():
         places = first_answers(documents, entries, places)
     return Documents.from_list(
@@ -84,33 +84,33 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
     )
 
 
-def names_of(part: HeldOut, names: set[str]) -> set[str]:
-    """The files or conversations of a part, by their names alone.
+def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
+    """Returns the groups of a part: files, or conversations that ask the same question. Each falls to its part by its name alone.
 
     Raises:
         ValueError: there is none.
     """
     if part is HeldOut.all:
-        return names
-    in_order = sorted(names, key=_choosing_hash)
-    num_choosing = sum(_choosing_hash(name) < CHOOSING_FRACTION for name in names)
-    num_choosing = min(max(num_choosing, 1), len(names) - 1)
+        return groups
+    in_order = sorted(groups, key=_choosing_hash)
+    num_choosing = sum(_choosing_hash(group) < CHOOSING_FRACTION for group in groups)
+    num_choosing = min(max(num_choosing, 1), len(groups) - 1)
     wanted = set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
     if not wanted:
         raise ValueError(
-            "prompts.validation_fraction: must hold out at least 2 files or conversations, one to choose the best head by and one to "
-            f"report on, but holds out {len(names)}; raise it and run data_prep.prompts and data_prep.hidden_states again, or set "
+            "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by and one to "
+            f"report on, but holds out {len(groups)}; raise it and run data_prep.prompts and data_prep.hidden_states again, or set "
             "train.validation_prompts=0"
         )
     return wanted
 
 
-def _choosing_hash(name: str) -> float:
-    return name_hash(f"choosing {name}")  # another one than that which holds out
+def _choosing_hash(group: str) -> float:
+    return name_hash(f"choosing {group}")  # another one than that which holds out
 
 
 def first_answers(documents: Documents, entries: list[DocumentEntry], places: list[int]) -> list[int]:
-    """Of each conversation the document with its first answer.
+    """Returns, for each group of conversations that ask the same question, the place of one document with the first answer.
 
     Raises:
         ValueError: no conversation has its first answer in its first window.
@@ -118,9 +118,9 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], places: li
     first: dict[str, int] = {}
     prompt_tokens = {place: int(documents.mask(place).argmax()) for place in places}
     for place in places:
-        name = entries[place].name
-        if entries[place].window == 0 and prompt_tokens[place] <= prompt_tokens[first.setdefault(name, place)]:
-            first[name] = place
+        group = entries[place].group
+        if entries[place].window == 0 and prompt_tokens[place] <= prompt_tokens[first.setdefault(group, place)]:
+            first[group] = place
     if not first:
         raise ValueError(
             f"prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but none of "

@@ -95,7 +95,7 @@ def test_two_files_are_enough_and_one_is_not(tmp_path: Path) -> None:
     one = write_held_out(tmp_path / "one", ("a", 0, 0, [1] * 10))
     assert len(held_out_documents(one, HeldOut.reporting)) == 1
     with pytest.raises(
-        ValueError, match=r"prompts\.validation_fraction: must hold out at least 2 files or conversations, .* holds out 1;"
+        ValueError, match=r"prompts\.validation_fraction: must hold out at least 2 files or questions, .* holds out 1;"
     ):
         held_out_documents(one, HeldOut.choosing)
 
