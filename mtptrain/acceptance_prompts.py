@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PipelineConfig
-from mtptrain.prompt_files import DocumentEntry, Documents, Split, name_hash, render_prompt
+from mtptrain.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash, render_prompt
+from mtptrain.questions import first_user_turn, text_hash
 from mtptrain.run_dir import require
 from mtptrain.speculate import check_prompts
 from mtptrain.target import load_tokenizer, read_target_config
@@ -37,6 +40,8 @@ class Prompts:
     categories: dict[str, str] = field(default_factory=dict)
     turns: dict[str, list[str]] = field(default_factory=dict)
     """All that the user says in a conversation whose answers are the target's own."""
+    questions: dict[str, str] = field(default_factory=dict)
+    """Hash of what the user says first, of prompts from a file that says so."""
 
     @property
     def sha256(self) -> str:
@@ -56,12 +61,33 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
     if settings.prompts_file is not None:
         prompts = read_prompts_file(Path(settings.prompts_file), load_tokenizer(target_dir), target_config.vocab_size)
         check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens)
+        warn_of_trained_questions(prompts.questions, config.stage_dir("prompts"))
         return prompts
     prompts_dir = config.stage_dir("prompts")
     documents = held_out_documents(prompts_dir, HeldOut.reporting)
     found = held_out_prompts(documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens)
     entries = DocumentEntry.read_all(prompts_dir)
     return Prompts(found, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in found})
+
+
+def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
+    """Warns where prompts of a file begin with the first user turn of a training conversation, whatever its system prompt is.
+
+    Args:
+        questions: hash of the first user turn by prompt id.
+        prompts_dir: output of stage 1; nothing is compared where it has not run.
+    """
+    if not (prompts_dir / DOCUMENTS_FILE).exists():
+        return
+    trained = {entry.group.split(".")[0] for entry in DocumentEntry.read_all(prompts_dir) if entry.split is Split.train}
+    known = [prompt_id for prompt_id, question in questions.items() if question in trained]
+    if known:
+        warnings.warn(
+            f"acceptance.prompts_file: its first turns should not be among the training prompts, but {len(known):,} of "
+            f"{len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}) in {prompts_dir}; their acceptance "
+            "is that of data the head was trained on: leave them out of the file, or out of prompts.paths and train again",
+            stacklevel=2,
+        )
 
 
 def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
@@ -187,9 +213,20 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
             prompts.categories[prompt_id] = str(row["category"])
         if "turns" in row:
             prompts.turns[prompt_id] = row["turns"]
+        if (asked := _first_turn(row)) is not None:
+            prompts.questions[prompt_id] = text_hash(asked)
     if not prompts.input_ids:
         raise ValueError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
     return prompts
+
+
+def _first_turn(row: Mapping[str, Any]) -> str | None:
+    """Returns what the user says first; None where the row does not tell."""
+    if "turns" in row:
+        return str(row["turns"][0])
+    messages = row.get("messages", [])
+    place = first_user_turn([{"role": str(message.get("role"))} for message in messages])
+    return None if place is None else str(messages[place].get("content"))
 
 
 def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:
