@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 Step = list[list[int]]
 """Document indices of each micro-batch."""
+_Document = tuple[int, int, float]
+"""Index, tokens and cost."""
 
 LOOK_AHEAD = 8
 """Most documents that wait for the next step, for each micro-batch of a step. It bounds the work and how far the order leaves the
@@ -67,10 +69,6 @@ def pack_documents(
     if steps and not all(steps[-1]):
         steps.pop()
     return steps[:-EVENED_STEPS] + _evened(steps[-EVENED_STEPS:], lengths, costs, batch_tokens)
-
-
-_Document = tuple[int, int, float]
-"""Index, tokens and cost."""
 
 
 class _Filling:

@@ -244,7 +244,9 @@ def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
     if not 0 < lengths.max(initial=0) <= train.batch_tokens:
         return trained_tokens // (train.batch_tokens * train.micro_batches_per_step)
     costs = lengths.astype(np.float64)
-    return train.epochs * len(pack_documents(lengths, costs, train.batch_tokens, train.micro_batches_per_step, config.seed, epoch=0))
+    return train.epochs * len(
+        pack_documents(lengths, costs, train.batch_tokens, train.micro_batches_per_step, config.seed, epoch=0)
+    )
 
 
 def micro_batch_costs(
