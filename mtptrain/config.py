@@ -111,9 +111,10 @@ class PromptsConfig:
     max_document_tokens: int = 2048
     """Longer documents are cut into windows of this many tokens."""
     validation_fraction: float = 0.05
-    """Of files or conversations, chosen by the hash of their name."""
+    """Of files, chosen by the hash of their name, or of conversations, chosen by the hash of their question (the normalised system
+    prompt and first user turn), so that no held-out question is trained."""
     max_train_tokens: int = 0
-    """Keep documents, in an order fixed by the hash of their names, until this many tokens; 0 keeps all."""
+    """Keep documents, in an order fixed by the same hashes, until this many tokens; 0 keeps all."""
 
 
 @dataclass

@@ -22,6 +22,7 @@ from mtptrain.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.heads import HEADS
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
+from mtptrain.step_packing import pack_documents
 from mtptrain.target import DEMO, HUB_ERRORS, read_target_config, resolve_target, unknown_target, weight_files
 
 FITTING_SHARE = 0.8
@@ -143,7 +144,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             num_parameters,
             activations=worst.peak_bytes,
         ),
-        num_steps=trained_tokens // (config.train.batch_tokens * config.train.micro_batches_per_step),
+        num_steps=count_steps(config, trained_tokens),
         hidden_states=estimate(
             config.planner,
             workload.tokens,
@@ -240,6 +241,20 @@ def states_in_flight_bytes(
 def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
     step_tokens = config.train.batch_tokens * config.train.micro_batches_per_step
     return config.train.max_steps * step_tokens or config.train.epochs * tokens
+
+
+def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
+    """Returns the number of steps: as training packs the documents where stage 1 has run, else as if every step were full."""
+    train, path = config.train, config.stage_dir("prompts") / f"{Split.train}.safetensors"
+    if train.max_steps:
+        return train.max_steps
+    lengths = Documents.load(path).lengths if path.exists() else np.zeros(0, np.int64)
+    if not 0 < lengths.max(initial=0) <= train.batch_tokens:
+        return trained_tokens // (train.batch_tokens * train.micro_batches_per_step)
+    costs = lengths.astype(np.float64)
+    return train.epochs * len(
+        pack_documents(lengths, costs, train.batch_tokens, train.micro_batches_per_step, config.seed, epoch=0)
+    )
 
 
 def micro_batch_costs(
