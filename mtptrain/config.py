@@ -226,8 +226,9 @@ class TrainConfig:
     """Of the smooth L1 distance between the head's states and the target's post-norm states, beside the loss (EAGLE-1's)."""
     loss_chunk_rows: int = 1536
     """Rows of one [rows, V] block of logits: of all depths that the same positions teach."""
-    compile: bool = False
-    """torch.compile the elementwise work of the step: faster, after half a minute of compiling."""
+    compile: bool | None = None
+    """torch.compile the elementwise work of the step, which takes about half a minute at the start; on GPUs only where it is null. The
+    loss moves some 9 bytes per logit then, and 128 without."""
     recompute: bool = False
     """Keep few activations for the backward pass and compute the rest again: long documents fit, at about a quarter more time."""
     profile: bool = False
