@@ -188,8 +188,8 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     elif of_validation > room:
         warnings.append(
             f"acceptance.batch_tokens: validation must fit {_gb(room)} of each GPU, but takes {_gb(of_validation)}, "
-            f"{_gb(memory.validation)} of them for keys, values and prompts; lower it from {config.acceptance.batch_tokens:,}, lower acceptance.batch_size, or set "
-            "train.validation_prompts=0"
+            f"{_gb(memory.validation)} of them for keys, values and prompts; lower it from {config.acceptance.batch_tokens:,}, lower "
+            "acceptance.batch_size, or set train.validation_prompts=0"
         )
     return warnings
 
