@@ -182,6 +182,7 @@ def decode(
         sampler=Sampler(),
         eos_token_ids=eos_token_ids(target),
         batch_size=settings.batch_size,
+        batch_tokens=settings.batch_tokens,
         description=name,
     )
 

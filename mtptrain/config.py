@@ -286,6 +286,10 @@ class AcceptanceConfig:
     prompt_tokens: int = 256
     """Tokens of a prompt cut from a document without turns; a conversation is cut before its first answer."""
     batch_size: int = 8
+    """Prompts that are decoded together, at most."""
+    batch_tokens: int = 32768
+    """Tokens that are decoded together, at most: each prompt counts as the longest one of its batch, with `max_new_tokens`. A longer
+    prompt is decoded alone. This bounds the memory of keys and values, in validation during training too."""
     seed: int = 0
     prompts_file: str | None = None
     """jsonl in place of the held-out documents: each line `id` and one of `input_ids`, `text`, `messages` and `turns` (what a user says
@@ -518,6 +522,7 @@ def _check(config: PipelineConfig) -> None:
         "acceptance.num_prompts": (config.acceptance.num_prompts, 1),
         "acceptance.prompt_tokens": (config.acceptance.prompt_tokens, 2),
         "acceptance.batch_size": (config.acceptance.batch_size, 1),
+        "acceptance.batch_tokens": (config.acceptance.batch_tokens, 1),
         "acceptance.tree_nodes": (config.acceptance.tree_nodes, 1),
         "acceptance.tree_top_k": (config.acceptance.tree_top_k, 1),
         "acceptance.hybrid_min_match": (config.acceptance.hybrid_min_match, 1),

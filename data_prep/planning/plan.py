@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from data_prep.planning.costs import StepCosts, TargetCosts, head_parameters, step_costs, target_costs
 from data_prep.planning.speed import Speed, estimate
+from data_prep.planning.validation_costs import validation_bytes
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.export_proof import proof_bytes
 from mtptrain.extraction.vllm_streams import check_vllm_can_extract
@@ -63,10 +64,12 @@ class TrainMemory:
     """Peak of forward, loss and backward over one micro-batch."""
     validation_target: int
     """The whole target, in `acceptance.dtype`; 0 where `train.validation_prompts` is 0."""
+    validation: int
+    """Peak of validation, which runs between steps, when no activations are alive: keys, values and prompts; 0 likewise."""
 
     @property
     def state(self) -> int:
-        """All but the activations."""
+        """What stays: all but the activations and what validation takes for itself."""
         return self.weights + self.gradients + self.optimizer + self.frozen_parts + self.validation_target
 
 
@@ -143,6 +146,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             target,
             num_parameters,
             activations=worst.peak_bytes,
+            validation=validation_bytes(config, target_config, longest) if config.train.validation_prompts else 0,
         ),
         num_steps=count_steps(config, trained_tokens),
         hidden_states=estimate(
@@ -275,6 +279,7 @@ def train_memory(
     target: TargetCosts,
     num_parameters: int,
     activations: int,
+    validation: int,
 ) -> TrainMemory:
     """Bytes on each GPU, of a head with so many parameters.
 
@@ -294,6 +299,7 @@ def train_memory(
         validation_target=target.num_parameters * _itemsize(config.acceptance.dtype.value)
         if config.train.validation_prompts
         else 0,
+        validation=validation,
     )
 
 
