@@ -15,6 +15,8 @@ Step = list[list[int]]
 _Document = tuple[int, int, float]
 """Index, tokens and cost."""
 
+PACKING_VERSION = 2
+"""A checkpoint of another version is not resumed: its step number stands for other documents. Raise it with every change of the order."""
 LOOK_AHEAD = 8
 """Most documents that wait for the next step, for each micro-batch of a step. It bounds the work and how far the order leaves the
 shuffled one."""

@@ -43,6 +43,7 @@ from mtptrain.hidden_store import MANIFEST, HiddenStore, expected_identity, open
 from mtptrain.identity import file_sha256
 from mtptrain.prompt_files import Split
 from mtptrain.run_dir import require, write_provenance
+from mtptrain.step_packing import PACKING_VERSION
 from mtptrain.target import FrozenParts, load_frozen_parts, read_target_config, resolve_target
 from mtptrain.tracking import METRICS, PHASES, Meter, Tracer, Tracking
 from mtptrain.trainer import Trainer, check_batch_ranks, check_deepspeed, check_device
@@ -157,6 +158,7 @@ def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict
         "seed": config.seed,
         **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},
         "the sha256 of the hidden states' manifest": file_sha256(store.directory / MANIFEST),
+        "the version of the packing of documents": PACKING_VERSION,
     }
 
 
