@@ -64,7 +64,7 @@ class Trainer:
         self.clock = PhaseClock(ranks.device)
         self._unread: list[tuple[tuple[int, ...], torch.Tensor]] = []  # documents and figures of steps not yet checked
         head.recompute = config.recompute
-        fuse(ranks.device.type == "cuda" if config.compile is None else config.compile)
+        fuse(is_compiled(config.compile, ranks.device))
         optimizer = torch.optim.AdamW(
             head.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
         )
@@ -208,6 +208,11 @@ class Trainer:
             "lr": self.config.lr * warmup_cosine(step - 1, self.config.warmup_steps, self.num_steps, self.config.min_lr_ratio),
             "grad_norm": float(self.grad_norm),
         }
+
+
+def is_compiled(setting: bool | None, device: torch.device) -> bool:
+    """Returns whether `fused` functions are compiled, given `train.compile`: a GPU's step is bound by memory traffic without."""
+    return device.type == "cuda" if setting is None else setting
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

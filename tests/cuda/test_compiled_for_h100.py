@@ -39,7 +39,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Kernel]]
     found = {name: process.communicate()[0] for name, process in processes.items()}
     for name, process in processes.items():
         assert process.returncode == 0, Path(f"{cache}/{name}.err").read_text()[-3000:]
-    return {name: [Kernel(**kernel) for kernel in json.loads(text)] for name, text in found.items()}
+    return {name: [Kernel(**kernel) for kernel in json.loads(text.splitlines()[-1])] for name, text in found.items()}
 
 
 def fused_functions() -> set[str]:
@@ -72,11 +72,11 @@ def bytes_of(kernels: list[Kernel], function: str) -> int:
 def test_the_loss_moves_at_most_12_bytes_for_each_drafted_logit(kernels: dict[str, list[Kernel]]) -> None:
     """In bf16 drafts' logits are read twice, the teacher's once at each depth and once before all, and the gradient is written.
 
-    Copies of rows of states, 24 bytes for each of H, come to 0.8 bytes for each logit here.
+    Around them a row's states and their gradients are zeroed, copied and scaled: 16 bytes for each of H values, 0.5 for each logit.
     """
     at_depths, before = (bytes_of(kernels["mtp"], name) for name in ("_rows_and_grad", "_totals"))
     assert (at_depths, before) == (2 + 2 + 2 + 2, 2)
-    assert at_depths + before / NUM_DEPTHS + 24 * HIDDEN_SIZE / VOCAB_SIZE < 12
+    assert at_depths + before / NUM_DEPTHS + 16 * HIDDEN_SIZE / VOCAB_SIZE < 12
 
 
 def test_the_lk_loss_reads_rows_once_more(kernels: dict[str, list[Kernel]]) -> None:

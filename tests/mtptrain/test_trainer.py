@@ -10,7 +10,7 @@ import torch
 from mtptrain.head_files import build_head
 from mtptrain.hidden_store import HiddenStore, StoredDocument
 from mtptrain.target import PositionCache, load_target
-from mtptrain.trainer import check_deepspeed, total_norm, warmup_cosine
+from mtptrain.trainer import check_deepspeed, is_compiled, total_norm, warmup_cosine
 from tests.conftest import make_config, run_program
 
 Run = tuple[Path, tuple[str, ...]]
@@ -69,6 +69,13 @@ def test_the_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
     assert warmup_cosine(8, 4, 12, 0.1) == pytest.approx(0.55)
     assert warmup_cosine(12, 4, 12, 0.1) == pytest.approx(0.1)
     assert warmup_cosine(99, 4, 12, 0.1) == pytest.approx(0.1) and not math.isnan(warmup_cosine(0, 0, 0, 0.1))
+
+
+@pytest.mark.parametrize(("setting", "on_cpu", "on_gpu"), [("null", False, True), ("true", True, True), ("false", False, False)])
+def test_a_step_is_compiled_on_gpus_unless_the_config_says_otherwise(setting: str, on_cpu: bool, on_gpu: bool) -> None:
+    setting_of_config = make_config(f"train.compile={setting}").train.compile
+    assert is_compiled(setting_of_config, torch.device("cpu")) is on_cpu
+    assert is_compiled(setting_of_config, torch.device("cuda")) is on_gpu
 
 
 def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
