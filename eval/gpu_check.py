@@ -55,8 +55,8 @@ SIZES = {
         "train.validation_prompts=0",
         "train.compile=false",
         "head.start_from_target=false",
-        "acceptance.num_prompts=4",
-        "acceptance.max_new_tokens=8",
+        "acceptance.num_prompts=8",
+        "acceptance.max_new_tokens=16",
     ),
 }
 

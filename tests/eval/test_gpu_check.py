@@ -46,6 +46,7 @@ def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     files = write_text_files(tmp_path / "files")
     overrides = [
         "recipe=quickstart",
@@ -122,7 +123,8 @@ def test_the_programs_get_the_overrides_of_the_check_but_not_its_own() -> None:
     assert forwarded(given) == ["recipe=quickstart", "serving.python=/python"]
 
 
-def test_the_full_size_is_refused_without_a_gpu(tmp_path: Path) -> None:
+def test_the_full_size_is_refused_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = run_program("eval.gpu_check", f"run_dir={tmp_path}/run")
     assert result.returncode != 0
     assert "check.size: must be tiny where there is no GPU, but is full" in result.stderr
