@@ -70,16 +70,17 @@ is_on_own_disk() {
     [[ " ext2/ext3 xfs btrfs zfs f2fs tmpfs ramfs overlayfs " == *" $(stat --file-system --format %T "$path") "* ]]
 }
 
-# refuse_own_disk RUN_DIR: for work that several nodes share.
+# refuse_own_disk RUN_DIR: for work that several nodes share. A cluster of one node may do it.
 refuse_own_disk() {
-    is_on_own_disk "$1" || return 0
+    is_on_own_disk "$1" && [ "$(sinfo --noheader --Node --format %N | sort -u | wc -l)" -gt 1 ] || return 0
     echo "run_dir: must be on a disk that all nodes share where several of them work on it, but $1 is on a disk of" \
         "$(hostname) alone; move it, or run on one node with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the nodes do" \
         "share it" >&2
     exit 1
 }
 
-# run_on_all_nodes MODULE [OVERRIDES]: torchrun on every node of the job. Leaves `code`, the exit code.
+# run_on_all_nodes MODULE [OVERRIDES]: torchrun on every node of the job. Leaves `code`, the exit code. Where a node is lost and the ranks
+# on the others fail for it, srun waits until Slurm marks the node as down, which puts the job back into the queue.
 run_on_all_nodes() {
     local launcher=(-m torch.distributed.run --standalone) ranks=NPROC_${1##*.}
     if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
@@ -119,7 +120,6 @@ run_and_requeue() {
     before=$(finished "$stage_dir" "$pattern")
     if [ -z "$asked" ]; then run_on_all_nodes "$module" "$@"; fi
     [ -n "$asked" ] || ! is_preempted || asked=preemption
-    [ -n "$asked" ] || [ "$code" = 0 ] || wait_if_node_is_lost
     if [ "$code" = 0 ] || [ -z "$asked" ]; then
         exit "$code"
     elif [ "$asked" = TERM ]; then
@@ -133,18 +133,6 @@ run_and_requeue() {
         ! is_on_own_disk "$run_dir" || scontrol update "JobId=$SLURM_JOB_ID" "ReqNodeList=$SLURMD_NODENAME" || true
     fi
     exit 75 # stopped, not failed: a RequeueExit=75 of slurm.conf takes it likewise
-}
-
-# The ranks on other nodes may fail long before Slurm marks a lost node as down, after SlurmdTimeout seconds. A job that ended in the
-# meantime would count as failed; one that still runs then is stopped and put back into the queue by Slurm.
-wait_if_node_is_lost() {
-    local slurmd_timeout
-    [ "$SLURM_JOB_NUM_NODES" -gt 1 ] || return 0
-    ! timeout 60 srun --nodes "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 true || return 0
-    slurmd_timeout=$(scontrol show config | sed -n 's/^SlurmdTimeout *= *\([0-9]*\).*/\1/p')
-    echo "a node of $SLURM_JOB_NODELIST does not answer: waiting for Slurm to put the job back into the queue"
-    sleep $((2 * ${slurmd_timeout:-300} + 60)) &
-    wait $! || true # a signal ends it
 }
 
 finished() { # DIRECTORY PATTERN

@@ -64,7 +64,7 @@ run_dir=${plan%%$'\n'*}
 num_tasks=${ARRAY_TASKS:-4} output_dir=$run_dir/slurm hold=()
 if [ "${MTPTRAIN_LOCAL_RUN_DIR:-}" = 1 ]; then
     use_one_node
-elif [ "$(sinfo --noheader --Node --format %N | sort -u | wc -l)" -gt 1 ]; then
+else
     refuse_own_disk "$run_dir"
 fi
 mkdir -p "$output_dir"

@@ -24,7 +24,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NETWORK = "10.77.0"
 CONTROLLER_ADDRESS = f"{NETWORK}.254"
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "setpriv", "unshare", "nsenter")
 SKIPPED = "*** THE SLURM SCRIPTS ARE NOT TESTED:"
 
 SLURM_CONF = """
@@ -76,7 +76,20 @@ class Node:
     def start(name: str, directory: Path, environment: dict[str, str], *command: str) -> "Node":
         """Start the node's first process, which waits for the network and then runs `command`."""
         (directory / f"hosts_{name}").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-        unshare = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        # A node ends with the tests, however they end.
+        unshare = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         with (directory / f"daemon_{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 [*unshare, "sh", "-ec", START_NODE, "sh", name, str(directory), *command],

