@@ -74,11 +74,11 @@ def test_training_that_loses_a_node_resumes_on_another_with_another_number_of_ra
     command = ("sbatch", "--parsable", "--nodes=1-2", f"--output={log}", ROOT / "slurm/train.sbatch", "recipe=quickstart")
     overrides = (f"run_dir=lost_{lost}", *tiny_run[1], *PLAIN, *TRAINING)
     job = slurm.run(*command, *overrides, NPROC="1", MTPTRAIN_CHECKOUT=str(ROOT)).strip()
-    slurm.wait(job, lambda: len(records(run_dir)) >= 12)
+    slurm.wait(job, lambda: slurm.state(job) == "RUNNING")
     assert slurm.shown(job, "NodeList") == "a,b"
-
     set_state(slurm, "ab".replace(lost, ""), "DRAIN")
     set_state(slurm, "c", "RESUME")
+    slurm.wait(job, lambda: len(records(run_dir)) >= 12)
     (slurm.cut_off if is_silent else slurm.lose)(lost)
     slurm.wait_completed(job)
 
@@ -98,7 +98,7 @@ def test_a_task_of_an_extraction_that_dies_leaves_the_rest_and_the_printed_comma
     dead, other = f"{jobs['hidden_states']}_1", f"{jobs['hidden_states']}_0"
     # Kills the step with torchrun but not the job's shell, as the kernel does when memory runs out.
     slurm.wait(dead, lambda: slurm.run("squeue", "--steps", "--noheader", f"--jobs={dead}", "--format=%i %j").count("python") > 0)
-    slurm.run("scancel", "--signal=KILL", dead)
+    slurm.run("scancel", "--signal=KILL", f"{dead}.0")
     wait_for(lambda: slurm.state(jobs["train"]) == "CANCELLED")
     slurm.wait_completed(other)
 
