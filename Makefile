@@ -90,7 +90,8 @@ check: setup
 	$(PYTEST) -q tests/test_recipes.py tests/test_layout.py
 
 test: check
-	$(PYTEST) --dist worksteal --ignore tests/serving
+	$(PYTEST) --dist worksteal --ignore tests/serving --ignore tests/slurm
+	$(PYTEST) --dist loadfile tests/slurm
 	$(MAKE) test-serving
 
 test-serving: setup $(CPU_VLLM_VENV)/.installed

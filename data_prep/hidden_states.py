@@ -247,10 +247,12 @@ def report(
     settings = config.hidden_states
     speed = f"{computed_tokens:,} tokens in {seconds:.1f} s, {computed_tokens / seconds:,.0f} tokens/s"
     if manifest is None:
-        left = sum(not has_shard(store_dir, index) for index in range(num_shards))
+        left = [index for index in range(num_shards) if not has_shard(store_dir, index)]
+        parts = ", ".join(str(part) for part in sorted({index % settings.num_parts for index in left}))
         rows = {
             "this part": f"{settings.part} of {settings.num_parts}, finished",
-            "shards": f"{num_shards:,}, of which {left:,} are missing still; the part that ends last finishes the store",
+            "shards": f"{num_shards:,}, of which {len(left):,} are missing still; the part that ends last finishes the store",
+            "unfinished parts": f"{parts}; run one that has failed again with hidden_states.part=N and the same num_parts",
             "computed now": speed,
         }
     else:

@@ -1,10 +1,6 @@
 # shellcheck shell=bash
 # What every job sources: the Python to run, torchrun over all nodes of the job, and what follows when Slurm asks it to stop.
-#
-# MTPTRAIN_CHECKOUT  the checkout; the folder of submission unless given (Slurm runs a copy of the script, elsewhere)
-# MTPTRAIN_PYTHON    its Python; else that of the activated environment, of .venv in the checkout, or on PATH
-# NPROC              ranks per node; one per GPU that Slurm gives unless set, and an error where there is none. NPROC_hidden_states
-#                    and so on for one stage: 1 where a rank takes all GPUs
+# docs/slurm.md lists the variables that it reads.
 
 set -euo pipefail
 
@@ -30,29 +26,73 @@ find_python() {
     fi
 }
 
-python=$(find_python)
-if ! [ -x "$(command -v "$python")" ]; then
-    echo "MTPTRAIN_PYTHON: must be a Python with mtptrain's dependencies, but is '$python', which does not run; set it, activate an" \
-        "environment, or run make setup in $checkout" >&2
-    exit 1
+container=()   # options of srun that start a step in the container, with pyxis
+on_one_node=() # what starts one process there; without a container it needs nothing
+if [ -n "${MTPTRAIN_CONTAINER_IMAGE:-}" ]; then
+    python=${MTPTRAIN_CONTAINER_PYTHON:-python3} # inside; the node itself needs none
+    container=(--container-image="$MTPTRAIN_CONTAINER_IMAGE" --container-workdir="$PWD" --container-env=PYTHONPATH
+        --container-mounts="$checkout:$checkout,$PWD:$PWD${MTPTRAIN_CONTAINER_MOUNTS:+,$MTPTRAIN_CONTAINER_MOUNTS}")
+    on_one_node=(srun --nodes 1 --ntasks 1 --cpus-per-task "${SLURM_CPUS_ON_NODE:-1}" "${container[@]}")
+else
+    python=$(find_python)
+    if ! [ -x "$(command -v "$python")" ]; then
+        echo "MTPTRAIN_PYTHON: must be a Python with mtptrain's dependencies, but is '$python', which does not run; set it, activate an" \
+            "environment, or run make setup in $checkout" >&2
+        exit 1
+    fi
+    PATH=$(dirname "$(command -v "$python")"):$PATH # DeepSpeed looks for ninja there
 fi
-PATH=$(dirname "$(command -v "$python")"):$PATH # DeepSpeed looks for ninja there
 PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH} # from any folder, installed or not
 export PATH PYTHONPATH
 
-# run_on_all_nodes MODULE [OVERRIDES]: torchrun on every node of the job. Leaves `code`, the exit code.
+case ${MTPTRAIN_LOCAL_RUN_DIR:-} in
+    '' | 0 | 1) ;;
+    *)
+        echo "MTPTRAIN_LOCAL_RUN_DIR: must be 1 where run_dir is on a node's own disk, 0 where all nodes share it, or unset, but is" \
+            "'$MTPTRAIN_LOCAL_RUN_DIR'; correct it" >&2
+        exit 1
+        ;;
+esac
+
+# With run_dir on a node's own disk, the first job of a chain keeps the later ones on its node. Slurm holds it until their ids are here.
+later_jobs=${MTPTRAIN_CHAIN_DIR:-}/chain-${SLURM_JOB_ID:-}
+if [ -f "$later_jobs" ]; then
+    echo "run_dir is on this node's own disk: the later jobs of the chain run on $SLURMD_NODENAME too"
+    while read -r job; do scontrol update "JobId=$job" "ReqNodeList=$SLURMD_NODENAME"; done <"$later_jobs"
+fi
+
+# is_on_own_disk PATH: whether it is on a disk of this machine, as far as the type of the file system tells.
+is_on_own_disk() {
+    local path=$1
+    [ "${MTPTRAIN_LOCAL_RUN_DIR:-}" != 0 ] || return 1
+    [ "${MTPTRAIN_LOCAL_RUN_DIR:-}" != 1 ] || return 0
+    until [ -e "$path" ]; do path=$(dirname "$path"); done
+    [[ " ext2/ext3 xfs btrfs zfs f2fs tmpfs ramfs overlayfs " == *" $(stat --file-system --format %T "$path") "* ]]
+}
+
+# refuse_own_disk RUN_DIR: for work that several nodes share. A cluster of one node may do it.
+refuse_own_disk() {
+    is_on_own_disk "$1" && [ "$(sinfo --noheader --Node --format %N | sort -u | wc -l)" -gt 1 ] || return 0
+    echo "run_dir: must be on a disk that all nodes share where several of them work on it, but $1 is on a disk of" \
+        "$(hostname) alone; move it, or run on one node with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the nodes do" \
+        "share it" >&2
+    exit 1
+}
+
+# run_on_all_nodes MODULE [OVERRIDES]: torchrun on every node of the job. Leaves `code`, the exit code. Where a node is lost and the ranks
+# on the others fail for it, srun waits until Slurm marks the node as down, which puts the job back into the queue.
 run_on_all_nodes() {
-    local rendezvous=(--standalone) ranks=NPROC_${1##*.}
+    local launcher=(-m torch.distributed.run --standalone) ranks=NPROC_${1##*.}
     if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
-        local head_node head_address
-        head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-        head_address=$(sinfo --noheader --nodes "$head_node" --format %o | head -n 1)
-        rendezvous=(--nnodes "$SLURM_JOB_NUM_NODES" --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d
-            --rdzv-endpoint "$head_address:$((20000 + SLURM_JOB_ID % 10000))")
+        local addresses
+        mapfile -t addresses < <(node_addresses)
+        launcher=("$checkout/slurm/on_node.py" "$(IFS=,; echo "${addresses[*]}")"
+            --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d
+            --rdzv-endpoint "${addresses[0]}:$((20000 + SLURM_JOB_ID % 10000))")
     fi
     # A step has one core per task unless told otherwise. torchrun kills ranks that have not ended so many seconds after a signal.
     srun --nodes "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 --cpus-per-task "$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=1 \
-        "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "${!ranks:-${NPROC:-gpu}}" \
+        "${container[@]}" "$python" "${launcher[@]}" --nproc-per-node "${!ranks:-${NPROC:-gpu}}" \
         --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 100 -m "$@" &
     step=$!
     [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null || true # asked while it was being started
@@ -61,13 +101,22 @@ run_on_all_nodes() {
     wait "$step" || code=$?
 }
 
+node_addresses() { # of the job's nodes, in their order
+    local node
+    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        sinfo --noheader --nodes "$node" --format %o | head -n 1
+    done
+}
+
 # run_and_requeue FINISHED MODULE [OVERRIDES]: the same, and where the job is asked to stop before it is done, back into the queue.
 # FINISHED is a pattern for files of the stage that outlive a stop: where the job stops again and again without a new one, that ends.
 run_and_requeue() {
-    local pattern=$1 module=$2 plan stage_dir before code=75
+    local pattern=$1 module=$2 plan run_dir stage_dir before code=75
     shift 2
-    plan=$("$python" "$checkout/slurm/stages.py" "$@")
-    stage_dir=${plan%%$'\n'*}/${module##*.}
+    plan=$("${on_one_node[@]}" "$python" "$checkout/slurm/stages.py" "$@")
+    run_dir=${plan%%$'\n'*}
+    stage_dir=$run_dir/${module##*.}
+    if [ "$SLURM_JOB_NUM_NODES" -gt 1 ] || [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ]; then refuse_own_disk "$run_dir"; fi
     before=$(finished "$stage_dir" "$pattern")
     if [ -z "$asked" ]; then run_on_all_nodes "$module" "$@"; fi
     [ -n "$asked" ] || ! is_preempted || asked=preemption
@@ -81,6 +130,7 @@ run_and_requeue() {
     else
         echo "$module: stopped by $asked, put back into the queue; it goes on with what $stage_dir holds"
         scontrol requeue "$SLURM_JOB_ID"
+        ! is_on_own_disk "$run_dir" || scontrol update "JobId=$SLURM_JOB_ID" "ReqNodeList=$SLURMD_NODENAME" || true
     fi
     exit 75 # stopped, not failed: a RequeueExit=75 of slurm.conf takes it likewise
 }

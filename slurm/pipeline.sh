@@ -7,19 +7,20 @@
 #   NODES=2 ARRAY_TASKS=8 slurm/pipeline.sh --partition=gpu --account=team --time=12:00:00 recipe=llama3_1_8b_mtp prompts.paths=[chats.jsonl]
 #
 # Options, each as one word (--time=12:00:00), go to every sbatch; a --dependency holds for the first job. From the environment:
-#   NODES        nodes of the training; 1 unless given. The others take one node each
-#   ARRAY_TASKS  tasks that share the extraction; 4 unless given
+#   NODES        nodes of the training; 1 unless given, or as in 1-2. The others take one node each
+#   ARRAY_TASKS  tasks that share the extraction; 4 unless given. More than one needs run_dir on a disk that all nodes share
 #   GPU_OPTIONS  more options for the jobs on GPUs (8 per node, whole nodes), CPU_OPTIONS for the others
 #   SKIP         stages to leave out, by name: SKIP="prompts hidden_states"
-#   NPROC, NPROC_<stage>, MTPTRAIN_PYTHON   as in slurm/job.sh
+#   NPROC, NPROC_<stage>, MTPTRAIN_...   as in docs/slurm.md
 # Every job is put back into the queue when its node is lost, when it is preempted and, where it can go on, ahead of its time limit.
 # Relative paths are relative to where this is run; the jobs' output is in RUN_DIR/slurm/.
 set -euo pipefail
 
 MTPTRAIN_CHECKOUT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export MTPTRAIN_CHECKOUT
+# Settings are checked here, outside any container.
 # shellcheck source=slurm/job.sh
-source "$MTPTRAIN_CHECKOUT/slurm/job.sh"
+MTPTRAIN_CONTAINER_IMAGE='' source "$MTPTRAIN_CHECKOUT/slurm/job.sh"
 trap - USR1 TERM # this is no job
 
 options=()
@@ -29,6 +30,24 @@ while [[ "${1:-}" == -* ]]; do
 done
 read -ra gpu_options <<<"${GPU_OPTIONS:-}"
 read -ra cpu_options <<<"${CPU_OPTIONS:-}"
+
+# With run_dir on a node's own disk, all jobs run on one node: the one of --nodelist, else that on which the first job starts. The first
+# takes GPUs too, for a node that has them free. This machine does not see that disk, so the jobs' output stays here.
+use_one_node() {
+    num_tasks=${ARRAY_TASKS:-1} output_dir=$PWD/logs/${run_dir##*/} cpu_options=(--gpus-per-node=8 --exclusive --mem=0 "${gpu_options[@]}")
+    if [ "$num_tasks" != 1 ] || [ "${NODES:-1}" != 1 ]; then
+        echo "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are ${NODES:-1} and $num_tasks; leave them out, or put" \
+            "run_dir on a disk that all nodes share" >&2
+        exit 1
+    fi
+    [[ " ${options[*]} ${gpu_options[*]} " != *" --nodelist="* ]] || return 0
+    if [ ${#skipped[@]} != 0 ]; then
+        echo "--nodelist: must name the node whose disk holds the output of the stages in SKIP, but is missing; add it" >&2
+        exit 1
+    fi
+    hold=(--hold)
+    export MTPTRAIN_CHAIN_DIR=$output_dir
+}
 
 known=" responses prompts draft_vocab hidden_states train acceptance export "
 read -ra skipped <<<"${SKIP:-}"
@@ -41,7 +60,14 @@ done
 
 plan=$("$python" "$checkout/slurm/stages.py" "$@")
 run_dir=${plan%%$'\n'*}
-mkdir -p "$run_dir/slurm"
+
+num_tasks=${ARRAY_TASKS:-4} output_dir=$run_dir/slurm hold=()
+if [ "${MTPTRAIN_LOCAL_RUN_DIR:-}" = 1 ]; then
+    use_one_node
+else
+    refuse_own_disk "$run_dir"
+fi
+mkdir -p "$output_dir"
 
 jobs=()
 trap '[ $? = 0 ] || [ ${#jobs[@]} = 0 ] || scancel "${jobs[@]}"' EXIT # all of the chain, or nothing
@@ -51,7 +77,8 @@ submit() { # STAGE SCRIPT [ARGUMENTS], with stage_options
     shift
     [ "$stage" != hidden_states ] || output=%x-%A_%a.out
     [ ${#jobs[@]} = 0 ] || after=("--dependency=afterok:${jobs[-1]}" --kill-on-invalid-dep=yes)
-    job=$(sbatch --parsable --export=ALL --job-name="$stage" --output="$run_dir/slurm/$output" \
+    [ ${#jobs[@]} != 0 ] || after=("${hold[@]}")
+    job=$(sbatch --parsable --export=ALL --job-name="$stage" --output="$output_dir/$output" \
         "${options[@]}" "${stage_options[@]}" "${after[@]}" "$@") # of an option given twice sbatch takes the last
     jobs+=("${job%%;*}")
     printf '%-14s %s\n' "$stage" "${jobs[-1]}"
@@ -65,7 +92,7 @@ while read -r stage module kind; do
         server) submit "$stage" "$checkout/slurm/${stage}_server.sbatch" "$@" ;;
         ranks)
             stage_options=()
-            [ "$stage" != hidden_states ] || stage_options=("--array=0-$((${ARRAY_TASKS:-4} - 1))")
+            [ "$stage" != hidden_states ] || stage_options=("--array=0-$((num_tasks - 1))")
             [ "$stage" != train ] || stage_options=("--nodes=${NODES:-1}")
             stage_options+=("${gpu_options[@]}")
             submit "$stage" "$checkout/slurm/$stage.sbatch" "$@"
@@ -78,5 +105,10 @@ if [ ${#jobs[@]} = 0 ]; then
     exit 1
 fi
 
-echo "to follow: squeue --jobs=$(IFS=,; echo "${jobs[*]}"); tail -F $run_dir/slurm/*.out"
+if [ ${#hold[@]} != 0 ]; then
+    printf '%s\n' "${jobs[@]:1}" >"$output_dir/chain-${jobs[0]}"
+    scontrol release "${jobs[0]}"
+fi
+
+echo "to follow: squeue --jobs=$(IFS=,; echo "${jobs[*]}"); tail -F $output_dir/*.out"
 echo "to cancel: scancel ${jobs[*]}"

@@ -93,7 +93,7 @@ class FakeServer:
 
 
 @contextmanager
-def fake_server() -> Iterator[FakeServer]:
+def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
     fake = FakeServer()
 
     class Handler(BaseHTTPRequestHandler):
@@ -121,8 +121,8 @@ def fake_server() -> Iterator[FakeServer]:
     class Server(ThreadingHTTPServer):
         request_queue_size = 128  # of connections that wait: one beyond it would come again after a second
 
-    with Server(("127.0.0.1", 0), Handler) as server:
+    with Server((address, 0), Handler) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        fake.url = f"http://{address}:{server.server_address[1]}/v1"
         yield fake
         server.shutdown()

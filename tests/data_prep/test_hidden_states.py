@@ -266,6 +266,14 @@ def test_parts_run_beside_each_other_and_the_last_one_finishes_the_store(prepare
     assert read_store(store_dir) == undisturbed
 
 
+def test_a_part_that_ends_names_the_parts_that_are_unfinished(prepared: ConfigFor, capsys: pytest.CaptureFixture[str]) -> None:
+    config = prepared(lengths=[50] * 60)
+    settings = replace(config.hidden_states, part=0, num_parts=3)
+    extract_hidden_states(replace(config, hidden_states=settings), ONE_RANK)
+    printed = capsys.readouterr().out
+    assert "unfinished parts   1, 2; run one that has failed again with hidden_states.part=N and the same num_parts" in printed
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte of its own."""

@@ -1,0 +1,299 @@
+"""A Slurm cluster on one machine. Each node has its own network address, host name, process tree and local disk, by Linux namespaces.
+
+Every node resolves its own host name to 127.0.1.1, as Debian's installer sets it up, and declares 8 GPUs. The folder of the cluster is
+the disk that all nodes share; `local/` inside it is a disk of each node's own. Nothing of this is visible to the rest of the machine,
+and all of it ends when the first process of a node is killed.
+"""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NETWORK = "10.77.0"
+CONTROLLER_ADDRESS = f"{NETWORK}.254"
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "setpriv", "unshare", "nsenter")
+SKIPPED = "*** THE SLURM SCRIPTS ARE NOT TESTED:"
+
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost=controller({controller})
+SlurmUser=root
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd_%n.pid
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool_%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
+ReturnToService=2
+GresTypes=gpu
+{nodes}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
+{settings}
+"""
+# A job that is requeued waits for cred_expire seconds, of which 5 is the least.
+
+START_NODE = """
+hostname "$1"
+ip link set lo up
+mount --bind "$2/hosts_$1" /etc/hosts
+mount -t tmpfs tmpfs "$2/local"
+read -r _  # until the network is there
+shift 2
+exec "$@"
+"""
+
+
+@dataclass
+class Node:
+    """A machine of the cluster: the controller, which is also its network switch, or a compute node."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    init: int
+    """The first process of the node; every other one ends with it."""
+
+    @staticmethod
+    def start(name: str, directory: Path, environment: dict[str, str], *command: str) -> "Node":
+        """Start the node's first process, which waits for the network and then runs `command`."""
+        (directory / f"hosts_{name}").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+        # A node ends with the tests, however they end.
+        unshare = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
+        with (directory / f"daemon_{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*unshare, "sh", "-ec", START_NODE, "sh", name, str(directory), *command],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_for(lambda: process.poll() is not None or bool(children.read_text()))
+        if process.poll() is not None:
+            pytest.skip(f"{SKIPPED} namespaces cannot be made here: {(directory / f'daemon_{name}.log').read_text()} ***")
+        return Node(name, process, int(children.read_text()))
+
+    def ip(self, *arguments: str) -> None:
+        """Run `ip` in the node's network."""
+        subprocess.run(["nsenter", "--target", str(self.init), "--net", "ip", *arguments], check=True)
+
+    def run_command(self) -> None:
+        """Let the node go on to its command, now that it has a network."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.close()
+
+    def kill(self) -> None:
+        """End every process of the node at once."""
+        if self.process.poll() is None:
+            os.kill(self.init, signal.SIGKILL)
+            self.process.wait()
+
+
+@dataclass
+class Slurm:
+    """A running Slurm."""
+
+    directory: Path
+    environment: dict[str, str]
+    controller: Node
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def run(self, *command: str | Path, **variables: str) -> str:
+        """Returns the output of a command, run on the controller, that must succeed."""
+        result = self.try_to_run(*command, **variables)
+        assert result.returncode == 0, f"{command}: {result.stderr}"
+        return result.stdout
+
+    def try_to_run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        enter = ["nsenter", "--target", str(self.controller.init), "--net", "--uts"]
+        environment = {**self.environment, **variables}
+        return subprocess.run([*enter, *command], env=environment, cwd=self.directory, capture_output=True, text=True, check=False)
+
+    def state(self, job: str) -> str:
+        """Returns the state of the job, or of all tasks of the array where they agree."""
+        found = set(re.findall(r"JobState=(\w+)", self.run("scontrol", "show", "job", job)))
+        return found.pop() if len(found) == 1 else "MIXED"
+
+    def shown(self, job: str, name: str) -> str:
+        """Returns what `scontrol show job` says about the job under this name."""
+        match = re.search(rf"\b{name}=(\S*)", self.run("scontrol", "show", "job", job))
+        assert match, name
+        return match[1]
+
+    def wait(self, job: str, is_reached: Callable[[], bool], timeout_s: float = 600) -> None:
+        """Wait for something that the job does; it must not end badly before."""
+        end = time.monotonic() + timeout_s
+        while not is_reached():
+            state = self.state(job)
+            assert state not in {"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}, f"{job} is {state}\n{self.logs()}"
+            assert time.monotonic() < end, f"{job} is {state} after {timeout_s} s\n{self.run('squeue')}\n{self.logs()}"
+            time.sleep(0.05)
+
+    def wait_completed(self, job: str) -> None:
+        self.wait(job, lambda: self.state(job) == "COMPLETED")
+
+    def logs(self) -> str:
+        return "\n".join(f"{path}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.directory.rglob("*.out")))
+
+    def add_node(self, name: str) -> None:
+        """Start a node that slurm.conf names, and connect it to the switch."""
+        wait_for(lambda: not self.is_connected(name))  # of one that was killed, the kernel removes the link a little later
+        node = Node.start(name, self.directory, self.environment, "slurmd", "-D")
+        self.nodes[name] = node
+        self.controller.ip("link", "add", f"to_{name}", "type", "veth", "peer", "name", "eth0", "netns", str(node.init))
+        self.controller.ip("link", "set", f"to_{name}", "master", "switch", "up")
+        node.ip("addr", "add", f"{address_of(name)}/24", "dev", "eth0")
+        node.ip("link", "set", "eth0", "up")
+        node.run_command()
+
+    def is_connected(self, name: str) -> bool:
+        return self.try_to_run("ip", "link", "show", f"to_{name}").returncode == 0
+
+    def lose(self, name: str) -> None:
+        """End every process of the node at once; their connections are closed."""
+        self.nodes[name].kill()
+
+    def cut_off(self, name: str) -> None:
+        """Take the node's network away without a word to its peers, as a loss of power does, and end its processes."""
+        self.controller.ip("link", "delete", f"to_{name}")
+        self.nodes[name].kill()
+
+    @contextmanager
+    def network(self) -> Iterator[str]:
+        """Sockets that this thread makes in here belong to the controller's network; gives its address."""
+        with open("/proc/thread-self/ns/net") as own, open(f"/proc/{self.controller.init}/ns/net") as theirs:
+            enter = ctypes.CDLL(None, use_errno=True).setns
+            assert enter(theirs.fileno(), 0) == 0
+            try:
+                yield CONTROLLER_ADDRESS
+            finally:
+                assert enter(own.fileno(), 0) == 0
+
+
+def address_of(name: str) -> str:
+    return f"{NETWORK}.{1 + ord(name) - ord('a')}"
+
+
+@contextmanager
+def running_slurm(directory: Path, names: str, settings: str = "") -> Iterator[Slurm]:
+    """A cluster whose nodes are named by the letters of `names`, with further lines of slurm.conf; skips loudly where none can run."""
+    require_programs()
+    make_devices(directory / "dev")
+    for name in ("state", "local"):
+        (directory / name).mkdir()
+    (directory / "munge.key").write_bytes(os.urandom(128))
+    (directory / "munge.key").chmod(0o600)
+    nodes = "\n".join(f"NodeName={name} NodeAddr={address_of(name)} CPUs=16 Gres=gpu:8" for name in names)
+    conf = SLURM_CONF.format(directory=directory, controller=CONTROLLER_ADDRESS, nodes=nodes, settings=settings)
+    (directory / "slurm.conf").write_text(conf)
+    (directory / "gres.conf").write_text(f"Name=gpu File={directory}/dev/nvidia[0-7]\n")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "NPROC", "MTPTRAIN_"))
+    }
+    environment |= {"SLURM_CONF": f"{directory}/slurm.conf", "MTPTRAIN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment |= {"MTPTRAIN_LOCAL_RUN_DIR": "0"}  # the nodes share the folder, whatever the type of its file system
+    slurm = Slurm(directory, environment, Node.start("controller", directory, environment, "sh", "-c", start_controller(directory)))
+    try:
+        slurm.controller.ip("link", "add", "switch", "type", "bridge")
+        slurm.controller.ip("addr", "add", f"{CONTROLLER_ADDRESS}/24", "dev", "switch")
+        slurm.controller.ip("link", "set", "switch", "up")
+        slurm.controller.run_command()
+        for name in names:
+            slurm.add_node(name)
+        wait_for_daemons(
+            slurm, lambda: slurm.try_to_run("sinfo", "--noheader", "--format", "%T %D").stdout.strip() == f"idle {len(names)}"
+        )
+        yield slurm
+    finally:
+        for node in (*slurm.nodes.values(), slurm.controller):
+            node.kill()
+
+
+def start_controller(directory: Path) -> str:
+    """Returns a shell command that runs munged, then slurmctld."""
+    files = {"key": "munge.key", "socket": "munge.socket", "pid": "munged.pid", "seed": "munge.seed", "log": "munged.log"}
+    options = [f"--{name}{'' if name == 'socket' else '-file'}={directory}/{file}" for name, file in files.items()]
+    return f"munged --force {' '.join(options)} && exec slurmctld -D -i"
+
+
+def require_programs() -> None:
+    missing = [name for name in PROGRAMS if not shutil.which(name)]
+    if missing:
+        pytest.skip(f"{SKIPPED} {', '.join(missing)} must be installed (Debian's slurm-wlm, munge, iproute2, util-linux) ***")
+    if os.geteuid():
+        pytest.skip(f"{SKIPPED} the nodes are namespaces with GPU device files, which only root may make ***")
+
+
+def make_devices(directory: Path) -> None:
+    """Make eight device files, copies of /dev/null: Slurm wants some for GPUs."""
+    directory.mkdir()
+    try:
+        for index in range(8):
+            os.mknod(directory / f"nvidia{index}", 0o666 | 0o020000, os.stat("/dev/null").st_rdev)
+    except PermissionError:
+        pytest.skip(f"{SKIPPED} device files must be made, which is not permitted here ***")
+
+
+def wait_for(is_reached: Callable[[], bool], timeout_s: float = 120) -> None:
+    end = time.monotonic() + timeout_s
+    while not is_reached():
+        assert time.monotonic() < end, f"not reached in {timeout_s} s"
+        time.sleep(0.1)
+
+
+def wait_for_daemons(slurm: Slurm, is_reached: Callable[[], bool]) -> None:
+    """Slurm itself cannot run on every machine (a container without privileges, say), which is no fault of the scripts."""
+    try:
+        wait_for(is_reached)
+    except AssertionError:
+        logs = "\n".join(
+            f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in sorted(slurm.directory.glob("*.log"))
+        )
+        pytest.skip(f"{SKIPPED} Slurm's daemons do not start here: {logs} ***")
+
+
+def records(run_dir: Path) -> list[dict[str, object]]:
+    path = run_dir / "train/metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def stopped_at(log: Path) -> list[int]:
+    """The steps at which a training job saved because of a signal."""
+    return (
+        [int(step) for step in re.findall(r"step (\d+): SIG\w+, checkpoint saved", log.read_text(errors="replace"))]
+        if log.is_file()
+        else []
+    )

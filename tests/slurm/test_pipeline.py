@@ -1,0 +1,176 @@
+"""The Slurm scripts on a real Slurm: two nodes that declare 8 GPUs each, with ranks on this machine's CPU."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PLAIN, TINY_SETTINGS, run_program, write_text_files
+from tests.data_prep.speaking import fake_server, make_speaking_target
+from tests.slurm.cluster import ROOT, Slurm, records, running_slurm, stopped_at, wait_for
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with running_slurm(tmp_path_factory.mktemp("slurm"), "ab") as slurm:
+        yield slurm
+
+
+def figures(run_dir: Path) -> list[list[object]]:
+    """Every loss, by depth too, and what validation measured, step by step."""
+    names = ("step", "loss", "kl_at", "grad_norm", "acceptance_rate_at")
+    return [[record.get(name) for name in names] for record in records(run_dir)]
+
+
+def bytes_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.glob("shard_*"))}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A pipeline that Slurm has run to its end."""
+
+    run_dir: Path
+    overrides: tuple[str, ...]
+    printed: str
+    restarts: int
+    """Of the extraction's second task."""
+
+
+SETTINGS = (
+    *PLAIN,
+    *TINY_SETTINGS,
+    "train.max_steps=120",
+    "train.validate_every=40",
+    "deepspeed=zero1",
+    "deepspeed.bf16.enabled=false",
+)
+
+
+@pytest.fixture(scope="module")
+def chain(slurm: Slurm, tiny_target: Path) -> Chain:
+    """Every stage, started from another folder than the checkout; one task of the extraction is requeued on its way."""
+    files = write_text_files(slurm.directory / "files", num_files=150)
+    overrides = ("recipe=quickstart", "run_dir=chain", f"target.path={tiny_target}", f"prompts.paths=[{files}]", *SETTINGS)
+    printed = slurm.run(
+        ROOT / "slurm/pipeline.sh", "--time=30", *overrides, NODES="2", ARRAY_TASKS="2", NPROC="1", CPU_OPTIONS="--cpus-per-task=1"
+    )
+    jobs = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
+    run_dir, task = slurm.directory / "chain", f"{jobs['hidden_states']}_1"
+    slurm.wait(task, lambda: (run_dir / "hidden_states/shard_00003.safetensors").is_file())
+    slurm.run("scontrol", "requeue", task)
+    slurm.wait(task, lambda: slurm.state(task) == "PENDING")
+    slurm.wait_completed(task)
+    restarts = int(re.findall(r"Restarts=(\d+)", slurm.run("scontrol", "show", "job", task))[0])
+    for job in jobs.values():
+        slurm.wait_completed(job)
+    return Chain(run_dir, overrides, printed, restarts)
+
+
+def test_every_stage_of_the_chain_ends_and_leaves_its_output(chain: Chain) -> None:
+    stages = re.findall(r"^(\w+) +\d+$", chain.printed, re.MULTILINE)
+    assert stages == ["prompts", "hidden_states", "train", "acceptance", "export"]
+    assert re.search(r"to follow: squeue --jobs=\d+(,\d+){4}; tail -F chain/slurm/\*\.out\n", chain.printed)
+    assert json.loads((chain.run_dir / "hidden_states/manifest.json").read_text())["num_documents"] > 150
+    assert [record["step"] for record in records(chain.run_dir) if "loss" in record] == list(range(1, 121))
+    assert json.loads((chain.run_dir / "acceptance/report.json").read_text())["prompts"] == 8
+    assert (chain.run_dir / "export/vllm/config.json").is_file()
+    names = sorted(re.sub(r"\d+", "N", path.name) for path in (chain.run_dir / "slurm").iterdir())
+    assert names == sorted(
+        ["prompts-N.out", "hidden_states-N_N.out", "hidden_states-N_N.out", "train-N.out", "acceptance-N.out", "export-N.out"]
+    )
+
+
+def test_a_preempted_task_of_the_extraction_goes_on_and_the_store_is_byte_for_byte_that_of_one_process(
+    chain: Chain, tmp_path: Path
+) -> None:
+    assert chain.restarts == 1
+    shutil.copytree(chain.run_dir / "prompts", tmp_path / "run/prompts")
+    overrides = [override for override in chain.overrides if not override.startswith(("recipe=", "run_dir="))]
+    result = run_program("data_prep.hidden_states", f"run_dir={tmp_path}/run", *overrides)
+    assert result.returncode == 0, result.stderr[-3000:]
+    alone, shared = bytes_of(tmp_path / "run/hidden_states"), bytes_of(chain.run_dir / "hidden_states")
+    assert len(alone) >= 8 and alone == shared
+
+
+def test_a_job_gets_the_eight_gpus_that_its_script_asks_for(slurm: Slurm) -> None:
+    script = slurm.directory / "gpus.sbatch"
+    script.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES"\n')
+    options = re.search(r"--gpus-per-node=\d+", (ROOT / "slurm/train.sbatch").read_text())
+    assert options
+    slurm.run("sbatch", "--wait", options[0], f"--output={slurm.directory}/gpus.txt", script)
+    assert (slurm.directory / "gpus.txt").read_text() == "0,1,2,3,4,5,6,7\n"
+
+
+def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_metrics(slurm: Slurm, chain: Chain) -> None:
+    """Two ranks on one node, disturbed three times, against two ranks on two nodes, undisturbed."""
+    run_dir = slurm.directory / "disturbed"
+    for stage in ("prompts", "hidden_states"):
+        shutil.copytree(chain.run_dir / stage, run_dir / stage)
+    overrides = ("recipe=quickstart", "run_dir=disturbed", *chain.overrides[2:])
+    log, script = slurm.directory / "train.out", ROOT / "slurm/train.sbatch"
+    submitted = slurm.run("sbatch", "--parsable", f"--output={log}", script, *overrides, NPROC="2", MTPTRAIN_CHECKOUT=str(ROOT))
+    job = submitted.strip()
+
+    stop_commands = (
+        ("scancel", "--batch", "--signal=USR1", job),  # what `--signal=B:USR1@120` does ahead of the time limit
+        ("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"),  # preempts
+        ("scontrol", "requeue", job),
+    )
+    for number, command in enumerate(stop_commands):
+        slurm.wait(job, lambda: len(records(run_dir)) >= (stopped_at(log) or [0])[-1] + 10)
+        slurm.run(*command)
+        slurm.wait(job, lambda: slurm.state(job) == "PENDING" and len(stopped_at(log)) > number)  # noqa: B023
+    slurm.wait_completed(job)
+
+    assert re.findall(r"mtptrain.train: stopped by (\w+)", log.read_text(errors="replace")) == ["USR1", "preemption", "TERM"]
+    steps = stopped_at(log)
+    assert len(steps) == 3 and 10 <= steps[0] < steps[1] < steps[2] < 120
+    assert "Restarts=3" in slurm.run("scontrol", "show", "job", job)
+    assert figures(run_dir) == figures(chain.run_dir)
+    last = "train/last/head.safetensors"
+    assert (run_dir / last).read_bytes() == (chain.run_dir / last).read_bytes()
+
+
+def test_a_job_that_fails_by_itself_is_not_requeued_and_what_waits_for_it_is_cancelled(slurm: Slurm, chain: Chain) -> None:
+    overrides = ("recipe=quickstart", "run_dir=chain", *chain.overrides[2:], "seed=1")
+    printed = slurm.run(ROOT / "slurm/pipeline.sh", *overrides, SKIP="prompts hidden_states acceptance", NPROC="1")
+    jobs = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
+    assert list(jobs) == ["train", "export"]
+    wait_for(lambda: slurm.state(jobs["export"]) == "CANCELLED", timeout_s=300)
+    assert slurm.state(jobs["train"]) == "FAILED"
+    assert "Restarts=0" in slurm.run("scontrol", "show", "job", jobs["train"])
+    log = (chain.run_dir / f"slurm/train-{jobs['train']}.out").read_text()
+    assert "to go on from this checkpoint, seed must be 0, but is 1" in log
+
+
+def test_answers_of_a_server_go_on_after_a_stop_ahead_of_the_time_limit(slurm: Slurm) -> None:
+    chats, log = slurm.directory / "chats.jsonl", slurm.directory / "answers.out"
+    rows = [{"messages": [{"role": "user", "content": f"question {row}"}]} for row in range(60)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with ExitStack() as stack:
+        with slurm.network() as address:
+            server = stack.enter_context(fake_server(address))
+        server.delay_s = 0.2
+        sources = (f"target.path={make_speaking_target(slurm.directory / 'speaking')}", f"prompts.paths=[{chats}]")
+        asking = (
+            "prompts.source=responses",
+            f"responses.url={server.url}",
+            "responses.concurrency=2",
+            "responses.max_new_tokens=24",
+        )
+        command = ("sbatch", "--parsable", "--cpus-per-task=1", f"--output={log}", ROOT / "slurm/responses_server.sbatch")
+        overrides = ("recipe=quickstart", "run_dir=answers", *sources, *asking)
+        job = slurm.run(*command, *overrides, MTPTRAIN_CHECKOUT=str(ROOT)).strip()
+        slurm.wait(job, lambda: len(server.requests) > 10)
+        slurm.run("scancel", "--batch", "--signal=USR1", job)
+        slurm.wait(job, lambda: slurm.state(job) == "PENDING")
+        slurm.wait_completed(job)
+    assert "data_prep.responses: stopped by USR1, put back into the queue" in log.read_text(errors="replace")
+    assert len((slurm.directory / "answers/responses/conversations.jsonl").read_text().splitlines()) == 60
+    assert len(server.requests) <= 60 + 2 * 2  # what was in flight is asked again

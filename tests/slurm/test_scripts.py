@@ -1,0 +1,284 @@
+"""What the Slurm scripts ask of Slurm, with its commands replaced by scripts that note how they are called."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import ROOT, wait_for
+
+SCRIPTS = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix in {".sh", ".sbatch"})
+PLAN = """runs/quickstart
+responses data_prep.responses server
+prompts data_prep.prompts process
+hidden_states data_prep.hidden_states ranks
+train mtptrain.train ranks
+acceptance eval.acceptance ranks
+export mtptrain.export process
+"""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Slurm's commands and slurm/stages.py as scripts that note what they are asked: what a script does before those have a part."""
+
+    directory: Path
+    environment: dict[str, str]
+
+    def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command, environment = [ROOT / "slurm" / script, *arguments], {**self.environment, **variables}
+        return subprocess.run(command, env=environment, cwd=self.directory, capture_output=True, text=True, check=False)
+
+    def asked(self, command: str) -> list[str]:
+        """What the command has been given, call by call."""
+        path = self.directory / f"{command}.txt"
+        return path.read_text().splitlines() if path.is_file() else []
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Stand:
+    for name in ("sbatch", "srun", "scontrol", "scancel", "sinfo"):
+        noted = tmp_path / f"{name}.txt"
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "$*" >>{noted}\n[ {name} != sbatch ] || wc -l <{noted}\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "NPROC", "MTPTRAIN_"))
+    }
+    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", "MTPTRAIN_PYTHON": str(tmp_path / "python")}
+    environment |= {"MTPTRAIN_CHECKOUT": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2"}
+    environment |= {"MTPTRAIN_LOCAL_RUN_DIR": "0"}
+    (tmp_path / "python").write_text(f"#!/bin/sh\ncat <<'END'\n{PLAN}END\n")
+    (tmp_path / "python").chmod(0o755)
+    return Stand(tmp_path, environment)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.epochs=0", "train.epochs: must be a number of at least 1, but is 0"),
+        ("plan=true", "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_queued(stand: Stand, override: str, expected: str) -> None:
+    result = stand.run("pipeline.sh", "recipe=quickstart", override, MTPTRAIN_PYTHON=sys.executable)
+    assert result.returncode != 0
+    assert expected in result.stderr
+    assert result.stdout == "" and stand.asked("sbatch") == []
+
+
+def test_a_dependency_that_is_given_holds_for_the_first_job_alone(stand: Stand) -> None:
+    result = stand.run(
+        "pipeline.sh", "--dependency=afterok:77", "--time=30", "recipe=quickstart", GPU_OPTIONS="--dependency=singleton"
+    )
+    assert result.returncode == 0, result.stderr
+    last = [re.findall(r"--dependency=(\S+)", line)[-1] for line in stand.asked("sbatch")]
+    assert last == ["afterok:77", "afterok:1", "afterok:2", "afterok:3", "afterok:4", "afterok:5"]
+    assert all("--time=30" in line for line in stand.asked("sbatch"))
+
+
+def test_answers_of_a_server_are_one_process_that_is_asked_to_stop_ahead_of_time(stand: Stand) -> None:
+    assert stand.run("pipeline.sh", "recipe=quickstart", CPU_OPTIONS="--mem=9G").returncode == 0
+    first = stand.asked("sbatch")[0]
+    assert "--mem=9G" in first and f"{ROOT}/slurm/responses_server.sbatch recipe=quickstart" in first
+    assert stand.run("responses_server.sbatch", "recipe=quickstart").returncode == 0
+    assert re.search(r"--nproc-per-node 1 .* -m data_prep.responses recipe=quickstart$", stand.asked("srun")[0])
+    header = (ROOT / "slurm/responses_server.sbatch").read_text()
+    assert "--requeue --signal=B:USR1@120" in header and "gpus" not in header
+
+
+@pytest.mark.parametrize(
+    ("skip", "expected"),
+    [
+        ("prompts,hidden_states", "SKIP: must name stages, of responses prompts .* export, but holds 'prompts,hidden_states'"),
+        (
+            "responses prompts draft_vocab hidden_states train acceptance export",
+            "SKIP: must leave at least one stage, but is 'responses prompts",
+        ),
+    ],
+)
+def test_words_that_leave_no_chain_are_refused_before_anything_is_queued(stand: Stand, skip: str, expected: str) -> None:
+    result = stand.run("pipeline.sh", "recipe=quickstart", SKIP=skip)
+    assert result.returncode == 1
+    assert re.search(expected, result.stderr)
+    assert stand.asked("sbatch") == []
+
+
+def test_a_stage_that_the_settings_leave_out_may_be_skipped_too(stand: Stand) -> None:
+    assert stand.run("pipeline.sh", "recipe=quickstart", SKIP="draft_vocab train").returncode == 0
+    assert len(stand.asked("sbatch")) == 5
+
+
+@pytest.mark.parametrize(("task_ids", "task", "part"), [("0-3", "3", 3), ("1-4", "4", 3), ("3-3", "3", 0)])
+def test_the_parts_of_an_extraction_count_from_the_first_task_of_its_array(
+    stand: Stand, task_ids: str, task: str, part: int
+) -> None:
+    result = stand.run("hidden_states.sbatch", "recipe=quickstart", **array_of(task_ids, task))
+    assert result.returncode == 0, result.stderr
+    num_parts = array_of(task_ids, task)["SLURM_ARRAY_TASK_COUNT"]
+    assert f" hidden_states.part={part} hidden_states.num_parts={num_parts} recipe=quickstart" in stand.asked("srun")[0]
+
+
+def test_an_array_with_gaps_is_refused(stand: Stand) -> None:
+    result = stand.run("hidden_states.sbatch", "recipe=quickstart", **array_of("0-4", "2") | {"SLURM_ARRAY_TASK_COUNT": "3"})
+    assert result.returncode == 1 and stand.asked("srun") == []
+    assert "--array: must be task numbers without gaps, as in 0-3, but is 3 tasks from 0 to 4" in result.stderr
+
+
+def array_of(task_ids: str, task: str) -> dict[str, str]:
+    first, last = task_ids.split("-")
+    names = {"MIN": first, "MAX": last, "COUNT": str(int(last) - int(first) + 1), "ID": task}
+    return {f"SLURM_ARRAY_TASK_{name}": value for name, value in names.items()}
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, ["requeue 7"]), (signal.SIGTERM, [])])
+def test_a_signal_that_comes_before_the_work_begins_stops_the_job(
+    stand: Stand, number: signal.Signals, requeued: list[str]
+) -> None:
+    reached, go = stand.directory / "reached", stand.directory / "go"
+    (stand.directory / "python").write_text(f"#!/bin/sh\ntouch {reached}\nwhile ! [ -e {go} ]; do sleep 0.1; done\necho runs/it\n")
+    command = [ROOT / "slurm/train.sbatch", "recipe=quickstart"]
+    with subprocess.Popen(command, env=stand.environment, cwd=stand.directory, stdout=subprocess.PIPE, text=True) as job:
+        wait_for(reached.exists)
+        job.send_signal(number)
+        go.touch()
+        printed, _ = job.communicate(timeout=30)
+    assert job.returncode == 75
+    assert f"mtptrain.train: stopped by {number.name.removeprefix('SIG')}" in printed
+    assert stand.asked("srun") == [] and stand.asked("scontrol") == requeued
+
+
+@pytest.mark.parametrize(
+    ("script", "variables"),
+    [
+        ("pipeline.sh", {}),
+        ("train.sbatch", {"SLURM_JOB_NUM_NODES": "2"}),
+        ("hidden_states.sbatch", {f"SLURM_ARRAY_TASK_{name}": value for name, value in zip(("MAX", "COUNT"), "12", strict=True)}),
+    ],
+)
+def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(stand: Stand, script: str, variables: dict[str, str]) -> None:
+    (stand.directory / "sinfo").write_text("#!/bin/sh\nprintf 'first\\nsecond\\n'\n")
+    result = stand.run(script, "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR="")
+    assert result.returncode == 1
+    assert re.search(
+        "run_dir: must be on a disk that all nodes share .* but runs/quickstart is on a disk of .* alone; move it, or run on one node "
+        "with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the nodes do share it",
+        result.stderr,
+    )
+    assert stand.asked("sbatch") == stand.asked("srun") == []
+    assert "run_dir: must be" not in stand.run(script, "recipe=quickstart", **variables).stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "variables", "expected"),
+    [
+        ("yes", {}, "MTPTRAIN_LOCAL_RUN_DIR: must be 1 where .*, 0 where .*, or unset, but is 'yes'; correct it"),
+        (
+            "1",
+            {"ARRAY_TASKS": "8"},
+            "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are 1 and 8; leave them out",
+        ),
+        ("1", {"NODES": "2"}, "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are 2 and 1; leave them out"),
+        (
+            "1",
+            {"SKIP": "prompts"},
+            "--nodelist: must name the node whose disk holds the output of the stages in SKIP, but is missing",
+        ),
+    ],
+)
+def test_a_chain_on_one_nodes_disk_refuses_what_needs_a_shared_one(
+    stand: Stand, value: str, variables: dict[str, str], expected: str
+) -> None:
+    result = stand.run("pipeline.sh", "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR=value)
+    assert result.returncode == 1
+    assert re.search(expected, result.stderr)
+    assert stand.asked("sbatch") == []
+
+
+def test_a_chain_on_one_nodes_disk_is_one_task_on_the_node_that_is_named(stand: Stand) -> None:
+    variables = {"MTPTRAIN_LOCAL_RUN_DIR": "1", "SKIP": "responses prompts"}
+    assert stand.run("pipeline.sh", "--nodelist=n7", "recipe=quickstart", **variables).returncode == 0
+    assert all("--nodelist=n7" in line and "--hold" not in line for line in stand.asked("sbatch"))
+    assert "--array=0-0 " in stand.asked("sbatch")[0] and f"--output={stand.directory}/logs/quickstart/" in stand.asked("sbatch")[0]
+    assert not (stand.directory / "runs").exists()  # this machine does not see the node's disk
+
+
+def test_an_own_disk_keeps_a_job_that_goes_back_into_the_queue_on_its_node(stand: Stand) -> None:
+    (stand.directory / "srun").write_text("#!/bin/sh\nkill -USR1 $PPID\nexit 1\n")
+    variables = {"MTPTRAIN_LOCAL_RUN_DIR": "1", "SLURMD_NODENAME": "n7"}
+    assert stand.run("train.sbatch", "recipe=quickstart", **variables).returncode == 75
+    assert stand.asked("scontrol") == ["requeue 7", "update JobId=7 ReqNodeList=n7"]
+
+
+def test_a_container_runs_every_step_with_the_checkout_the_folder_and_the_users_mounts(stand: Stand) -> None:
+    noted = stand.directory / "srun.txt"
+    (stand.directory / "srun").write_text(f'#!/bin/sh\necho "$*" >>{noted}\ncase "$*" in *stages.py*) cat {noted}.plan;; esac\n')
+    Path(f"{noted}.plan").write_text(PLAN)
+    variables = {"MTPTRAIN_CONTAINER_IMAGE": "/images/mtptrain.sqsh", "MTPTRAIN_CONTAINER_MOUNTS": "/models:/models:ro"}
+    on_node = variables | {"MTPTRAIN_PYTHON": "/not/there"}
+    for script, arguments in (
+        ("train.sbatch", ["recipe=quickstart"]),
+        ("process.sbatch", ["data_prep.prompts", "recipe=quickstart"]),
+    ):
+        result = stand.run(script, *arguments, **on_node)
+        assert result.returncode == 0, result.stderr
+    options = (
+        f"--container-image=/images/mtptrain.sqsh --container-workdir={stand.directory} --container-env=PYTHONPATH "
+        f"--container-mounts={ROOT}:{ROOT},{stand.directory}:{stand.directory},/models:/models:ro python3 "
+    )
+    assert [line.split(options)[1].split(" --standalone")[0] for line in stand.asked("srun")] == [
+        f"{ROOT}/slurm/stages.py recipe=quickstart",
+        "-m torch.distributed.run",
+        "-m data_prep.prompts recipe=quickstart",
+    ]
+    assert stand.run("pipeline.sh", "recipe=quickstart", **variables).returncode == 0  # where it is submitted there is no container
+    assert len(stand.asked("sbatch")) == 6 and len(stand.asked("srun")) == 3
+
+
+@pytest.mark.parametrize(("code", "is_told"), [("3", True), ("75", False), ("0", False)])
+def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(stand: Stand, code: str, is_told: bool) -> None:
+    (stand.directory / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
+    variables = array_of("0-3", "2") | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(stand.directory)}
+    result = stand.run("hidden_states.sbatch", "recipe=quickstart", "prompts.paths=[a b]", **variables)
+    assert result.returncode == int(code)
+    assert ("task 2 of 0-3 has failed with exit code 3" in result.stderr) is is_told
+    command = "slurm/pipeline.sh --dependency=afterany:7 [SBATCH OPTIONS] recipe=quickstart prompts.paths=\\[a\\ b\\]\n"
+    assert result.stderr.endswith(command) is is_told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["recipe=quickstart"], "prompts process, hidden_states ranks, train ranks, acceptance ranks, export process"),
+        (
+            ["recipe=quickstart_eagle3", "prompts.source=responses"],
+            "responses ranks, prompts process, draft_vocab process, hidden_states ranks, train ranks, acceptance ranks, export process",
+        ),
+        (
+            ["recipe=quickstart", "prompts.source=responses", "responses.url=http://localhost:8000/v1"],
+            "responses server, prompts process, hidden_states ranks, train ranks, acceptance ranks, export process",
+        ),
+    ],
+)
+def test_the_stages_follow_from_the_settings(overrides: list[str], expected: str) -> None:
+    command = [sys.executable, ROOT / "slurm/stages.py", *overrides]
+    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    run_dir, *rows = result.stdout.splitlines()
+    assert run_dir == f"runs/{overrides[0].removeprefix('recipe=')}"
+    assert ", ".join(f"{row.split()[0]} {row.split()[2]}" for row in rows) == expected
+    for row in rows:
+        assert (ROOT / f"{row.split()[1].replace('.', '/')}.py").is_file()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_parses_is_clean_and_names_no_place_of_one_machine(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    assert not re.search(r"/(home|root|Users|work|scratch|mnt|data)/", script.read_text())
+    if shutil.which("shellcheck"):
+        result = subprocess.run(["shellcheck", "-x", script], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout
