@@ -29,6 +29,8 @@ class TargetCosts:
     """Of the decoder layers, those that one token meets: k of E experts."""
     attention_flops: int
     """Of one token and each token that it sees."""
+    traffic_bytes_per_token: int
+    """That elementwise kernels of the decoder layers read and write in bf16."""
 
     def flops_per_token(self, document_tokens: float) -> float:
         """2 per active parameter, and causal attention: a token sees half of its document, on the average.
@@ -50,7 +52,16 @@ def target_costs(config: PreTrainedConfig) -> TargetCosts:
     query_dim = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0) or config.head_dim
     value_dim = getattr(config, "v_head_dim", None) or config.head_dim
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * (query_dim + value_dim)
-    return TargetCosts(sum(sizes.values()), round(active), attention)
+    return TargetCosts(sum(sizes.values()), round(active), attention, _traffic_per_token(config, query_dim + value_dim))
+
+
+def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
+    """In each layer two norms with their residual sums read and write four rows of the hidden size each, RoPE and the cache the heads,
+    and the activation of the MLP reads two rows of the intermediate size and writes one; experts move their outputs once more."""
+    experts = getattr(config, "num_experts_per_tok", 0) or 0
+    width = config.moe_intermediate_size * experts if experts else config.intermediate_size
+    values = 8 * config.hidden_size + 4 * config.num_attention_heads * head_dims + 3 * width + 2 * experts * config.hidden_size
+    return 2 * config.num_hidden_layers * values
 
 
 def head_parameters(config: HeadConfig, target_config: PreTrainedConfig) -> int:

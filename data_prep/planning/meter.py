@@ -3,7 +3,9 @@
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,17 +100,28 @@ class Meter(TorchDispatchMode):
         self.peak_bytes[name] = max(self.peak_bytes[name], self._alive_bytes[name] + scratch_bytes)
 
     def fused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function and count the bytes of its arguments and results alone, as one kernel moves them, beside its matrix products.
+        """Run a function and count what the kernels of a compiler would move, for `mtptrain.fusing.fused_through`.
 
-        For `mtptrain.fusing.fused_through`. In the backward pass its operators are counted singly.
+        They read the arguments and write the results, in the backward pass likewise, and move what goes into a matrix product and comes
+        out of it; nothing in between reaches memory.
         """
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, torch.Tensor)):
+            out = _Fused.apply(self, partial(function, **kwargs), *args)  # type: ignore[no-untyped-call]
+        else:
+            with self.fusing():
+                out = function(*args, **kwargs)
+        self.elementwise_bytes += sum(num_bytes_of(x) for x in [*tensors, *tree_leaves(out)] if isinstance(x, torch.Tensor))
+        return out
+
+    @contextmanager
+    def fusing(self) -> Iterator[None]:
+        """Within, operators belong to one kernel."""
         self._is_fused = True
         try:
-            out = function(*args, **kwargs)
+            yield
         finally:
             self._is_fused = False
-        self.elementwise_bytes += sum(num_bytes_of(x) for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor))
-        return out
 
     def _release(self, key: int, device: str, num_bytes: int) -> None:
         self._alive.discard(key)
@@ -124,9 +137,41 @@ class Meter(TorchDispatchMode):
         elif func._overloadpacket in flop_registry:
             self.matmul_flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             self.matmul_bytes += num_bytes
+            if self._is_fused:
+                self.elementwise_bytes += num_bytes_of(inputs[-2]) + sum(map(num_bytes_of, outputs))
         elif not self._is_fused:
             self.elementwise_bytes += num_bytes
             self.bytes_of[name] += num_bytes
+
+
+class _Fused(torch.autograd.Function):
+    """A function whose backward pass is one kernel as well; weights that it reads beside its arguments get their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, meter: Meter, function: Callable[..., Any], *args: Any) -> Any:
+        ctx.meter, ctx.args = (
+            meter,
+            [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args],
+        )
+        with torch.enable_grad(), meter.fusing():
+            ctx.out = function(*ctx.args)
+        return tuple(x.detach() for x in ctx.out) if isinstance(ctx.out, tuple) else ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        outs = ctx.out if isinstance(ctx.out, tuple) else (ctx.out,)
+        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+        with ctx.meter.fusing():
+            torch.autograd.backward(*zip(*pairs, strict=True))
+        found = [x.grad if isinstance(x, torch.Tensor) else None for x in ctx.args]
+        moved = [
+            *(grad for _, grad in pairs),
+            *(x for x in ctx.args if isinstance(x, torch.Tensor)),
+            *(x for x in found if x is not None),
+        ]
+        ctx.meter.elementwise_bytes += sum(map(num_bytes_of, moved))
+        ctx.out = ctx.args = None
+        return None, None, *found
 
 
 def attention_flops(name: str, args: Any) -> int:

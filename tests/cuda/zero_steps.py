@@ -12,14 +12,13 @@ from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
-import tests.cuda.guard  # noqa: F401 - must come before torch
-
 import deepspeed.accelerator
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import tests.cuda.guard  # noqa: F401 - must come before torch
 from mtptrain.config import RECIPES, load_config
 from mtptrain.head_files import build_head
 from mtptrain.heads.base import Head
@@ -68,8 +67,11 @@ CUDA: dict[str, Any] = {
 ACCELERATOR: dict[str, Any] = {"is_available": lambda _: True, "range_push": nothing, "range_pop": nothing}
 
 
-def rehearse(target: str, head_name: str, zero: str, num_steps: int = 2) -> dict[str, Any]:
-    """Run steps of a recipe over the longest document that it allows, and return what they took."""
+def rehearse(target: str, head_name: str, zero: str) -> dict[str, Any]:
+    """Run a short step of a recipe and one over the longest document that it allows, and return what they took.
+
+    The first step makes the optimizer's moments, so that the second takes the memory of all that follow.
+    """
     config = recipe_config(f"{target}_{head_name}", f"deepspeed={zero}")
     target_config, train = PUBLISHED_TARGETS[target].config(), config.train
     accelerator = deepspeed.accelerator.get_accelerator()
@@ -85,8 +87,8 @@ def rehearse(target: str, head_name: str, zero: str, num_steps: int = 2) -> dict
         with meter:
             trainer = Trainer(head, parts, train, config.deepspeed, 10, GpuRanks(0, NUM_RANKS, 0))
             meter.syncs.clear()
-            mask = answers(train.batch_tokens, [(0, train.batch_tokens)])
-            for _ in range(num_steps):
+            for length in (64, train.batch_tokens):
+                mask = answers(length, [(0, length)])
                 trainer.step([make_fake_batch(head, target_config.hidden_size, [mask], config.head.ttt_steps)])
     optimizer = trainer.engine.optimizer
     masters = [x for group in optimizer.optimizer.param_groups for x in group["params"]]
