@@ -185,10 +185,12 @@ class PlannerConfig:
     gpu_memory_gb: float = 80.0
     gpu_tflops: float = 0.0
     """Dense bf16 peak of one GPU; 0 measures that of the device at hand."""
+    gpu_memory_gb_per_s: float = 0.0
+    """Memory bandwidth of one GPU; 0 leaves the bounds of memory traffic, PCIe and the CPU that writes states out of the times."""
     hidden_states_peak_share: float = 0.4
-    """Of the peak, assumed of extraction where its tokens/s are not given."""
-    train_peak_share: float = 0.3
-    """Likewise, of the head's training."""
+    """Of the peak, what extraction's matrix products reach, where its tokens/s are not given."""
+    train_peak_share: float = 0.65
+    """Likewise, the matrix products of the head's training."""
     disk_gb_per_s: float = 0.0
     """Of reading or writing the states, bounds both estimates; 0 leaves it out."""
     hidden_states_tokens_per_s: float = 0.0
@@ -493,6 +495,7 @@ def _check(config: PipelineConfig) -> None:
         "planner.gpu_memory_gb": (config.planner.gpu_memory_gb, 1),
         "planner.gpu_tflops": (config.planner.gpu_tflops, 0.0),
         "planner.disk_gb_per_s": (config.planner.disk_gb_per_s, 0.0),
+        "planner.gpu_memory_gb_per_s": (config.planner.gpu_memory_gb_per_s, 0.0),
         "planner.hidden_states_tokens_per_s": (config.planner.hidden_states_tokens_per_s, 0.0),
         "planner.train_tokens_per_s": (config.planner.train_tokens_per_s, 0.0),
         "head.ttt_steps": (config.head.ttt_steps, 1),

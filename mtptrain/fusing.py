@@ -1,8 +1,9 @@
 """Elementwise work fused by torch.compile, where the trainer asks for it; the same functions run plainly everywhere else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -10,12 +11,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _is_on = False
+_through: Callable[..., Any] | None = None
 
 
 def fuse(on: bool) -> None:
     """Run `fused` functions compiled from now on, or plainly."""
     global _is_on
     _is_on = on
+
+
+@contextmanager
+def fused_through(call: Callable[..., Any]) -> Iterator[None]:
+    """Within, `fused` functions are run by `call(function, *args)`, which may count what a compiler would make of them."""
+    global _through
+    _through = call
+    try:
+        yield
+    finally:
+        _through = None
 
 
 def of_fixed_shape(x: torch.Tensor) -> torch.Tensor:
@@ -34,6 +47,9 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _through is not None:
+            result: R = _through(function, *args, **kwargs)
+            return result
         return (compiled() if _is_on else function)(*args, **kwargs)
 
     return call

@@ -2,25 +2,21 @@
 that have shapes but no data.
 """
 
-import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from data_prep.planning.meter import Meter
+from mtptrain.fusing import fused_through
 from mtptrain.head_files import build_head
 from mtptrain.heads.base import Head, HeadConfig
 from mtptrain.heads.packing import Packing
 from mtptrain.losses import LossSettings, draft_losses
 from mtptrain.target import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -33,6 +29,8 @@ class TargetCosts:
     """Of the decoder layers, those that one token meets: k of E experts."""
     attention_flops: int
     """Of one token and each token that it sees."""
+    traffic_bytes_per_token: int
+    """That elementwise kernels of the decoder layers read and write in bf16."""
 
     def flops_per_token(self, document_tokens: float) -> float:
         """2 per active parameter, and causal attention: a token sees half of its document, on the average.
@@ -54,7 +52,16 @@ def target_costs(config: PreTrainedConfig) -> TargetCosts:
     query_dim = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0) or config.head_dim
     value_dim = getattr(config, "v_head_dim", None) or config.head_dim
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * (query_dim + value_dim)
-    return TargetCosts(sum(sizes.values()), round(active), attention)
+    return TargetCosts(sum(sizes.values()), round(active), attention, _traffic_per_token(config, query_dim + value_dim))
+
+
+def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
+    """In each layer two norms with their residual sums read and write four rows of the hidden size each, RoPE and the cache the heads,
+    and the activation of the MLP reads two rows of the intermediate size and writes one; experts move their outputs once more."""
+    experts = getattr(config, "num_experts_per_tok", 0) or 0
+    width = config.moe_intermediate_size * experts if experts else config.intermediate_size
+    values = 8 * config.hidden_size + 4 * config.num_attention_heads * head_dims + 3 * width + 2 * experts * config.hidden_size
+    return 2 * config.num_hidden_layers * values
 
 
 def head_parameters(config: HeadConfig, target_config: PreTrainedConfig) -> int:
@@ -72,6 +79,11 @@ class StepCosts:
     """Of forward, loss and backward over one packed micro-batch."""
 
     flops: int
+    """Of matrix products and attention: `mtptrain.flops.StepFlops` is their formula."""
+    attention_flops: int
+    """Those of attention to the depth-0 keys alone."""
+    elementwise_bytes: int
+    """Bytes that all other operators read and write."""
     peak_bytes: int
     """Most that is alive at once, gradients of the weights included, weights and frozen parts not."""
 
@@ -84,26 +96,28 @@ def step_costs(
     supervised_share: float,
     chunk_rows: int,
     recompute: bool = False,
+    compiled: bool = False,
 ) -> StepCosts:
-    """Run the trainer's step on tensors without data, and count what it does.
-
-    FLOPs are those of matrix products and attention: `mtptrain.flops.StepFlops` is their formula.
+    """Run the trainer's step on tensors without data, and count what it does: in bf16 with the kernels of a GPU.
 
     Args:
         lengths: tokens of each document in the micro-batch.
         supervised_share: of the tokens, those that teach.
         chunk_rows: `train.loss_chunk_rows`.
         recompute: `train.recompute`.
+        compiled: `train.compile`: a fused function reads its arguments and writes its results, and nothing else.
     """
-    memory = _PeakMemory()
-    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
-    with FakeTensorMode(), _DefaultDtype(dtype):
+    meter = Meter()
+    with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype):
         head = build_head(config, target_config)
         head.recompute = recompute
         parts = _frozen_parts(target_config)
-        with counter, memory:
+        meter.hold(*head.parameters(), parts.embed_tokens, parts.norm_weight, parts.lm_head)
+        held = meter.peak_bytes["cpu"]
+        with meter, fused_through(meter.fused) if compiled else nullcontext():
             _step(head, parts, config.ttt_steps, target_config.hidden_size, lengths, supervised_share, chunk_rows)
-    return StepCosts(counter.get_total_flops(), memory.peak_bytes)
+    flops = meter.matmul_flops + meter.attention_flops
+    return StepCosts(flops, meter.attention_flops, meter.elementwise_bytes, meter.peak_bytes["cpu"] - held)
 
 
 def _step(
@@ -111,25 +125,37 @@ def _step(
 ) -> None:
     """As `Trainer.step` does it, for one micro-batch whose documents end with their answers."""
     rows = [max(1, round((length - 1) * supervised_share)) for length in lengths]
-    packing = Packing.of(
-        lengths, [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))]
-    )
-    num_tokens, num_rows = sum(lengths), sum(rows)
-    target_states = parts.final_norm(torch.empty(num_tokens, hidden_size))  # [N, H]
-    aux = torch.empty(num_tokens, len(head.capture_layers), hidden_size) if head.capture_layers else None  # [N, L, H]
+    with unset_fake_temporarily():  # where documents lie is known, and attention's FLOPs are counted by it
+        packing = Packing.of(
+            lengths, [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))]
+        )
+    _forward_and_loss(head, parts, depths, hidden_size, packing, chunk_rows).backward()
+
+
+def _forward_and_loss(
+    head: Head, parts: FrozenParts, depths: int, hidden_size: int, packing: Packing, chunk_rows: int
+) -> torch.Tensor:
+    """As `Trainer._losses` does it; what only these two need is gone before the backward pass."""
+    num_tokens, num_rows = len(packing.positions), len(packing.rows)
+    hidden_states, taught = torch.empty(num_tokens, hidden_size), packing.rows + 1  # [N, H], [M]
+    if head.capture_layers:
+        read_states = torch.empty(num_tokens, len(head.capture_layers), hidden_size)  # [N, L, H]
+        target_states = parts.final_norm(hidden_states[taught])  # [M, H]
+    else:
+        read_states = parts.final_norm(hidden_states)  # [N, H]
+        target_states = read_states[taught]
     embeddings = parts.embed(torch.empty(num_tokens, dtype=torch.long))  # [N, H]
-    states = head(target_states if aux is None else aux, embeddings, packing, depths)  # [T, M, H]
-    sums = draft_losses(
+    states = head(read_states, embeddings, packing, depths)  # [T, M, H]
+    return draft_losses(
         states,
         parts.lm_head if head.lm_head is None else head.lm_head.weight,
-        target_states[packing.rows + 1],
+        target_states,
         parts.logits,
         torch.empty(depths, num_rows, dtype=torch.bool),
         torch.empty(depths, dtype=torch.float32),
         LossSettings(chunk_rows=chunk_rows),
         head.draft_token_ids,
-    )
-    sums.loss.backward()
+    ).loss
 
 
 def _frozen_parts(config: PreTrainedConfig) -> FrozenParts:
@@ -150,48 +176,3 @@ class _DefaultDtype:
 
     def __exit__(self, *_: object) -> None:
         torch.set_default_dtype(self.before)
-
-
-class _PeakMemory(TorchDispatchMode):
-    """The bytes of all storages that operators make, as long as something holds them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes = self._alive_bytes = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._hold(tensor.untyped_storage())
-        return out
-
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key not in self._alive:
-            self._alive.add(key)
-            self._alive_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._alive_bytes)
-            weakref.finalize(storage, self._release, key, num_bytes)
-
-    def _release(self, key: int, num_bytes: int) -> None:
-        self._alive.discard(key)
-        self._alive_bytes -= num_bytes
-
-
-def _forward_flops(query: Any, key: Any, value: Any, _dropout: float = 0.0, is_causal: bool = False, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value) // (2 if is_causal else 1)
-
-
-def _backward_flops(
-    grad: Any, query: Any, key: Any, value: Any, _out: Any, _lse: Any, _dropout: float = 0.0, is_causal: bool = False, **__: Any
-) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value) // (2 if is_causal else 1)
-
-
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
-}
-"""Flash attention of CPUs, which torch's own counter leaves out."""

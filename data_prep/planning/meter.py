@@ -3,9 +3,13 @@
 import traceback
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -28,6 +32,8 @@ MASKED = frozenset(("index", "index_put", "index_put_"))
 """Operators that do so where an index is a mask."""
 WRITING = frozenset(("fill", "fill_", "zero_", "zeros_like", "full_like", "ones_like", "zeros", "full", "ones", "arange"))
 """Operators that read no tensor of their result's size."""
+FLASH_OF_CPUS = frozenset(("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"))
+ATTENTION = FLASH_OF_CPUS | {"_flash_attention_forward", "_flash_attention_backward"}
 PART_READING = frozenset(("index", "index_select", "gather", "embedding"))
 """Operators that read as much of their first tensor as they write."""
 
@@ -44,6 +50,7 @@ class Meter(TorchDispatchMode):
         """The most that is alive at once on each device, of what operators made and what was passed to `hold`."""
         self.matmul_flops = 0
         self.matmul_bytes = 0
+        self.attention_flops = 0
         self.attention_bytes = 0
         self.elementwise_bytes = 0
         """Bytes moved by operators that are neither matrix products nor flash attention."""
@@ -54,6 +61,7 @@ class Meter(TorchDispatchMode):
         """Waits of the host for a CUDA device, by operator and line of the code that calls it."""
         self._alive_bytes = Counter[str]()
         self._alive: set[int] = set()
+        self._is_fused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,6 +75,8 @@ class Meter(TorchDispatchMode):
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if _waits(name, args, kwargs, inputs):  # asked before the call, for a tensor without data raises there
             self.syncs[f"{name} at {_caller()}"] += 1
+        if name == "_flash_attention_backward":
+            self._count_peak(args[1].device, flash_scratch_bytes(args))
         out = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         if func.namespace == "aten":
@@ -82,8 +92,36 @@ class Meter(TorchDispatchMode):
             if key not in self._alive:
                 self._alive.add(key)
                 self._alive_bytes[device] += num_bytes
-                self.peak_bytes[device] = max(self.peak_bytes[device], self._alive_bytes[device])
+                self._count_peak(tensor.device)
                 weakref.finalize(storage, self._release, key, device, num_bytes)
+
+    def _count_peak(self, device: torch.device, scratch_bytes: int = 0) -> None:
+        name = str(device)
+        self.peak_bytes[name] = max(self.peak_bytes[name], self._alive_bytes[name] + scratch_bytes)
+
+    def fused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function and count what the kernels of a compiler would move, for `mtptrain.fusing.fused_through`.
+
+        They read the arguments and write the results, in the backward pass likewise, and move what goes into a matrix product and comes
+        out of it; nothing in between reaches memory.
+        """
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, torch.Tensor)):
+            out = _Fused.apply(self, partial(function, **kwargs), *args)  # type: ignore[no-untyped-call]
+        else:
+            with self.fusing():
+                out = function(*args, **kwargs)
+        self.elementwise_bytes += sum(num_bytes_of(x) for x in [*tensors, *tree_leaves(out)] if isinstance(x, torch.Tensor))
+        return out
+
+    @contextmanager
+    def fusing(self) -> Iterator[None]:
+        """Within, operators belong to one kernel."""
+        self._is_fused = True
+        try:
+            yield
+        finally:
+            self._is_fused = False
 
     def _release(self, key: int, device: str, num_bytes: int) -> None:
         self._alive.discard(key)
@@ -93,14 +131,87 @@ class Meter(TorchDispatchMode):
         if func.is_view or not outputs or name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh")):
             return
         num_bytes = _moved(name, inputs, outputs)
-        if "attention" in name:
+        if name in ATTENTION:
+            self.attention_flops += attention_flops(name, args)
             self.attention_bytes += num_bytes
         elif func._overloadpacket in flop_registry:
             self.matmul_flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             self.matmul_bytes += num_bytes
-        else:
+            if self._is_fused:
+                self.elementwise_bytes += num_bytes_of(inputs[-2]) + sum(map(num_bytes_of, outputs))
+        elif not self._is_fused:
             self.elementwise_bytes += num_bytes
             self.bytes_of[name] += num_bytes
+
+
+class _Fused(torch.autograd.Function):
+    """A function whose backward pass is one kernel as well; weights that it reads beside its arguments get their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, meter: Meter, function: Callable[..., Any], *args: Any) -> Any:
+        ctx.meter, ctx.args = (
+            meter,
+            [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args],
+        )
+        with torch.enable_grad(), meter.fusing():
+            ctx.out = function(*ctx.args)
+        return tuple(x.detach() for x in ctx.out) if isinstance(ctx.out, tuple) else ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        outs = ctx.out if isinstance(ctx.out, tuple) else (ctx.out,)
+        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+        with ctx.meter.fusing():
+            torch.autograd.backward(*zip(*pairs, strict=True))
+        found = [x.grad if isinstance(x, torch.Tensor) else None for x in ctx.args]
+        moved = [
+            *(grad for _, grad in pairs),
+            *(x for x in ctx.args if isinstance(x, torch.Tensor)),
+            *(x for x in found if x is not None),
+        ]
+        ctx.meter.elementwise_bytes += sum(map(num_bytes_of, moved))
+        ctx.out = ctx.args = None
+        return None, None, *found
+
+
+def attention_flops(name: str, args: Any) -> int:
+    """FLOPs of a flash kernel: two products of each query and key that it sees in the forward pass, five in the backward pass.
+
+    Of segments whose offsets have no data, each is taken for as long as the longest.
+    """
+    products, tensors = (2, args) if "backward" not in name else (5, args[1:])
+    query, key = tensors[:2]
+    if name in FLASH_OF_CPUS:  # [B, heads, S, head_dim]
+        is_causal = args[4 if products == 2 else 7]
+        return products * query.numel() * key.shape[2] * 2 // (2 if is_causal else 1)
+    offsets = tensors[3:5] if products == 2 else tensors[5:7]
+    longest, is_causal = (args[5:7], args[8]) if products == 2 else (args[8:10], args[11])
+    pairs = sum(
+        q * k / 2 if is_causal else q * k for q, k in zip(*(_lengths(*x) for x in zip(offsets, longest, strict=True)), strict=True)
+    )
+    return int(products * 2 * query.shape[1] * query.shape[2] * pairs)
+
+
+def flash_scratch_bytes(args: Any) -> int:
+    """What flash attention's backward pass allocates inside of itself, besides its results, which no operator shows.
+
+    The query's gradient in fp32 and a sum for each row, both with 128 rows more for each segment; and with fewer key heads than query
+    heads, gradients of keys and values for each query head (`mha_varlen_bwd` of FlashAttention 2).
+    """
+    query, key, offsets = args[1], args[2], args[6]
+    num_heads, head_dim = query.shape[1:]
+    padded_rows = query.shape[0] + 128 * (len(offsets) - 1)
+    of_each_head = 2 * key.shape[0] * num_heads * head_dim * key.element_size() if key.shape[1] != num_heads else 0
+    # At the end of the kernel the results are there as well.
+    results = num_bytes_of(query) + 2 * num_bytes_of(key)
+    return int(padded_rows * num_heads * (-(-head_dim // 32) * 32 + 1) * 4 + of_each_head + results)
+
+
+def _lengths(offsets: torch.Tensor, longest: int) -> list[int]:
+    if isinstance(offsets, FakeTensor):
+        return [longest] * (len(offsets) - 1)
+    with unset_fake_temporarily():
+        return offsets.diff().tolist()  # type: ignore[no-any-return]
 
 
 def _moved(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:

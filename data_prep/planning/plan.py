@@ -15,7 +15,7 @@ from huggingface_hub import hf_hub_download
 from transformers import PreTrainedConfig
 
 from data_prep.planning.costs import StepCosts, TargetCosts, head_parameters, step_costs, target_costs
-from data_prep.planning.speed import Speed, estimate
+from data_prep.planning.speed import Speed, TokenCosts, estimate
 from data_prep.planning.validation_costs import validation_bytes
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.export_proof import proof_bytes
@@ -93,6 +93,8 @@ class Plan:
     head_parameters: int
     memory: TrainMemory
     num_steps: int
+    scratch_bytes_per_token: int
+    """That vLLM's files take on the disk of `hidden_states.scratch_dir` until they are in the store."""
     hidden_states: Speed
     train: Speed
     """Of all epochs."""
@@ -123,7 +125,8 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     num_parameters = head_parameters(config.head, target_config)
     weights = target_weights_bytes(config, target_dir, target_config, target)
     per_gpu, is_spread = extraction_bytes(config, weights)
-    disk_rate = config.planner.disk_gb_per_s * 1e9 / per_token[config.hidden_states.store_dtype]
+    stored_bytes = per_token[config.hidden_states.store_dtype]
+    scratch_bytes = scratch_bytes_per_token(config, target_config, captured)
     trained_tokens = count_trained_tokens(config, workload.tokens)
     longest, mean = workload.longest_tokens, round(workload.mean_tokens)
     worst = micro_batch_costs(config, target_config, longest, workload)
@@ -149,30 +152,64 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             validation=validation_bytes(config, target_config, longest) if config.train.validation_prompts else 0,
         ),
         num_steps=count_steps(config, trained_tokens),
+        scratch_bytes_per_token=scratch_bytes,
         hidden_states=estimate(
             config.planner,
             workload.tokens,
             config.planner.hidden_states_tokens_per_s,
-            target.flops_per_token(workload.mean_tokens),
+            TokenCosts(
+                flops=target.flops_per_token(workload.mean_tokens),
+                traffic_bytes=target.traffic_bytes_per_token,
+                pcie_bytes=max(scratch_bytes, _itemsize(config.hidden_states.dtype.value) * writer_values(target_config, captured)),
+                disk_bytes=stored_bytes + scratch_bytes,
+                writer_values=writer_values(target_config, captured),
+            ),
             config.planner.hidden_states_peak_share,
-            disk_rate,
             1 if is_spread else config.planner.num_gpus,
+            1 if is_spread else config.planner.num_gpus // _gpus_per_rank(config),
             getattr(torch, config.hidden_states.dtype.value),
+            config.hidden_states.store_dtype,
         ),
         train=estimate(
             config.planner,
             trained_tokens,
             config.planner.train_tokens_per_s,
-            typical.flops / max(1, config.train.batch_tokens),
+            TokenCosts(
+                flops=typical.flops / max(1, config.train.batch_tokens),
+                traffic_bytes=typical.elementwise_bytes / max(1, config.train.batch_tokens),
+                pcie_bytes=stored_bytes,
+                disk_bytes=stored_bytes,
+            ),
             config.planner.train_peak_share,
-            disk_rate,
+            config.planner.num_gpus,
             config.planner.num_gpus,
             _train_dtype(config),
+            config.hidden_states.store_dtype,
         ),
         export_bytes=proof_bytes(
             target_config.vocab_size, target_config.hidden_size, num_parameters, 1 if target_config.tie_word_embeddings else 2
         ),
     )
+
+
+def _gpus_per_rank(config: PipelineConfig) -> int:
+    is_vllm = config.hidden_states.backend is Backend.vllm
+    return min(config.planner.num_gpus, config.hidden_states.tensor_parallel_size) if is_vllm else 1
+
+
+def writer_values(target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
+    """Values of a token's hidden states: the captured streams and the last."""
+    hidden_size: int = target_config.hidden_size
+    return (len(captured) + 1) * hidden_size
+
+
+def scratch_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
+    """What vLLM's worker writes to `hidden_states.scratch_dir` for each token: every stream once, as computed."""
+    if config.hidden_states.backend is not Backend.vllm:
+        return 0
+    num_streams = len({*captured, target_config.num_hidden_layers})
+    hidden_size: int = target_config.hidden_size
+    return num_streams * hidden_size * _itemsize(config.hidden_states.dtype.value)
 
 
 def plan_target_dir(path: str, revision: str | None) -> Path:
@@ -269,8 +306,9 @@ def micro_batch_costs(
     length = max(1, min(document_tokens, size))
     lengths = [length] * (size // length) + [size % length] * (size % length > 0)
     share = workload.supervised_tokens / max(1, workload.tokens)
-    chunk_rows = config.train.loss_chunk_rows
-    return step_costs(config.head, target_config, _train_dtype(config), lengths, share, chunk_rows, config.train.recompute)
+    chunk_rows, dtype, compile_step = config.train.loss_chunk_rows, _train_dtype(config), config.train.compile
+    is_compiled = dtype is torch.bfloat16 if compile_step is None else compile_step
+    return step_costs(config.head, target_config, dtype, lengths, share, chunk_rows, config.train.recompute, is_compiled)
 
 
 def train_memory(

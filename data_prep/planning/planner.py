@@ -45,13 +45,15 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
         target += f", spread by accelerate over {config.planner.num_gpus} in one process"
     elif config.hidden_states.backend is Backend.vllm and config.hidden_states.tensor_parallel_size > 1:
         target += f", tensor parallel over {config.hidden_states.tensor_parallel_size}"
+    is_vllm = config.hidden_states.backend is Backend.vllm
     weights, states = plan.target_bytes_per_gpu, plan.states_in_flight_bytes
     extraction = ("extraction, each GPU", f"{_gb(weights + states)}: weights {_gb(weights)}, states in flight {_gb(states)}")
     return [
         ("documents", _describe_workload(plan, config)),
         ("hidden states", f"{sizes.pop(chosen)}; " + "; ".join(sizes.values())),
+        *([("scratch", f"{plan.scratch_bytes_per_token:,} bytes/token of vLLM's files, gone with each shard")] * is_vllm),
         ("target", f"{target}, {config.hidden_states.backend}"),
-        *([extraction] if config.hidden_states.backend is Backend.vllm else []),
+        *([extraction] * is_vllm),
         ("head", f"{config.head.name}, {plan.head_parameters / 1e6:,.1f} M parameters"),
         ("training, each GPU", f"{_gb(memory.state + memory.activations)}: {_describe_memory(memory)}"),
         *([("validation, each GPU", _describe_validation(memory))] if memory.validation else []),

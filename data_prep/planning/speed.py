@@ -6,7 +6,19 @@ from functools import cache
 
 import torch
 
-from mtptrain.config import PlannerConfig
+from mtptrain.config import PlannerConfig, StoreDtype
+
+MEMORY_SHARE = 0.78
+"""Of a GPU's memory bandwidth, what elementwise kernels reach."""
+PCIE_BYTES_PER_S = 50e9
+"""Between a GPU and the machine's memory: PCIe 5 with 16 lanes, in one direction."""
+WRITER_THREADS = 1
+"""CPU threads of each rank that check, encode and write states."""
+
+
+def writer_values_per_s(store_dtype: StoreDtype) -> float:
+    """Values of hidden states that the CPU threads of one rank write, as measured on one core of a server."""
+    return WRITER_THREADS * (3e8 if store_dtype is StoreDtype.bfloat16 else 6.9e7)
 
 
 @dataclass(frozen=True)
@@ -22,23 +34,52 @@ class Speed:
     """What the estimate stands on."""
 
 
+@dataclass(frozen=True)
+class TokenCosts:
+    """What one token of a stage needs."""
+
+    flops: float
+    traffic_bytes: float
+    """Through a GPU's memory, outside matrix products and attention."""
+    pcie_bytes: float
+    disk_bytes: float
+    writer_values: float = 0.0
+    """That CPU threads check and encode; 0 where nothing is written."""
+
+
 def estimate(
-    planner: PlannerConfig,
-    tokens: int,
-    given: float,
-    flops_per_token: float,
-    share: float,
-    disk_rate: float,
-    gpus_at_work: int,
-    dtype: torch.dtype,
-) -> Speed:
-    """Time of `tokens`: at the tokens/s given, else FLOPs over a share of the peak, but not faster than the disk."""
+    planner: PlannerConfig, tokens: int, given: float, costs: TokenCosts, share: float, gpus_at_work: int, num_ranks: int,
+    dtype: torch.dtype, store_dtype: StoreDtype,
+) -> Speed:  # fmt: skip
+    """Time of `tokens`: at the tokens/s given, else at those of the slowest of what each token needs."""
     if given:
         return Speed(given, tokens / given, 0.0, "as given")
     peak, of_what = device_peak(planner, gpus_at_work, dtype)
-    rate, basis = share * peak / flops_per_token, f"assuming {share:.0%} of {of_what}"
-    if 0 < disk_rate < rate:
-        rate, basis = disk_rate, f"held up by a disk of {planner.disk_gb_per_s:g} GB/s"
+    rates = {f"matrix products, assuming {share:.0%} of {of_what}": share * peak / costs.flops}
+    if planner.gpu_memory_gb_per_s:
+        bandwidth = gpus_at_work * planner.gpu_memory_gb_per_s * 1e9
+        memory = MEMORY_SHARE * bandwidth / max(1.0, costs.traffic_bytes)
+        rates["memory traffic"] = memory
+        rates["PCIe"] = gpus_at_work * PCIE_BYTES_PER_S / max(1.0, costs.pcie_bytes)
+        if costs.writer_values:
+            rates["the CPU that writes states"] = num_ranks * writer_values_per_s(store_dtype) / costs.writer_values
+    if planner.disk_gb_per_s:
+        rates[f"a disk of {planner.disk_gb_per_s:g} GB/s"] = planner.disk_gb_per_s * 1e9 / costs.disk_bytes
+    return _slowest(tokens, rates, costs.flops)
+
+
+def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Speed:
+    """Products and memory traffic take turns on a GPU, so that their times add up; all else runs at the same time."""
+    *_, (products, product_rate) = [item for item in rates.items() if item[0].startswith("matrix products")]
+    memory_rate = rates.get("memory traffic", float("inf"))
+    on_gpu = 1 / (1 / product_rate + 1 / memory_rate)
+    elsewhere = {name: rate for name, rate in rates.items() if name not in (products, "memory traffic")}
+    rate = min(on_gpu, *elsewhere.values(), float("inf"))
+    bound = min(rates, key=lambda name: rates[name])
+    if rate == on_gpu:
+        bound = "memory traffic" if memory_rate < product_rate else products
+    others = ", ".join(f"{name} {other:,.0f}" for name, other in rates.items() if name != bound)
+    basis = f"bound by {bound}" + (f" ({rates[bound]:,.0f} alone; {others})" if others else "")
     return Speed(rate, tokens / rate, flops_per_token, basis)
 
 

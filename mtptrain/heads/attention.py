@@ -134,7 +134,7 @@ def _flash(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of each segment's queries [Q, heads, head_dim] over its keys [S, kv heads, head_dim], and its lse f32[Q, heads]; then about
     the largest score of each row before scaling f32[Q, heads], for a backward pass in blocks."""
-    if query.is_cuda:
+    if _uses_gpu_kernels(query):
         longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
         offsets = segments.query_offsets, segments.key_offsets
         out, lse, *_ = aten._flash_attention_forward(query, key, value, *offsets, *longest, 0.0, segments.is_causal, False)
@@ -149,6 +149,11 @@ def _flash(
         for whole, of_run in zip((out, lse, largest), found, strict=True):
             _batch(whole, queries).copy_(of_run)
     return out, lse, largest
+
+
+def _uses_gpu_kernels(query: torch.Tensor) -> bool:
+    """Whether the kernels are those of a GPU. Tensors without data in bf16 are those of a plan for GPUs, on whatever device it is made."""
+    return query.is_cuda or (isinstance(query, FakeTensor) and query.dtype == torch.bfloat16)
 
 
 def _flash_on_cpu(
@@ -176,7 +181,7 @@ def _flash_backward(
     segments: Segments,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value as `_flash` got them."""
-    if query.is_cuda:
+    if _uses_gpu_kernels(query):
         longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
         offsets = segments.query_offsets, segments.key_offsets
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of a dropout
@@ -232,11 +237,8 @@ def _goes_in_blocks(segments: Segments, keys: Run) -> bool:
 
 
 def _has_fast_flash(query: torch.Tensor, keys: Run) -> bool:
-    """Forward: on tiles a CPU's flash kernel takes half the time of blocks; backward it does not use them.
-
-    Tensors without data are counted alike on all machines.
-    """
-    if not HAS_TILES or query.dtype != torch.bfloat16 or isinstance(query, FakeTensor):
+    """Forward: on tiles a CPU's flash kernel takes half the time of blocks; backward it does not use them."""
+    if not HAS_TILES or query.dtype != torch.bfloat16:
         return False
     return math.log(keys[2]) / 2 * query.shape[-1] ** 0.5 < MOST_BELOW
 

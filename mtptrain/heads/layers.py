@@ -68,7 +68,7 @@ class Rope:
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [..., 1, head_dim] of positions [...]."""
-        self.inv_freq = self.inv_freq.to(positions.device)
+        self.inv_freq = self.inv_freq.to(positions.device, non_blocking=True)
         angles = positions[..., None, None].float() * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)

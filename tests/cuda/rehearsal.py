@@ -1,0 +1,110 @@
+"""The trainer's step on fake CUDA tensors, with the target's and the head's real sizes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from mtptrain.batches import Batch, draft_spans
+from mtptrain.config import TrainConfig
+from mtptrain.distributed import Ranks
+from mtptrain.head_files import build_head
+from mtptrain.heads.base import Head, HeadConfig
+from mtptrain.heads.packing import Packing
+from mtptrain.target import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
+from mtptrain.trainer import Trainer
+from tests.cuda.fake_cuda import Meter, fake_cuda, place
+
+DEVICE = "cuda:0"
+
+
+class GpuRanks(Ranks):
+    """Ranks on a machine with GPUs."""
+
+    device = torch.device(DEVICE)  # type: ignore[assignment]
+
+
+class PlainEngine:
+    """What DeepSpeed's engine is to the trainer, without its optimizer: gradients stay where autograd leaves them."""
+
+    def __init__(self, module: Head) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        states: torch.Tensor = self.module(*args)
+        return states
+
+    def backward(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        pass
+
+
+@dataclass
+class Rehearsal:
+    """A step that has been run."""
+
+    head: Head
+    meter: Meter
+    batch: Batch
+
+
+def frozen_parts(config: PreTrainedConfig, device: str = DEVICE) -> FrozenParts:
+    table = (config.vocab_size, config.hidden_size)
+    with torch.device(device):
+        embed_tokens, lm_head = (torch.empty(table, dtype=torch.bfloat16) for _ in range(2))
+        norm = torch.empty(config.hidden_size, dtype=torch.bfloat16)
+    return FrozenParts.of(config, {EMBED_TOKENS: embed_tokens, FINAL_NORM: norm, LM_HEAD: lm_head})
+
+
+def answers(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """A loss mask u8[length] that is set in each (first, last) of the spans."""
+    mask = np.zeros(length, dtype=np.uint8)
+    for first, last in spans:
+        mask[first:last] = 1
+    return mask
+
+
+def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarray], depths: int) -> Batch:
+    """As `make_batch` packs documents with these masks, with states on the CPU that have no data."""
+    spans, used = [], []
+    for document, mask in enumerate(loss_masks):
+        first_rows, counts = draft_spans(mask)
+        spans += [(document, int(first), int(count)) for first, count in zip(first_rows, counts, strict=True)]
+        used.append(int(first_rows[-1] + counts[-1]) + 1)
+    num_tokens, num_rows, num_captured = sum(used), sum(count for *_, count in spans), len(head.capture_layers)
+    aux = torch.empty(num_tokens, num_captured, hidden_size, dtype=torch.bfloat16) if num_captured else None
+    return Batch(
+        hidden_states=torch.empty(num_tokens, hidden_size, dtype=torch.bfloat16),
+        aux_hidden_states=aux,
+        next_ids=torch.empty(num_tokens, dtype=torch.long),
+        is_draft=torch.empty(depths, num_rows, dtype=torch.bool),
+        num_drafts=torch.empty(depths),
+        packing=Packing.of(used, spans),
+        document_ids=tuple(range(len(used))),
+        document_tokens=sum(map(len, loss_masks)),
+    )
+
+
+def rehearse_step(
+    head_config: HeadConfig, target_config: PreTrainedConfig, loss_masks: Sequence[np.ndarray], train: TrainConfig
+) -> Rehearsal:
+    """Run one step of the trainer and measure it; weights and frozen parts are in the memory that it counts."""
+    bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    initialize = patch("deepspeed.initialize", lambda model, **_: (PlainEngine(model), None, None, None))
+    with fake_cuda(), initialize:
+        head = place(build_head(head_config, target_config), DEVICE)
+        assert isinstance(head, Head)
+        parts = frozen_parts(target_config)
+        trainer = Trainer(head, parts, train, bf16, 10, GpuRanks(0, 1, 0))
+        batch = make_fake_batch(head, target_config.hidden_size, loss_masks, head_config.ttt_steps)
+        meter = Meter()
+        meter.hold(*head.parameters(), *(x for x in vars(parts).values() if isinstance(x, torch.Tensor)))
+        with meter:
+            trainer.step([batch])
+    return Rehearsal(head, meter, batch)

@@ -1,0 +1,143 @@
+"""The CUDA branch of attention over depths, run on a CPU with FlashAttention's operators replaced by plain formulas in their layouts."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from mtptrain.heads import attention
+from mtptrain.heads.packing import Packing
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+
+
+def segments(cum_q: torch.Tensor, cum_k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    for i in range(len(cum_q) - 1):
+        yield slice(int(cum_q[i]), int(cum_q[i + 1])), slice(int(cum_k[i]), int(cum_k[i + 1]))
+
+
+def scores_of(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """[heads, Q, S]; the last query sees every key, each one before it a key less."""
+    scores = torch.einsum("qhd,khd->hqk", query, of_each_head(key)) * HEAD_DIM**-0.5
+    if is_causal:
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(key) - len(query))
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores
+
+
+def of_each_head(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(HEADS // KV_HEADS, 1)
+
+
+def check_layout(query: Any, key: Any, value: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> None:
+    assert cum_q.dtype == cum_k.dtype == torch.int32 and cum_q.is_contiguous() and cum_k.is_contiguous()
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    assert (int(cum_q[-1]), int(cum_k[-1])) == (len(query), len(key)) and len(key) == len(value)
+    assert (max_q, max_k) == (int(cum_q.diff().max()), int(cum_k.diff().max()))
+
+
+def reference_forward(
+    query: Any, key: Any, value: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout: float, causal: bool, debug: bool
+) -> tuple[torch.Tensor, ...]:
+    """`aten::_flash_attention_forward` over packed segments: out [Q, heads, head_dim] and the natural log-sum-exp f32[heads, Q]."""
+    check_layout(query, key, value, cum_q, cum_k, max_q, max_k)
+    assert dropout == 0.0 and debug is False
+    out, lse = torch.empty_like(query), torch.empty(HEADS, len(query))
+    for rows, tokens in segments(cum_q, cum_k):
+        scores = scores_of(query[rows], key[tokens], causal)
+        lse[:, rows] = scores.logsumexp(-1)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), of_each_head(value[tokens]))
+    state = torch.empty(2, dtype=torch.uint64)
+    return out, lse, state, state[:0], torch.empty(0)
+
+
+def reference_backward(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int,
+    dropout: float, causal: bool, state: Any, unused: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """`aten::_flash_attention_backward`: P = exp(QK - lse), dS = P * (dO V - rowsum(dO * O)), as FlashAttention computes them."""
+    check_layout(query, key, value, cum_q, cum_k, max_q, max_k)
+    assert dropout == 0.0 and grad.is_contiguous() and lse.is_contiguous() and state.dtype == torch.uint64
+    assert lse.shape == (HEADS, len(query)) and lse.dtype == torch.float32
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for rows, tokens in segments(cum_q, cum_k):
+        probs = (scores_of(query[rows], key[tokens], causal) - lse[:, rows, None]).exp()
+        delta = (grad[rows] * out[rows]).sum(-1).T[..., None]
+        of_probs = torch.einsum("qhd,khd->hqk", grad[rows], of_each_head(value[tokens]))
+        of_scores = probs * (of_probs - delta) * HEAD_DIM**-0.5
+        grads[0][rows] = torch.einsum("hqk,khd->qhd", of_scores, of_each_head(key[tokens]))
+        grads[1][tokens] += torch.einsum("hqk,qhd->khd", of_scores, query[rows]).unflatten(1, (KV_HEADS, -1)).sum(2)
+        grads[2][tokens] += torch.einsum("hqk,qhd->khd", probs, grad[rows]).unflatten(1, (KV_HEADS, -1)).sum(2)
+    return grads
+
+
+class ReferenceOps:
+    """Stands for torch.ops.aten, of which the CUDA branch calls these two."""
+
+    _flash_attention_forward = staticmethod(reference_forward)
+    _flash_attention_backward = staticmethod(reference_backward)
+
+
+CASES: dict[str, tuple[list[int], list[tuple[int, int, int]] | None]] = {
+    "whole documents": ([7, 5, 4], None),
+    "answers": ([40, 33, 20], [(0, 10, 9), (0, 25, 15), (1, 3, 30), (2, 0, 20)]),
+    "three turns": ([60], [(0, 5, 10), (0, 20, 10), (0, 40, 20)]),
+    "single rows": ([12, 9], [(0, 4, 1), (0, 7, 1), (1, 8, 1)]),
+}
+
+
+@pytest.mark.parametrize("num_own", [0, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_the_cuda_branch_is_the_cpu_branch(case: str, num_own: int) -> None:
+    packing = Packing.of(*CASES[case])
+    expected = results(packing, num_own)
+    with patch.object(attention, "aten", ReferenceOps), patch.object(attention, "_uses_gpu_kernels", lambda _: True):
+        found = results(packing, num_own)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def results(packing: Packing, num_own: int) -> list[torch.Tensor]:
+    """Output, and gradients of everything that goes in."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, HEAD_DIM, generator=generator, requires_grad=True)
+
+    num_rows, num_tokens = len(packing.rows), len(packing.positions)
+    inputs = [random(num_rows, HEADS), random(num_tokens, KV_HEADS), random(num_tokens, KV_HEADS)]
+    own = [random(num_rows, KV_HEADS) for _ in range(2 * num_own)]
+    out = attention.depth_attention(inputs[0], inputs[1], inputs[2], own[:num_own], own[num_own:], packing)
+    (out * torch.randn(out.shape, generator=generator)).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs + own if x.grad is not None)]
+
+
+SCHEMAS = {
+    "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
+    "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state "
+    "unused",
+    "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp dropout_p is_causal",
+}
+"""Positional arguments of the private operators that we call. A torch that changes them must be looked at before it is allowed."""
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_private_operators_take_what_we_give_them_in_this_order(name: str) -> None:
+    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+    positional = SCHEMAS[name].split()
+    assert [argument.name for argument in arguments[: len(positional)]] == positional
+    assert all(argument.has_default_value() for argument in arguments[len(positional) :])
+
+
+def test_varlen_attention_takes_what_extraction_gives_it() -> None:
+    from inspect import signature
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = signature(varlen_attn).parameters
+    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size", "enable_gqa", "num_splits"} <= set(parameters)

@@ -1,0 +1,117 @@
+"""The trainer's step of every head at the sizes of 8B and 70B targets, on fake CUDA tensors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_prep.planning.costs import step_costs
+from data_prep.planning.plan import make_plan
+from mtptrain.config import TrainConfig
+from mtptrain.heads import HEADS
+from mtptrain.losses import LossKind
+from tests.cuda import guard
+from tests.cuda.rehearsal import DEVICE, Rehearsal, answers, rehearse_step
+from tests.published_targets import PUBLISHED_TARGETS
+from tests.test_recipes import compose_recipe
+
+LLAMA_8B, LLAMA_70B = "llama3_1_8b", "llama3_3_70b"
+ONE_DOCUMENT = [answers(4096, [(0, 4096)])]
+CHATS = [answers(1500, [(200, 500), (700, 800), (1100, 1500)]), answers(900, [(300, 900)]), answers(500, [(1, 100), (101, 490)])]
+"""Documents of several answers, whose prompts give keys alone."""
+
+
+def check(rehearsal: Rehearsal) -> None:
+    """Every gradient is there in bf16 on its device, and the host never waited."""
+    for name, weight in rehearsal.head.named_parameters():
+        assert weight.grad is not None, name
+        assert (weight.grad.dtype, str(weight.grad.device)) == (torch.bfloat16, DEVICE), name
+        assert weight.grad.shape == weight.shape, name
+    assert not rehearsal.meter.syncs
+
+
+@pytest.mark.parametrize(
+    ("head", "target", "depths", "recompute"),
+    [
+        ("mtp", LLAMA_8B, 7, False),
+        ("mtp", LLAMA_70B, 3, True),
+        ("eagle", LLAMA_8B, 4, True),
+        ("eagle", LLAMA_70B, 3, False),
+        ("eagle3", LLAMA_8B, 5, True),
+        ("eagle3", LLAMA_70B, 6, False),
+    ],
+)
+def test_a_step_over_chats_gives_every_gradient_and_never_waits(head: str, target: str, depths: int, recompute: bool) -> None:
+    vocabulary = {"draft_vocab_size": 32_000} if head == "eagle3" else {}
+    config = HEADS[head].Config(ttt_steps=depths, **vocabulary)
+    train = TrainConfig(recompute=recompute, compile=False, loss_chunk_rows=4096)
+    check(rehearse_step(config, PUBLISHED_TARGETS[target].config(), CHATS, train))
+
+
+def test_every_head_is_rehearsed() -> None:
+    assert set(HEADS) == {"mtp", "eagle", "eagle3"}, "add the new head to the cases above"
+
+
+@pytest.mark.parametrize("kind", LossKind)
+@pytest.mark.parametrize("draft_vocab_size", [None, 32_000])
+def test_every_loss_gives_every_gradient_and_never_waits(kind: LossKind, draft_vocab_size: int | None) -> None:
+    config = HEADS["eagle3"].Config(ttt_steps=3, draft_vocab_size=draft_vocab_size)
+    train = TrainConfig(loss=kind, feature_weight=0.1, compile=False)
+    check(rehearse_step(config, PUBLISHED_TARGETS[LLAMA_8B].config(), CHATS[2:], train))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("head", "target"), [("mtp", LLAMA_8B), ("eagle3", LLAMA_70B)])
+def test_the_planned_step_is_the_step_that_runs(head: str, target: str, recompute: bool) -> None:
+    """Memory of activations and FLOPs, within 5 percent, where the loss has no part in the peak and where it has."""
+    config = HEADS[head].Config(ttt_steps=3, **({"draft_vocab_size": 32_000} if head == "eagle3" else {}))
+    target_config, train = PUBLISHED_TARGETS[target].config(), TrainConfig(recompute=recompute, compile=False, loss_chunk_rows=4096)
+    rehearsal = rehearse_step(config, target_config, ONE_DOCUMENT, train)
+    tokens = rehearsal.batch.num_tokens
+    planned = step_costs(config, target_config, torch.bfloat16, [tokens], 1.0, train.loss_chunk_rows, recompute)
+    meter, weights = rehearsal.meter, sum(2 * x.numel() for x in rehearsal.head.parameters())
+    frozen = 2 * target_config.hidden_size * (2 * target_config.vocab_size + 1)
+    assert planned.peak_bytes == pytest.approx(meter.peak_bytes[DEVICE] - weights - frozen, rel=0.05)
+    assert planned.flops == pytest.approx(meter.matmul_flops + meter.attention_flops, rel=0.05)
+    assert planned.elementwise_bytes == pytest.approx(meter.elementwise_bytes, rel=0.05)
+
+
+RECIPES_WITH_ZERO = [(LLAMA_8B, "mtp", 1), (LLAMA_70B, "mtp", 2), (LLAMA_8B, "eagle3", 1), (LLAMA_70B, "eagle3", 2)]
+
+
+@pytest.fixture(scope="module")
+def zero_steps() -> list[dict[str, object]]:
+    """What steps of these recipes took with DeepSpeed on eight ranks."""
+    if guard.LIBRARY is None:
+        pytest.skip(f"*** REHEARSALS ON FAKE CUDA DEVICES ARE SKIPPED: {guard.WHY_NOT} ***")
+    cases = [f"{target},{head},zero{stage}" for target, head, stage in RECIPES_WITH_ZERO]
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.cuda.zero_steps", *cases],
+        env={**os.environ, "DS_ACCELERATOR": "cuda"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("index", range(len(RECIPES_WITH_ZERO)), ids=[" ".join(map(str, case)) for case in RECIPES_WITH_ZERO])
+def test_deepspeed_steps_take_the_memory_that_is_planned_and_never_wait(
+    index: int, zero_steps: list[dict[str, object]], tmp_path: Path
+) -> None:
+    """At the recipe's own sizes, optimizer and gradients included; the target for validation is not in a step."""
+    (target, head, stage), step = RECIPES_WITH_ZERO[index], zero_steps[index]
+    config = compose_recipe(f"{target}_{head}")
+    PUBLISHED_TARGETS[target].config().save_pretrained(tmp_path)
+    config.target.path, config.run_dir = str(tmp_path), str(tmp_path / "run")
+    memory = make_plan(config, free_bytes=0).memory
+    assert memory.zero_stage == stage == step["stage"]
+    assert step["syncs"] == {}
+    assert step["masters"] == ["torch.float32"]
+    assert step["master_values"] == pytest.approx(step["values"] / 8, rel=0.01)  # type: ignore[operator]
+    assert memory.state - memory.validation_target + memory.activations == pytest.approx(step["peak_bytes"], rel=0.05)
