@@ -6,6 +6,7 @@ continues with any number of ranks, and the finished store is byte for byte that
 
     torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart
     python -m data_prep.hidden_states recipe=quickstart plan=true     # what it will need; nothing is run
+    torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart verify=true     # compare every byte of the store
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedConfig
 
 from data_prep.planning.planner import print_plan
+from data_prep.store_check import verify_store
 from mtptrain.config import RECIPES, Backend, PipelineConfig, StoreDtype, load_config
 from mtptrain.distributed import Ranks, init_ranks
 from mtptrain.engines.vllm import find_python
@@ -30,17 +32,10 @@ from mtptrain.extraction.transformers_streams import TransformersStreams
 from mtptrain.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
 from mtptrain.heads import HEADS
 from mtptrain.hidden_store import Manifest, expected_identity
-from mtptrain.hidden_store_writer import (
-    DOCUMENT_BYTES,
-    begin_store,
-    bytes_per_token,
-    finish_store,
-    has_shard,
-    is_recorded,
-    shard_ranges,
-)
+from mtptrain.hidden_store_writer import begin_store, finish_store, has_shard, shard_ranges
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_provenance
+from mtptrain.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.target import load_target, read_target_config, resolve_target
 
 # Matrix products on a CPU give other bits with another number of threads (seen with fp32 at 2 and bf16 at 4), and torchrun sets
@@ -53,8 +48,10 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     if config.plan:
         print_plan(config)
+    elif config.verify:
+        verify_store(config.stage_dir("hidden_states"), init_ranks(config.distributed_timeout_hours))
     else:
-        extract_hidden_states(config, init_ranks())
+        extract_hidden_states(config, init_ranks(config.distributed_timeout_hours))
 
 
 def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
@@ -74,6 +71,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
+    check_store_dtype(settings.store_dtype, capture_layers)
     check_prompts(documents, prompts_file, target_config.vocab_size, target_config.max_position_embeddings)
     if settings.backend is Backend.vllm:
         check_vllm_can_extract(target_config)
@@ -94,7 +92,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     missing = missing_shards(store_dir, own, ranks)
     layout = (target_config.hidden_size, len(capture_layers), settings.store_dtype)
     if ranks.is_first:
-        unwritten = [i for i in range(len(shards)) if i in missing or (i not in own and not is_recorded(store_dir, i))]
+        unwritten = [i for i in range(len(shards)) if i in missing or (i not in own and not has_shard(store_dir, i))]
         scratch = scratch_bytes(config, shards, documents, target_config.hidden_size, 1 + len(capture_layers), ranks)
         announce(store_dir, documents, [shards[i] for i in unwritten], *layout, scratch)
         hint_ranks(ranks)
@@ -106,7 +104,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     if mine:
         with open_backend(config, target_dir, target_config, capture_layers, int(documents.lengths.max()), ranks) as streams:
             who = f"rank {ranks.rank} of {ranks.world_size}"
-            fill_shards(streams, documents, mine, store_dir, *layout, who, show=ranks.is_first)
+            fill_shards(streams, documents, mine, store_dir, *layout, who, ranks.is_first, settings.writer_threads)
     ranks.barrier()
     if ranks.is_first:
         manifest = finish_store(store_dir, identity, settings.shard_tokens, target_config.hidden_size, len(shards))
@@ -189,7 +187,7 @@ def check_prompts(documents: Documents, path: Path, vocab_size: int, max_positio
 
 
 def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:
-    """This part's shards still to be computed: the ranks share the reading of those that an interrupted run left."""
+    """This part's shards still to be computed: the ranks share the records of those that an interrupted run left."""
     complete = [index for index in list(own)[ranks.rank :: ranks.world_size] if has_shard(store_dir, index)]
     everyone = {index for indices in ranks.gather(complete) for index in indices}
     return [index for index in own if index not in everyone]
@@ -240,7 +238,7 @@ def report(
     settings = config.hidden_states
     speed = f"{computed_tokens:,} tokens in {seconds:.1f} s, {computed_tokens / seconds:,.0f} tokens/s"
     if manifest is None:
-        left = sum(not is_recorded(store_dir, index) for index in range(num_shards))
+        left = sum(not has_shard(store_dir, index) for index in range(num_shards))
         rows = {
             "this part": f"{settings.part} of {settings.num_parts}, finished",
             "shards": f"{num_shards:,}, of which {left:,} are missing still; the part that ends last finishes the store",

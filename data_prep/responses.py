@@ -50,7 +50,7 @@ _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    manifest = prepare_responses(config, init_ranks())
+    manifest = prepare_responses(config, init_ranks(config.distributed_timeout_hours))
     if manifest and manifest.failed:
         sys.exit(f"{manifest.failed:,} conversations failed; run data_prep.responses again, which goes on with them")
 

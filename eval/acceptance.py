@@ -40,7 +40,7 @@ from mtptrain.warm_start import RunHead, trained_or_initial_head
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    ranks = init_ranks()
+    ranks = init_ranks(config.distributed_timeout_hours)
     settings = config.acceptance
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)

@@ -43,7 +43,7 @@ BATCHES_PER_COST = 4
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    ranks, settings, bench = init_ranks(), config.acceptance, config.bench
+    ranks, settings, bench = init_ranks(config.distributed_timeout_hours), config.acceptance, config.bench
     if settings.max_new_tokens < 2:
         raise ValueError(
             f"acceptance.max_new_tokens: must be at least 2, of which the first is not timed, but is {settings.max_new_tokens}"

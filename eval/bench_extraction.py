@@ -30,7 +30,7 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from mtptrain.batches import BatchSchedule
+from mtptrain.batches import BatchSchedule, document_costs
 from mtptrain.config import RECIPES, BenchConfig, PipelineConfig, StoreDtype, load_config
 from mtptrain.distributed import init_ranks
 from mtptrain.engines.vllm import find_python
@@ -64,7 +64,7 @@ Figures = dict[str, float]
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    device = init_ranks().device
+    device = init_ranks(config.distributed_timeout_hours).device
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as directory:
         figures = bench_writing(config, device, Path(directory)) | bench_reading(config.bench, Path(directory))
@@ -209,7 +209,8 @@ def bench_vllm(config: PipelineConfig, documents: Documents, layers: tuple[int, 
 def bench_reading(bench: BenchConfig, directory: Path) -> Figures:
     """GB/s of states that training gets from disk, in bf16, beside a copy of the mapped shards of a bf16 store."""
     stores = {
-        dtype: random_store(directory / dtype.value, dtype, bench.read_tokens, 2048, READ_HIDDEN_SIZE) for dtype in StoreDtype
+        dtype: random_store(directory / dtype.value, dtype, bench.read_tokens, 2048, READ_HIDDEN_SIZE)
+        for dtype in (StoreDtype.bfloat16, StoreDtype.fp8)
     }
     candidates: dict[str, Callable[[], object]] = {"mapped_copy": lambda: copy_mapped(stores[StoreDtype.bfloat16])}
     for dtype, store in stores.items():
@@ -230,7 +231,7 @@ def bench_opening(num_tokens: int, directory: Path) -> Figures:
 
     def open_whole() -> HiddenStore:
         store = HiddenStore.open(directory)
-        assert store.document_lengths.sum() == len(store.loss_mask) and len(store.document_ids) and store.document(0)
+        assert store.document_lengths.sum() == store.manifest.num_tokens and len(store.document_ids) and len(document_costs(store))
         return store
 
     seconds, before = fastest({"open": open_whole}, 5, torch.device("cpu"))["open"], anonymous_bytes()
@@ -274,7 +275,7 @@ class RandomStreams:
 
 def copy_mapped(store: HiddenStore) -> None:
     for first in range(0, store.num_documents, 4):
-        torch.cat([store.document(i).hidden_states for i in range(first, first + 4)])
+        torch.cat([store.mapped_document(i).hidden_states for i in range(first, first + 4)])
 
 
 def read_batches(schedule: BatchSchedule) -> None:

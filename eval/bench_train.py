@@ -46,7 +46,7 @@ Figures = dict[str, Any]
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     check(config)
-    ranks = init_ranks()
+    ranks = init_ranks(config.distributed_timeout_hours)
     config = replace(config, train=replace(config.train, compile=True, micro_batches_per_step=1))
     peak = matmul_peak(ranks.device, torch.bfloat16)
     figures: Figures = {"device": device_name(ranks.device), "matmul_tflops": peak / 1e12}

@@ -147,7 +147,7 @@ def decode_here(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
 
 def load_pair(config: PipelineConfig, target_dir: Path) -> tuple[Target, RunHead]:
     """The target and the run's head, in the dtype that acceptance is measured in."""
-    device, dtype = init_ranks().device, getattr(torch, config.acceptance.dtype)
+    device, dtype = init_ranks(config.distributed_timeout_hours).device, getattr(torch, config.acceptance.dtype)
     return load_target(target_dir, dtype, device), run_head(config, target_dir, device)
 
 

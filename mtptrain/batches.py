@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from mtptrain.fp8 import decode, decode_into
 from mtptrain.heads.packing import Packing
-from mtptrain.hidden_store import HiddenStore, StoredDocument, scales_of
+from mtptrain.hidden_store import HiddenStore, StoredDocument
+from mtptrain.shard_format import scales_of
 
 X = TypeVar("X")
 
@@ -193,12 +194,25 @@ def pack_states(
 
 def document_costs(store: HiddenStore) -> NDArray[np.float64]:
     """What each document costs in training, in rows that draft [D]; 0 where it has none."""
-    costs = np.zeros(len(store.document_lengths))
-    for index in range(len(costs)):
-        first_rows, counts = draft_spans(store.document(index).loss_mask.numpy())
-        if len(counts):
-            pairs = (counts * (first_rows + counts / 2)).sum()
-            costs[index] = counts.sum() + TOKEN_COST * (first_rows[-1] + counts[-1]) + PAIR_COST * pairs
+    return np.concatenate([shard_costs(mask, offsets) for mask, offsets in store.loss_masks()])
+
+
+def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Returns the costs [D] of documents whose loss masks [N] follow each other, document i at `offsets[i]`.
+
+    All documents are counted in one go: a store may have millions.
+    """
+    drafts = np.zeros(len(loss_mask), np.int8)
+    drafts[:-2] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
+    for behind in (1, 2):  # the last two tokens of a document have no draft
+        drafts[np.maximum(offsets[1:] - behind, 0)] = 0
+    edges = np.diff(drafts, prepend=0, append=0)
+    first_rows, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    document = np.searchsorted(offsets, first_rows, side="right") - 1  # of each span
+    counts, first_rows, ends = ends - first_rows, first_rows - offsets[document], ends - offsets[document]
+    costs = np.zeros(len(offsets) - 1)
+    np.maximum.at(costs, document, TOKEN_COST * ends)
+    np.add.at(costs, document, counts + PAIR_COST * (counts * (first_rows + counts / 2)))
     return costs
 
 

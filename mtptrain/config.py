@@ -13,6 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from mtptrain.distributed import TIMEOUT_HOURS
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import HeadConfig
 from mtptrain.losses import LossKind
@@ -37,6 +38,8 @@ class StoreDtype(StrEnum):
     bfloat16 = "bfloat16"
     fp8 = "fp8"
     """e4m3, with an fp32 scale per token and layer: half the disk."""
+    fp8_aux = "fp8_aux"
+    """The captured layers as with fp8, the last layer, which gives the teacher's logits, in bfloat16."""
 
 
 class Backend(StrEnum):
@@ -156,6 +159,8 @@ class HiddenStatesConfig:
     """Tokens of one forward, of whole documents packed without padding."""
     shard_tokens: int = 262_144
     """A shard ends with the document that reaches this many tokens."""
+    writer_threads: int = 4
+    """CPU threads of each rank that check, encode and write states; the bytes on disk are the same for any number."""
     compile: bool = False
     """`transformers`: torch.compile the decoder layers."""
     num_parts: int = 1
@@ -389,6 +394,11 @@ class PipelineConfig:
     seed: int = 0
     plan: bool = False
     """data_prep.hidden_states prints what the run will need, and does nothing."""
+    verify: bool = False
+    """data_prep.hidden_states compares every byte of the finished store with its hashes, and computes nothing."""
+    distributed_timeout_hours: float = TIMEOUT_HOURS
+    """How long ranks wait for each other in any process group before the run fails. A rank that ends with an error ends the run at
+    once, whatever this is."""
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = MISSING
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
@@ -430,10 +440,12 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
 
 def _check(config: PipelineConfig) -> None:
     at_least = {
+        "distributed_timeout_hours": (config.distributed_timeout_hours, 1 / 3600),
         "prompts.max_document_tokens": (config.prompts.max_document_tokens, 4),
         "prompts.max_train_tokens": (config.prompts.max_train_tokens, 0),
         "hidden_states.batch_tokens": (config.hidden_states.batch_tokens, 1),
         "hidden_states.shard_tokens": (config.hidden_states.shard_tokens, 1),
+        "hidden_states.writer_threads": (config.hidden_states.writer_threads, 1),
         "hidden_states.num_parts": (config.hidden_states.num_parts, 1),
         "hidden_states.part": (config.hidden_states.part, 0),
         "hidden_states.tensor_parallel_size": (config.hidden_states.tensor_parallel_size, 1),

@@ -5,11 +5,13 @@ import os
 import signal
 import socket
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
 
@@ -17,6 +19,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What a batch system sends before it takes the machine away."""
 EXIT_STOPPED = 75
 """Exit code of a program that has saved its work and ended because a signal asked for it: EX_TEMPFAIL of sysexits.h."""
+
+TIMEOUT_HOURS = 24.0
+"""The default of `distributed_timeout_hours`: ranks that extract differ by hours."""
+
+_waiting_group: dist.ProcessGroup | None = None
+"""A gloo group of all ranks: who waits in it sleeps, for hours if need be, where NCCL's barrier keeps the GPU busy."""
 
 _SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -38,15 +46,16 @@ class Ranks:
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
     def barrier(self) -> None:
+        """Wait for all ranks, without keeping a GPU busy."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=_waiting_group)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
+        """Every rank's value, on every rank; on the CPU, whatever the device."""
         if self.world_size == 1:
             return [value]
         gathered: list[T] = [value] * self.world_size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=_waiting_group)
         return gathered
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,10 +74,7 @@ class StopSignal:
 
     def __init__(self, ranks: Ranks) -> None:
         self._received = 0
-        # On the CPU, whatever the device: asking never waits for work that is queued there.
-        self._group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
-        if self._group is not None:
-            _close_at_exit(self._group)
+        self._has_others = ranks.world_size > 1
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
@@ -78,23 +84,38 @@ class StopSignal:
     def agreed(self) -> signal.Signals | None:
         """The signal that any rank has received so far; all ranks ask together and get one answer."""
         received = torch.tensor([self._received])
-        if self._group is not None:
-            dist.all_reduce(received, dist.ReduceOp.MAX, group=self._group)
+        if self._has_others:  # on the CPU, whatever the device: asking never waits for work that is queued there
+            dist.all_reduce(received, dist.ReduceOp.MAX, group=_waiting_group)
         return signal.Signals(int(received)) if received else None
 
 
-def init_ranks() -> Ranks:
-    """Join the process group of torchrun, where it started more than one rank."""
+def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
+    """Join the process groups of torchrun, where it started more than one rank.
+
+    Args:
+        timeout_hours: how long ranks wait for each other in any group.
+    """
+    global _waiting_group
     ranks = Ranks(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")))
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
     if ranks.world_size > 1 and not dist.is_initialized():
+        timeout = timedelta(hours=timeout_hours)
+        _set_default_timeout(timeout)
         if ranks.device.type == "cuda":
-            dist.init_process_group("nccl")
+            dist.init_process_group("nccl", timeout=timeout)
         else:
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", timeout=timeout)
             _close_at_exit(None)
+        _waiting_group = dist.new_group(backend="gloo", timeout=timeout)
+        _close_at_exit(_waiting_group)
     return ranks
+
+
+def _set_default_timeout(timeout: timedelta) -> None:
+    """Set what groups get that are made without a timeout: DeepSpeed makes one of all ranks, which would have torch's 10 minutes."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, timeout)
 
 
 def _close_at_exit(group: dist.ProcessGroup | None) -> None:

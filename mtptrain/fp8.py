@@ -8,11 +8,11 @@ import torch
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 CACHED_VALUES = 2**18
-"""Decoded at once on a CPU, so that every pass but the first reads its cache."""
+"""Encoded or decoded at once on a CPU, so that every pass but the first reads its cache."""
 
 
 def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round states to eight bits.
+    """Round states to eight bits, on the device that they are on; every device gives the same bits.
 
     Args:
         states: [..., H], finite.
@@ -20,10 +20,21 @@ def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         Values e4m3 [..., H] and scales f32 [...]; states are values times scales, within a sixteenth of a value.
     """
-    wide = states.float()
-    _, exponents = torch.frexp(wide.abs().amax(-1) / LARGEST)  # [...]
-    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.clamp(min=-126))
-    return (wide / scales[..., None]).to(FP8), scales
+    values = torch.empty(states.shape, dtype=FP8, device=states.device)
+    scales = torch.empty(states.shape[:-1], dtype=torch.float32, device=states.device)
+    row_values = max(1, states[:1].numel())
+    step = max(1, CACHED_VALUES // row_values if states.device.type == "cpu" else len(states))
+    wide = torch.empty(min(step, len(states)), *states.shape[1:], dtype=torch.float32, device=states.device)
+    for start in range(0, len(states), step):
+        part = states[start : start + step]
+        largest = torch.maximum(part.amax(-1), -part.amin(-1)).float()  # [...]
+        _, exponents = torch.frexp(largest / LARGEST)
+        exponents.clamp_(min=-126)
+        scales[start : start + step] = torch.ldexp(torch.ones_like(largest), exponents)
+        inverses = torch.ldexp(torch.ones_like(largest), -exponents)  # powers of two: a product is as exact as a quotient
+        torch.mul(part, inverses[..., None], out=wide[: len(part)])
+        values[start : start + step].copy_(wide[: len(part)])
+    return values, scales
 
 
 def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,15 +1,20 @@
 """The format of stage 2's output: filled through mtptrain/hidden_store_writer.py, read by training.
 
 `run_dir/hidden_states/` holds `shard_00000.safetensors`, ... and `manifest.json`, which is written last and says what the states
-belong to. A shard: `input_ids` i32[N], `loss_mask` u8[N], `document_offsets` i64[D+1], `document_ids` i64[D], `hidden_states`
-bf16[N, H] (after the last decoder layer, before the final norm) and, for heads that capture layers, `aux_hidden_states`
-bf16[N, L, H]. With dtype fp8 these are e4m3, and `hidden_states_scales` f32[N] and `aux_hidden_states_scales` f32[N, L] lie beside
-them (mtptrain/fp8.py). While the store is being filled, `plan.json` stands for the manifest and a `shard_*.json` beside each
-finished shard holds its hash; neither outlives the manifest.
+belong to. A shard: `input_ids` i32[N], `loss_mask` u8[N], `document_offsets` i64[D+1], `document_ids` i64[D], `document_checksums`
+u8[D, 16], `hidden_states` bf16[N, H] (after the last decoder layer, before the final norm) and, for heads that capture layers,
+`aux_hidden_states` bf16[N, L, H]. With dtype fp8 both are e4m3, with fp8_aux the captured ones alone; `hidden_states_scales` f32[N]
+and `aux_hidden_states_scales` f32[N, L] are the scales of e4m3 values (mtptrain/fp8.py). While the store is being filled, `plan.json`
+stands for the manifest and a `shard_*.json` beside each finished shard holds its record; neither outlives the manifest.
+
+Three checks guard the bytes. Opening compares the length of every shard, and the checksum of its header, tables and loss mask, which
+is in the manifest. Each document is compared with its own checksum whenever it is read. `verify` compares every byte with the sha256
+of each shard.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,18 +29,15 @@ from tqdm import tqdm
 from mtptrain.config import PipelineConfig
 from mtptrain.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, file_sha256, identity_from_json, refuse_other
 from mtptrain.prompt_files import PromptsManifest
+from mtptrain.shard_format import CHECKED, CHECKSUMS, OPTIONAL, document_checksum, index_checksum
 from mtptrain.target import load_tokenizer
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2 added the checksums of documents and of what opening reads."""
 MANIFEST, PLAN = "manifest.json", "plan.json"
-
-
-def scales_of(name: str) -> str:
-    """The tensor of scales that goes with one of e4m3 values."""
-    return f"{name}_scales"
-
-
-_OPTIONAL = ("aux_hidden_states", scales_of("hidden_states"), scales_of("aux_hidden_states"))
+OPENING_THREADS = 8
+"""The number of shards that are opened at a time: a file system over a network answers each after milliseconds."""
+REMEDY = "delete this file and run data_prep.hidden_states, which computes it alone again"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class ShardRecord:
     """Tokens whose loss mask is set."""
     num_bytes: int
     sha256: str
+    index_bytes: int
+    """The size of the header and the tables of documents at the start of the file."""
+    index_checksum: str
+    """XXH3-128 of these and of the loss mask, which ends the file."""
 
 
 @dataclass(frozen=True)
@@ -135,45 +141,70 @@ class HiddenStore:
     @cached_property
     def document_lengths(self) -> NDArray[np.int64]:
         """Tokens of each document [D]."""
-        return np.concatenate([np.diff(self._shard(i)["document_offsets"].numpy()) for i in range(len(self.manifest.shards))])
+        return np.concatenate([np.diff(shard["document_offsets"].numpy()) for shard in self._shards()])
 
     @cached_property
     def document_ids(self) -> NDArray[np.int64]:
         """Line of each document in stage 1's documents.jsonl [D]."""
-        return np.concatenate([self._shard(i)["document_ids"].numpy() for i in range(len(self.manifest.shards))])
+        return np.concatenate([shard["document_ids"].numpy() for shard in self._shards()])
 
-    @cached_property
-    def loss_mask(self) -> NDArray[np.uint8]:
-        """Of all tokens [N], documents in order: 1 where a token counts in the loss."""
-        return np.concatenate([self._shard(i)["loss_mask"].numpy() for i in range(len(self.manifest.shards))])
+    def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+        """Yields for each shard the loss mask [N] of its tokens and the offsets [D + 1] of its documents, without copies."""
+        for shard in self._shards():
+            yield shard["loss_mask"].numpy(), shard["document_offsets"].numpy()
 
     def document(self, index: int) -> StoredDocument:
-        """Document `index` of `num_documents`, without a copy.
+        """Returns document `index` of `num_documents`, without a copy, after its bytes have been compared with their checksum.
 
         Raises:
-            FileNotFoundError, ValueError: its shard is missing or truncated.
+            FileNotFoundError: its shard is missing.
+            ValueError: its shard is truncated, or bytes of the document were changed.
         """
+        path, shard, local = self._locate(index)
+        tensors = _tensors_of(shard, local)
+        expected, found = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(tensors)
+        document = _document(shard, local, tensors)
+        if found != expected:
+            raise ValueError(
+                f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, but is "
+                f"{found.hex()}: bytes were changed or damaged after they were written; {REMEDY}; verify=true checks the whole store"
+            )
+        return document
+
+    def mapped_document(self, index: int) -> StoredDocument:
+        """Returns document `index` without reading or checking its states."""
+        _, shard, local = self._locate(index)
+        return _document(shard, local, _tensors_of(shard, local))
+
+    def _locate(self, index: int) -> tuple[Path, dict[str, torch.Tensor], int]:
+        """Returns the shard of a document, its path, and the document's index in it."""
         assert 0 <= index < self.num_documents, "document index out of range"
         shard_index = int(np.searchsorted(self._first_documents, index, side="right")) - 1
-        shard = self._shard(shard_index)
-        local = index - int(self._first_documents[shard_index])
-        start, end = shard["document_offsets"][local : local + 2].tolist()
-        return StoredDocument(
-            document_id=int(shard["document_ids"][local]),
-            input_ids=shard["input_ids"][start:end],
-            loss_mask=shard["loss_mask"][start:end],
-            hidden_states=shard["hidden_states"][start:end],
-            **{name: shard[name][start:end] if name in shard else None for name in _OPTIONAL},
-        )
+        path = self.directory / self.manifest.shards[shard_index].file
+        return path, self._shard(shard_index), index - int(self._first_documents[shard_index])
+
+    def _shards(self) -> list[dict[str, torch.Tensor]]:
+        with ThreadPoolExecutor(OPENING_THREADS) as pool:
+            return list(pool.map(self._shard, range(len(self.manifest.shards))))
 
     def _shard(self, index: int) -> dict[str, torch.Tensor]:
         if index not in self._mapped:
             record = self.manifest.shards[index]
             _check_length(self.directory, index, record)
+            _check_index(self.directory, index, record)
             # Closing the file keeps the mapping: no file descriptor stays open per shard.
             with safe_open(self.directory / record.file, framework="pt") as file:
                 self._mapped[index] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return self._mapped[index]
+
+
+def _tensors_of(shard: dict[str, torch.Tensor], document: int) -> dict[str, torch.Tensor]:
+    start, end = shard["document_offsets"][document : document + 2].tolist()
+    return {name: shard[name][start:end] for name in CHECKED if name in shard}
+
+
+def _document(shard: dict[str, torch.Tensor], index: int, tensors: dict[str, torch.Tensor]) -> StoredDocument:
+    return StoredDocument(document_id=int(shard["document_ids"][index]), **{**dict.fromkeys(OPTIONAL), **tensors})  # type: ignore[arg-type]
 
 
 def expected_identity(
@@ -201,40 +232,71 @@ def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
     """Open a store for training, if it is that of this target, tokenizer, template, captured layers, dtype and prompts.
 
     Raises:
-        FileNotFoundError: the store does not exist or is unfinished.
-        ValueError: it belongs to something else; the message names each difference and both values.
+        FileNotFoundError: the store does not exist or is unfinished, or a shard is missing.
+        ValueError: it belongs to something else, and the message names each difference and both values; or a shard is truncated.
     """
     store = HiddenStore.open(directory)
     refuse_other(directory / MANIFEST, expected, store.manifest.identity)
+    for index, record in enumerate(store.manifest.shards):
+        _check_length(directory, index, record)
     return store
 
 
-def verify(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> None:
+def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> dict[int, str]:
     """Read every byte of the shards and compare with the manifest's hashes.
 
     Args:
-        store: to verify.
+        store: to check.
         shards: indices, all unless given; ranks may share the work: `range(rank, len(store.manifest.shards), world_size)`.
         show_progress: with a progress bar.
 
-    Raises:
-        FileNotFoundError: a shard is missing.
-        ValueError: a shard is truncated or a byte of it differs.
+    Returns:
+        What is wrong with each damaged shard, and what to do, by its index.
     """
     chosen = list(range(len(store.manifest.shards)) if shards is None else shards)
     records = {index: store.manifest.shards[index] for index in chosen}
     num_bytes = sum(record.num_bytes for record in records.values())
+    damaged = {}
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="verify hidden states", disable=not show_progress) as bar:
         for index, record in records.items():
-            _check_length(store.directory, index, record)
-            digest = file_sha256(store.directory / record.file)
-            if digest != record.sha256:
-                raise ValueError(
-                    f"{store.directory / record.file}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes "
-                    "were changed or damaged after it was written; delete this file and run data_prep.hidden_states, which "
-                    "computes it alone again"
-                )
+            try:
+                _check_bytes(store.directory, index, record)
+            except (FileNotFoundError, ValueError) as error:
+                damaged[index] = str(error)
             bar.update(record.num_bytes)
+    return damaged
+
+
+def verify(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> None:
+    """Raise ValueError with what `find_damage` says, where it finds any."""
+    damaged = find_damage(store, shards, show_progress)
+    if damaged:
+        raise ValueError("\n".join(damaged.values()))
+
+
+def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
+    _check_length(directory, index, record)
+    path = directory / record.file
+    digest = file_sha256(path)
+    if digest != record.sha256:
+        raise ValueError(
+            f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were changed or damaged after it "
+            f"was written; {REMEDY}"
+        )
+
+
+def _check_index(directory: Path, index: int, record: ShardRecord) -> None:
+    """Compare what opening reads of a shard with the manifest's checksum."""
+    path = directory / record.file
+    with path.open("rb") as file:
+        head = file.read(record.index_bytes)
+        file.seek(record.num_bytes - record.num_tokens)
+        found = index_checksum(head, file.read(record.num_tokens))
+    if found != record.index_checksum:
+        raise ValueError(
+            f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, but is {found}: "
+            f"bytes were changed or damaged after it was written; {REMEDY}"
+        )
 
 
 def _check_length(directory: Path, index: int, record: ShardRecord) -> None:

@@ -4,7 +4,6 @@ Written by data_prep.hidden_states; mtptrain/hidden_store.py has the format and 
 """
 
 import json
-import math
 import os
 import shutil
 import socket
@@ -18,18 +17,23 @@ from numpy.typing import NDArray
 
 from mtptrain.config import StoreDtype
 from mtptrain.fp8 import encode
-from mtptrain.hidden_store import MANIFEST, PLAN, SCHEMA_VERSION, Manifest, ShardRecord, has_length, read_json, scales_of
+from mtptrain.hidden_store import MANIFEST, PLAN, SCHEMA_VERSION, Manifest, ShardRecord, has_length, read_json
 from mtptrain.identity import StoreIdentity, file_sha256, identity_from_json, refuse_other
+from mtptrain.shard_format import (
+    AUX_HIDDEN_STATES,
+    CHECKSUM_BYTES,
+    CHECKSUMS,
+    HIDDEN_STATES,
+    ShardLayout,
+    bytes_of,
+    document_checksum,
+    index_checksum,
+    is_fp8,
+    scales_of,
+)
 
-STATE_BYTES = {StoreDtype.bfloat16: 2, StoreDtype.fp8: 1}
-"""Of one value of a state on disk."""
-SCALE_BYTES = {StoreDtype.bfloat16: 0, StoreDtype.fp8: 4}
-"""Of one token's scale, per layer."""
 TEMPORARY = ("shard_*.tmp", f"{PLAN}.*.tmp", f"{MANIFEST}.*.tmp", "mtptrain_*.tmp")
 """Of shards, of the two files beside them, and folders of backends."""
-DOCUMENT_BYTES = 16
-"""Of one document: its id, and where it begins."""
-ITEM_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 
 
 def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
@@ -47,11 +51,6 @@ def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
         shards.append(range(start, end))
         start = end
     return shards
-
-
-def bytes_per_token(hidden_size: int, num_captured: int, dtype: StoreDtype) -> int:
-    """On disk: token id, mask, and the states of every layer with their scales; documents cost `DOCUMENT_BYTES` each besides."""
-    return (hidden_size * STATE_BYTES[dtype] + SCALE_BYTES[dtype]) * (1 + num_captured) + 4 + 1
 
 
 def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, shards: Collection[int]) -> Manifest | None:
@@ -84,24 +83,31 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, sha
         refuse_other(directory / PLAN, identity, identity_from_json(plan["identity"]), shard_tokens, plan["shard_tokens"])
     else:
         _write_plan(directory, identity, shard_tokens)
-    for path in (_shard_path(directory, index) for index in shards):
-        _remove(
-            directory,
-            f"{path.stem}.*.tmp",
-            *(() if _record_path(path).exists() or (directory / MANIFEST).exists() else (path.name,)),
-        )
+    _remove_leftovers(directory, shards)
     return None
 
 
+def _remove_leftovers(directory: Path, shards: Collection[int]) -> None:
+    """Remove unfinished files of these shards, shards without a record, and records whose shard is missing or truncated."""
+    indices = {_shard_path(directory, index).stem: index for index in shards}
+    for path in list(directory.glob("shard_*")):
+        index = indices.get(path.name.split(".")[0])
+        if index is not None and (path.suffix == ".tmp" or not has_shard(directory, index)):
+            path.unlink(missing_ok=True)
+
+
 def has_shard(directory: Path, index: int) -> bool:
-    """Whether a shard of an unfinished store is complete: every byte is read and agrees with its record."""
-    path, record = _shard_path(directory, index), _read_record(directory, index)
-    if record is None and (directory / MANIFEST).exists():  # another part has finished the store since
-        record = Manifest.read(directory).shards[index]
-    if record is not None and path.exists() and file_sha256(path) == record.sha256:
+    """Whether a shard was finished, by this part or by another, and has its full length.
+
+    Its record was written after its bytes were on the disk; they are not read again here. Training checks every document that it
+    reads, and `verify` all of them.
+    """
+    if _read_record(directory, index) is not None:
         return True
-    _record_path(path).unlink(missing_ok=True)
-    return False
+    if not (directory / MANIFEST).exists():
+        return False
+    record = Manifest.read(directory).shards[index]  # another part has finished the store since
+    return has_length(directory / record.file, record)
 
 
 class ShardFile:
@@ -129,15 +135,16 @@ class ShardFile:
         self._path = _shard_path(directory, index)
         self._temporary = _temporary_path(self._path)
         self._tokens, self._num_captured, self._dtype = tokens, num_captured, dtype
-        self._row_bytes = hidden_size * STATE_BYTES[dtype]
-        header, self._begins, self._num_bytes = _layout(tokens, hidden_size, num_captured, dtype)
+        self._hidden_size = hidden_size
+        self._layout = ShardLayout.of(tokens, hidden_size, num_captured, dtype)
+        self._checksums = torch.zeros(len(tokens["document_ids"]), CHECKSUM_BYTES, dtype=torch.uint8)
         self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         self._is_open = True
         try:
-            os.posix_fallocate(self._file, 0, self._num_bytes)
-            _write_at(self._file, 0, header)
+            os.posix_fallocate(self._file, 0, self._layout.num_bytes)
+            _write_at(self._file, 0, self._layout.header)
             for name, tensor in tokens.items():
-                _write_at(self._file, self._begins[name], _bytes_of(tensor))
+                self._write_tensor(name, 0, tensor)
         except BaseException:
             self.discard()
             raise
@@ -151,35 +158,47 @@ class ShardFile:
         """
         first, end = self._tokens["document_offsets"][document : document + 2].tolist()
         assert streams.shape[:2] == (end - first, self._num_captured + 1), "streams of another document"
-        if not torch.isfinite(streams).all():
+        if not is_finite(streams):
             raise ValueError(
                 f"{self._path}: hidden states must be finite, but those of document {int(self._tokens['document_ids'][document])} of "
                 "documents.jsonl are not; set hidden_states.dtype=float32, or take the document out of the data"
             )
-        self._write_rows("aux_hidden_states", first * self._num_captured, streams[:, :-1])
-        self._write_rows("hidden_states", first, streams[:, -1:])
+        states = self._encoded(HIDDEN_STATES, streams[:, -1])
+        if self._num_captured:
+            states |= self._encoded(AUX_HIDDEN_STATES, streams[:, :-1])
+        for name, tensor in states.items():
+            self._write_tensor(name, first, tensor)
+        tokens = {name: self._tokens[name][first:end] for name in ("input_ids", "loss_mask")}
+        checksum = document_checksum({**tokens, **states})
+        self._checksums[document] = torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
 
-    def _write_rows(self, name: str, first_row: int, states: torch.Tensor) -> None:
-        """Rows of [n, L, H] behind each other, from `first_row` of the tensor."""
-        if self._dtype is StoreDtype.fp8:
-            states, scales = encode(states)
-            if scales.numel():
-                _write_at(self._file, self._begins[scales_of(name)] + first_row * 4, _bytes_of(scales))
-        else:
-            states = states.to(torch.bfloat16)
-        if states.numel():
-            _write_at(self._file, self._begins[name] + first_row * self._row_bytes, _bytes_of(states))
+    def _encoded(self, name: str, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns states as they are stored, on the CPU, with their scales: computed where the states are."""
+        if not is_fp8(self._dtype, name):
+            return {name: states.to(torch.bfloat16).cpu().contiguous()}
+        values, scales = encode(states)
+        return {name: values.cpu(), scales_of(name): scales.cpu()}
+
+    def _write_tensor(self, name: str, first_row: int, tensor: torch.Tensor) -> None:
+        """Write rows of the shard's tensor `name`, from `first_row` of it."""
+        row_bytes = tensor[:1].numel() * tensor.element_size()
+        if row_bytes:
+            _write_at(self._file, self._layout.begins[name] + first_row * row_bytes, bytes_of(tensor))
 
     def finish(self) -> None:
         """Hash, publish, and record."""
+        self._write_tensor(CHECKSUMS, 0, self._checksums)
+        index = os.pread(self._file, self._layout.index_bytes, 0)
         self._close()
         record = ShardRecord(
             file=self._path.name,
             num_documents=len(self._tokens["document_ids"]),
             num_tokens=len(self._tokens["input_ids"]),
             num_supervised_tokens=int(self._tokens["loss_mask"].sum()),
-            num_bytes=self._num_bytes,
+            num_bytes=self._layout.num_bytes,
             sha256=file_sha256(self._temporary),
+            index_bytes=self._layout.index_bytes,
+            index_checksum=index_checksum(index, bytes_of(self._tokens["loss_mask"])),
         )
         _publish(self._temporary, self._path)
         _write_json(_record_path(self._path), asdict(record))
@@ -195,37 +214,10 @@ class ShardFile:
             os.close(self._file)
 
 
-def _layout(
-    tokens: dict[str, torch.Tensor], hidden_size: int, num_captured: int, dtype: StoreDtype
-) -> tuple[bytes, dict[str, int], int]:
-    """Of a shard: its safetensors header, where the bytes of each tensor begin, and the size of the file."""
-    num_tokens, state_type = len(tokens["input_ids"]), {StoreDtype.bfloat16: "BF16", StoreDtype.fp8: "F8_E4M3"}[dtype]
-    states = {"hidden_states": [num_tokens, hidden_size]}
-    if num_captured:
-        states["aux_hidden_states"] = [num_tokens, num_captured, hidden_size]
-    scales = {scales_of(name): ("F32", shape[:-1]) for name, shape in states.items() if dtype is StoreDtype.fp8}
-    tensors = {  # wide ones first, so that all are aligned
-        "document_ids": ("I64", [len(tokens["document_ids"])]),
-        "document_offsets": ("I64", [len(tokens["document_offsets"])]),
-        **scales,
-        "input_ids": ("I32", [num_tokens]),
-        **{name: (state_type, shape) for name, shape in sorted(states.items())},
-        "loss_mask": ("U8", [num_tokens]),
-    }
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    relative: dict[str, int] = {}
-    end = 0
-    for name, (kind, shape) in tensors.items():
-        relative[name], end = end, end + math.prod(shape) * ITEM_BYTES[kind]
-        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [relative[name], end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + begin for name, begin in relative.items()}, len(header) + end
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+def is_finite(states: torch.Tensor) -> bool:
+    """Whether every value is finite: the least and the largest are, and either is NaN where any value is. On a CPU this takes a
+    hundredth of the time of `isfinite`, which writes a tensor of its own."""
+    return bool(torch.stack(torch.aminmax(states)).isfinite().all())
 
 
 def _write_at(file: int, position: int, content: bytes | memoryview) -> None:
@@ -264,16 +256,14 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
     return manifest
 
 
-def is_recorded(directory: Path, index: int) -> bool:
-    """Whether a shard was finished, by this part or by another; its bytes are not looked at."""
-    return _record_path(_shard_path(directory, index)).exists()
-
-
 def _read_record(directory: Path, index: int) -> ShardRecord | None:
+    """Returns the record of a shard that has its full length."""
+    path = _shard_path(directory, index)
     try:
-        return ShardRecord(**read_json(_record_path(_shard_path(directory, index))))
+        record = ShardRecord(**read_json(_record_path(path)))
     except FileNotFoundError:
         return None
+    return record if has_length(path, record) else None
 
 
 def _reopen(directory: Path, manifest: Manifest) -> None:

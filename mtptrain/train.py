@@ -32,7 +32,7 @@ from mtptrain.draft_vocab import d2t_sha256, read_draft_vocab
 from mtptrain.flops import StepFlops, matmul_peak
 from mtptrain.head_files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.base import Head, HeadConfig
-from mtptrain.hidden_store import MANIFEST, HiddenStore, expected_identity, open_store, verify
+from mtptrain.hidden_store import MANIFEST, HiddenStore, expected_identity, open_store
 from mtptrain.identity import file_sha256
 from mtptrain.prompt_files import Split
 from mtptrain.run_dir import require, write_provenance
@@ -46,7 +46,7 @@ from mtptrain.warm_start import load_init, start_from_target
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    ranks = init_ranks()
+    ranks = init_ranks(config.distributed_timeout_hours)
     stop = StopSignal(ranks)
     run = prepare(config, ranks)
     progress = fit(config, ranks, run, stop)
@@ -96,8 +96,6 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     facts = resume_facts(config, store, head)
     check_checkpoint(config.stage_dir("train") / "checkpoints", facts)
     validation = Validation(config, target_dir, ranks) if config.train.validation_prompts else None
-    verify(store, range(ranks.rank, len(store.manifest.shards), ranks.world_size), show_progress=ranks.is_first)
-    ranks.barrier()
     schedule = BatchSchedule(
         store,
         config.head.ttt_steps,

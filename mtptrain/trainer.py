@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -84,7 +85,7 @@ class Trainer:
             lr_scheduler=schedule,
             dist_init_required=True if ranks.world_size == 1 else None,
             config={
-                **deepspeed_config,
+                **with_fp32_sums(deepspeed_config, config.micro_batches_per_step // ranks.world_size, ranks.is_first),
                 # A step is never left out in silence: `check_finite` stops the run.
                 **({"bf16": {**deepspeed_config["bf16"], "check_grad_overflow": False}} if "bf16" in deepspeed_config else {}),
                 "zero_optimization": sharing,
@@ -234,6 +235,27 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(m_mmap_threshold, 2**30) or mallopt(m_mmap_threshold, 2**25)  # the most that older ones take
         mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def with_fp32_sums(config: dict[str, Any], num_added: int, warn: bool = True) -> dict[str, Any]:
+    """Returns DeepSpeed's config such that a rank adds the gradients of its micro-batches in fp32, which it does with ZeRO 2.
+
+    Args:
+        config: of DeepSpeed.
+        num_added: micro-batches of a rank in a step.
+        warn: where bf16 with ZeRO 1 adds them in bf16: DeepSpeed's fp32 sums there leave the trainer no gradient to clip.
+    """
+    if num_added == 1 or not config.get("bf16", {}).get("enabled"):
+        return config
+    if config["zero_optimization"]["stage"] == 2:
+        return {**config, "data_types": {"grad_accum_dtype": "fp32", **config.get("data_types", {})}}
+    if warn:
+        warnings.warn(
+            f"deepspeed.zero_optimization.stage: the gradients of the {num_added} micro-batches that each rank adds must be summed in "
+            "fp32 to lose nothing, but ZeRO 1 sums them in bf16; set deepspeed=zero2, or start as many ranks as there are micro-batches",
+            stacklevel=2,
+        )
+    return config
 
 
 REFUSED_OF_ZERO = {

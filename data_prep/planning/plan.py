@@ -19,8 +19,8 @@ from data_prep.planning.speed import Speed, estimate
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.heads import HEADS
-from mtptrain.hidden_store_writer import DOCUMENT_BYTES, bytes_per_token
 from mtptrain.prompt_files import Documents, Split
+from mtptrain.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.target import DEMO, HUB_ERRORS, read_target_config, resolve_target, unknown_target, weight_files
 
 FITTING_SHARE = 0.8
@@ -110,7 +110,9 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         check_vllm_can_extract(target_config)
     captured = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     workload, target = read_workload(config), target_costs(target_config)
-    per_token = {dtype: bytes_per_token(target_config.hidden_size, len(captured), dtype) for dtype in StoreDtype}
+    dtypes = [dtype for dtype in StoreDtype if captured or dtype is not StoreDtype.fp8_aux]
+    check_store_dtype(config.hidden_states.store_dtype, captured)
+    per_token = {dtype: bytes_per_token(target_config.hidden_size, len(captured), dtype) for dtype in dtypes}
     num_parameters = head_parameters(config.head, target_config)
     weights = target_weights_bytes(config, target_dir, target_config, target)
     per_gpu, is_spread = extraction_bytes(config, weights)

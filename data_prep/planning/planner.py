@@ -36,7 +36,9 @@ def print_plan(config: PipelineConfig) -> Plan:
 def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
     """The plan as names and texts, but for what depends on the disk at hand."""
     chosen, memory = config.hidden_states.store_dtype, plan.memory
-    sizes = {dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)" for dtype in StoreDtype}
+    sizes = {
+        dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)" for dtype in plan.store_bytes
+    }
     target = f"{plan.target.num_parameters / 1e9:.2f} B parameters, {_gb(plan.target_bytes_per_gpu)} of weights on each GPU"
     if plan.is_spread:
         target += f", spread by accelerate over {config.planner.num_gpus} in one process"

@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from mtptrain.config import StoreDtype
 from mtptrain.extraction.overlapped_writer import OverlappedWriter
-from mtptrain.hidden_store_writer import ShardFile, bytes_per_token
+from mtptrain.hidden_store_writer import ShardFile
 from mtptrain.prompt_files import Documents
+from mtptrain.shard_format import bytes_per_token
 
 
 class Streams(Protocol):
@@ -40,6 +41,7 @@ def fill_shards(
     dtype: StoreDtype,
     who: str,
     show: bool = True,
+    writer_threads: int = 1,
 ) -> None:
     """Write shards, each document while later ones are computed.
 
@@ -53,6 +55,7 @@ def fill_shards(
         dtype: of the stored states.
         who: is at work, for the bar of progress.
         show: the bar.
+        writer_threads: that check, encode and write states.
 
     Raises:
         OSError: the disk is full.
@@ -61,7 +64,7 @@ def fill_shards(
     prompts = ([documents.tokens(i) for i in shard] for shard in shards.values())
     try:
         with (
-            OverlappedWriter() as writer,
+            OverlappedWriter(writer_threads) as writer,
             tqdm(total=total, unit="tok", unit_scale=True, desc=f"hidden states, {who}", disable=not show) as bar,
         ):
             for (index, shard), states_of_shard in zip(shards.items(), streams.extract(prompts), strict=True):

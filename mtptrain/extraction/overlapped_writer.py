@@ -1,5 +1,6 @@
-"""Shards written while the next states are computed: one thread copies and writes, another syncs and hashes what is full."""
+"""Shards written while the next states are computed: some threads check, encode and write, another syncs and hashes what is full."""
 
+import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -15,15 +16,20 @@ MAX_PENDING_BYTES = 2**30
 class OverlappedWriter:
     """Writes documents to one shard after the other. An error of a thread is raised by the next call, or at the end."""
 
-    def __init__(self) -> None:
-        self._writing = ThreadPoolExecutor(max_workers=1)
+    def __init__(self, num_threads: int = 1) -> None:
+        """Start without a shard.
+
+        Args:
+            num_threads: documents that are written at a time. The bytes on the disk are the same for any number.
+        """
+        self._writing = ThreadPoolExecutor(num_threads)
         self._finishing = ThreadPoolExecutor(max_workers=1)
         self._pending: deque[tuple[Future[None], int]] = deque()
         self._pending_bytes = 0
         self._finished: Future[None] | None = None
         self._file: ShardFile | None = None
         self._unfinished: set[ShardFile] = set()
-        self._copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._of_thread = threading.local()
 
     def begin(self, file: ShardFile) -> None:
         """Write to this shard from now on."""
@@ -56,8 +62,9 @@ class OverlappedWriter:
     def _write(self, file: ShardFile, document: int, states: torch.Tensor) -> None:
         if not states.is_cuda:
             return file.write(document, states)
-        stream = self._copy_streams.setdefault(states.device, torch.cuda.Stream(states.device))
-        with torch.cuda.stream(stream):  # beside the kernels of the next batch
+        if not hasattr(self._of_thread, "stream"):
+            self._of_thread.stream = torch.cuda.Stream(states.device)
+        with torch.cuda.stream(self._of_thread.stream):  # beside the kernels of the next batch
             return file.write(document, states)
 
     def _finish(self, file: ShardFile, pending: list[Future[None]]) -> None:

@@ -26,7 +26,7 @@ from mtptrain.extraction import fill
 from mtptrain.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.heads import HEADS
 from mtptrain.hidden_store import HiddenStore, verify
-from mtptrain.hidden_store_writer import is_recorded
+from mtptrain.hidden_store_writer import has_shard
 from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import Documents, PromptsManifest
 from mtptrain.target import load_target, load_tokenizer
@@ -305,7 +305,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
     assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(store_dir)
     assert not list(store_dir.glob("*.tmp"))
     shards = sorted(store_dir.glob("shard_*.safetensors"))  # the last may lack its record, for which there was no room either
-    kept = {path.name: path.stat().st_mtime_ns for index, path in enumerate(shards) if is_recorded(store_dir, index)}
+    kept = {path.name: path.stat().st_mtime_ns for index, path in enumerate(shards) if has_shard(store_dir, index)}
     assert len(kept) >= 5
 
     monkeypatch.undo()
@@ -334,6 +334,36 @@ def test_a_damaged_shard_is_computed_again_after_it_was_deleted(prepared: Config
     (store_dir / "shard_00001.safetensors").unlink()
     extract_hidden_states(config, ONE_RANK)
     assert read_store(store_dir) == expected
+
+
+def verify_by_program(config: PipelineConfig, num_ranks: int) -> subprocess.CompletedProcess[str]:
+    return run_program("data_prep.hidden_states", *overrides_of(config), "verify=true", num_ranks=num_ranks)
+
+
+def test_the_full_check_names_every_damaged_shard_and_computes_nothing(prepared: ConfigFor) -> None:
+    config = prepared()
+    assert "must exist, but it does not" in verify_by_program(config, 1).stderr
+    extract_hidden_states(config, ONE_RANK)
+    store_dir = config.stage_dir("hidden_states")
+    whole = verify_by_program(config, 2)
+    assert whole.returncode == 0 and "damaged" in whole.stdout and "documents" in whole.stdout
+    for name in ("shard_00000", "shard_00003"):
+        path = store_dir / f"{name}.safetensors"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    before = read_store(store_dir)
+    damaged = verify_by_program(config, 2)
+    assert damaged.returncode != 0 and read_store(store_dir) == before
+    for index in (0, 3):
+        assert f"shard_0000{index}.safetensors: the sha256 of shard {index} must be" in damaged.stderr
+    assert "the sha256 of shard 1 must" not in damaged.stderr
+
+
+def test_eight_bits_for_captured_layers_alone_need_captured_layers(prepared: ConfigFor) -> None:
+    config = prepared("hidden_states.store_dtype=fp8_aux")
+    with pytest.raises(ValueError, match="store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux"):
+        extract_hidden_states(config, ONE_RANK)
 
 
 def test_the_stage_records_its_config_and_where_it_came_from(prepared: ConfigFor) -> None:

@@ -25,6 +25,7 @@ from mtptrain.heads import attention as attention_module
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_store import Manifest
 from mtptrain.prompt_files import Documents
+from mtptrain.shard_format import DOCUMENT_BYTES
 from mtptrain.target import load_frozen_parts, load_target, read_target_config
 from tests.conftest import FAMILIES, make_config, make_target, run_program
 from tests.published_targets import PUBLISHED_TARGETS
@@ -61,7 +62,7 @@ def check_disk(dtype: StoreDtype, config: PipelineConfig) -> None:
     plan, manifest = make_plan(config), Manifest.read(config.stage_dir("hidden_states"))
     last_offsets = 8 * len(manifest.shards)  # D + 1 of them in a shard
     assert plan.store_bytes[dtype] + last_offsets == tensor_bytes(config.stage_dir("hidden_states"))
-    assert plan.bytes_per_token[dtype] == (plan.store_bytes[dtype] - 16 * manifest.num_documents) / manifest.num_tokens
+    assert plan.bytes_per_token[dtype] == (plan.store_bytes[dtype] - DOCUMENT_BYTES * manifest.num_documents) / manifest.num_tokens
 
 
 def test_the_documents_of_stage_1_are_counted(tiny_run: tuple[Path, tuple[str, ...]]) -> None:

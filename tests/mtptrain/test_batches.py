@@ -1,14 +1,14 @@
 """Alignment of packed batches (design: a draft counts only if tokens j-1-k .. j lie in one generated span), and their order."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from mtptrain.batches import Batch, BatchSchedule, balance, make_batch, pack_documents
+from mtptrain.batches import PAIR_COST, TOKEN_COST, Batch, BatchSchedule, balance, make_batch, pack_documents, shard_costs
 from mtptrain.fp8 import decode, encode
 from mtptrain.hidden_store import StoredDocument
 
@@ -96,6 +96,18 @@ def test_every_token_reads_the_next_one_of_its_document() -> None:
         assert int(made.next_ids[n]) == 100 * of_token[n] + position + 1
 
 
+def test_documents_of_a_shard_cost_together_what_each_costs_alone() -> None:
+    rng = np.random.default_rng(0)
+    for lengths in (rng.integers(1, 40, 300), np.array([1, 1, 2, 1, 3, 2]), np.array([2]), np.array([1]), np.array([3, 1])):
+        masks = [(rng.random(length) < rng.choice([0.1, 0.7, 1.0])).astype(np.uint8) for length in lengths]
+        expected = []
+        for mask in masks:
+            rows = [t for t in range(len(mask) - 2) if mask[t + 1] and mask[t + 2]]  # both next tokens are generated
+            expected.append(sum(1 + PAIR_COST * (t + 0.5) for t in rows) + TOKEN_COST * (max(rows) + 1) if rows else 0)
+        found = shard_costs(np.concatenate(masks), np.cumsum([0, *lengths]))
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 def pack(lengths: np.ndarray, micro_batches: int = 1, epoch: int = 0, costs: np.ndarray | None = None) -> list[list[list[int]]]:
     return pack_documents(lengths, lengths.astype(float) if costs is None else costs, 64, micro_batches, seed=0, epoch=epoch)
 
@@ -155,20 +167,23 @@ def test_a_step_has_the_same_documents_for_any_number_of_ranks(world_size: int) 
         assert ids == sorted(i for indices in schedule.documents_of(step) for i in indices)
 
 
+@pytest.mark.parametrize("last_is_exact", [False, True], ids=["fp8", "fp8_aux"])
 @pytest.mark.parametrize("decode_states", [False, True])
-def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens(decode_states: bool) -> None:
+def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens(decode_states: bool, last_is_exact: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     documents, expected, expected_aux = [], [], []
     for i, mask in DOCUMENTS.items():
         plain = document(i, mask)
         states, aux = torch.randn(len(mask), 8, generator=generator), torch.randn(len(mask), 3, 8, generator=generator)
         (values, scales), (aux_values, aux_scales) = encode(states), encode(aux)
-        documents.append(StoredDocument(i, plain.input_ids, plain.loss_mask, values, aux_values, scales, aux_scales))
-        expected.append(decode(values, scales, torch.float32))
+        last = (states.bfloat16(), None) if last_is_exact else (values, scales)
+        documents.append(StoredDocument(i, plain.input_ids, plain.loss_mask, last[0], aux_values, last[1], aux_scales))
+        expected.append(states.bfloat16().float() if last_is_exact else decode(values, scales, torch.float32))
         expected_aux.append(decode(aux_values, aux_scales, torch.float32))
     order = [1, 3, 0]  # the third has no draft
     made = make_batch(documents, T, decode_states)
-    assert (made.hidden_states_scales is None) == (made.aux_hidden_states_scales is None) == decode_states
+    assert (made.aux_hidden_states_scales is None) == decode_states
+    assert (made.hidden_states_scales is None) == (decode_states or last_is_exact)
     on_device = made.to(torch.device("cpu"), torch.float32)
     assert torch.equal(on_device.hidden_states, torch.cat([expected[i][: USED[i]] for i in order]))
     assert on_device.aux_hidden_states is not None
@@ -192,6 +207,9 @@ class Store:
 
     def document(self, index: int) -> StoredDocument:
         return self.documents[index]
+
+    def loss_masks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield np.concatenate([document.loss_mask for document in self.documents]), np.cumsum([0, *self.document_lengths])
 
 
 @pytest.mark.parametrize("make", [fp8_document, lambda i, length: document(i, [1] * length)])

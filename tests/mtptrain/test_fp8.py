@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtptrain.fp8 import CACHED_VALUES, FP8, decode, encode
+from mtptrain.fp8 import CACHED_VALUES, FP8, LARGEST, decode, encode
 
 EVERY_VALUE = torch.arange(256, dtype=torch.uint8).view(FP8)
 FINITE = EVERY_VALUE[~EVERY_VALUE.float().isnan()]
@@ -43,3 +43,24 @@ def test_many_rows_are_decoded_as_a_few_are() -> None:
     values, scales = encode(states)
     together = decode(values, scales, torch.bfloat16)
     assert torch.equal(together, (values.float() * scales[..., None]).bfloat16())
+
+
+def plain_encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows at once in fp32, by a division."""
+    wide = states.float()
+    _, exponents = torch.frexp(wide.abs().amax(-1) / LARGEST)
+    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.clamp(min=-126))
+    return (wide / scales[..., None]).to(FP8), scales
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_states_are_encoded_part_by_part_to_the_bits_of_the_plain_formula(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = every[every.isfinite()]
+    shuffled = every[torch.randperm(len(every), generator=generator)][: 127 * 2 * 256].view(127, 2, 256)  # rows of any size
+    near = torch.randn(600, 2, 512, generator=generator) * torch.exp2(torch.randint(-150, 120, (600, 2, 1), generator=generator))
+    for states in (shuffled.to(dtype), near.to(dtype), near.to(dtype)[:, 1], near.to(dtype)[:0]):
+        (values, scales), (expected, expected_scales) = encode(states), plain_encode(states)
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales, expected_scales)
+    assert near[:, 1].numel() > CACHED_VALUES, "several parts"

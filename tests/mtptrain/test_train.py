@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -311,16 +312,60 @@ def test_bad_input_is_refused_before_training(fresh_run: Run, overrides: tuple[s
     assert not (fresh_run[0] / "train").exists()
 
 
-@pytest.mark.parametrize("place", [1, 20, 208, -100], ids=["length", "header", "offsets", "states"])
-def test_a_flipped_byte_in_a_shard_is_named_before_training_touches_it(fresh_run: Run, place: int) -> None:
-    shard = fresh_run[0] / "hidden_states/shard_00001.safetensors"
+def flip_byte(shard: Path, place: int) -> None:
     content = bytearray(shard.read_bytes())
     content[place] ^= 1
     shard.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", [1, 20, 1000, -1], ids=["length", "header", "offsets", "loss mask"])
+def test_a_flipped_byte_that_decides_the_steps_is_named_before_training_begins(fresh_run: Run, place: int) -> None:
+    flip_byte(fresh_run[0] / "hidden_states/shard_00001.safetensors", place)
     result = run_program("mtptrain.train", *fresh_run[1])
     assert result.returncode != 0
-    assert "shard_00001.safetensors: the sha256 of shard 1 must be" in result.stderr
+    assert "shard_00001.safetensors: the checksum of header, tables and loss mask of shard 1 must be" in result.stderr
     assert not (fresh_run[0] / "train").exists()
+
+
+def flip_states(shard: Path) -> None:
+    """Flip a bit of every state of the last layer, of which the steps read some documents."""
+    content = bytearray(shard.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    begin, end = json.loads(content[8 : 8 + header])["hidden_states"]["data_offsets"]
+    states = np.frombuffer(content, np.uint8)[8 + header + begin : 8 + header + end]
+    states ^= 1
+    shard.write_bytes(content)
+
+
+def test_flipped_states_are_named_before_a_step_uses_them_and_training_goes_on_with_the_shard_computed_again(
+    fresh_run: Run,
+) -> None:
+    run_dir, overrides = fresh_run
+    shards = sorted((run_dir / "hidden_states").glob("shard_*.safetensors"))
+    manifest = (run_dir / "hidden_states/manifest.json").read_bytes()
+    for shard in shards:
+        flip_states(shard)
+    settings = ("train.max_steps=2", "train.log_every=1")
+    result = run_program("mtptrain.train", *overrides, *settings, num_ranks=2)
+    assert result.returncode != 0
+    assert re.search(r"shard_\d+.safetensors: the checksum of document \d+ of .*delete this file and run data_prep", result.stderr)
+    assert records(run_dir) == [] and not list((run_dir / "train/checkpoints").glob("step_*"))
+    for shard in shards:
+        shard.unlink()
+    assert run_program("data_prep.hidden_states", *overrides).returncode == 0
+    assert (run_dir / "hidden_states/manifest.json").read_bytes() == manifest
+    assert len(train(fresh_run, *settings)) == 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_several_batches_are_added_in_fp32_with_zero2_and_with_a_warning_in_bf16_with_zero1(
+    four_batches: list[dict[str, object]], fresh_run: Run, stage: int
+) -> None:
+    result = run_program("mtptrain.train", *fresh_run[1], f"deepspeed=zero{stage}", FOUR_MICRO_BATCHES)
+    assert result.returncode == 0, result.stderr[-3000:]
+    warning = "gradients of the 4 micro-batches that each rank adds must be summed in fp32"
+    assert (warning in result.stderr) == (stage == 1)
+    assert records(fresh_run[0])[-1]["loss"] == pytest.approx(four_batches[-1]["loss"], rel=0.02)
 
 
 def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_and_kept(fresh_run: Run) -> None:

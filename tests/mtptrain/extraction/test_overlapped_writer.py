@@ -16,7 +16,7 @@ from mtptrain.hidden_store_writer import ShardFile, has_shard
 NUM_DOCUMENTS, LENGTH, HIDDEN_SIZE = 6, 5, 8
 
 
-def new_shard(directory: Path, index: int = 0) -> ShardFile:
+def new_shard(directory: Path, index: int = 0, dtype: StoreDtype = StoreDtype.bfloat16) -> ShardFile:
     size = NUM_DOCUMENTS * LENGTH
     tokens = {
         "input_ids": torch.zeros(size, dtype=torch.int32),
@@ -24,19 +24,20 @@ def new_shard(directory: Path, index: int = 0) -> ShardFile:
         "document_offsets": torch.arange(0, size + 1, LENGTH),
         "document_ids": torch.arange(NUM_DOCUMENTS),
     }
-    return ShardFile(directory, index, tokens, HIDDEN_SIZE, 1, StoreDtype.bfloat16)
+    return ShardFile(directory, index, tokens, HIDDEN_SIZE, 1, dtype)
 
 
 def states() -> torch.Tensor:
     return torch.randn(LENGTH, 2, HIDDEN_SIZE)
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
 def test_shards_are_complete_at_the_end_while_the_caller_never_waits_for_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
     write = ShardFile.write
     monkeypatch.setattr(ShardFile, "write", lambda *args: (time.sleep(0.02), write(*args)))
-    with OverlappedWriter() as writer:
+    with OverlappedWriter(num_threads) as writer:
         started = time.monotonic()
         for index in range(2):
             writer.begin(new_shard(tmp_path, index))
@@ -47,6 +48,22 @@ def test_shards_are_complete_at_the_end_while_the_caller_never_waits_for_the_dis
                 assert time.monotonic() - started < 0.02 * NUM_DOCUMENTS, "handed over, not written"
     assert has_shard(tmp_path, 0) and has_shard(tmp_path, 1)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("dtype", list(StoreDtype))
+def test_any_number_of_threads_leaves_the_same_bytes(tmp_path: Path, dtype: StoreDtype) -> None:
+    documents = [torch.randn(LENGTH, 2, HIDDEN_SIZE, generator=torch.Generator().manual_seed(i)) for i in range(NUM_DOCUMENTS)]
+    shards = []
+    for num_threads in (1, 4):
+        directory = tmp_path / str(num_threads)
+        directory.mkdir()
+        with OverlappedWriter(num_threads) as writer:
+            writer.begin(new_shard(directory, dtype=dtype))
+            for document in range(NUM_DOCUMENTS):
+                writer.write(document, documents[document])
+            writer.finish()
+        shards.append((directory / "shard_00000.safetensors").read_bytes())
+    assert shards[0] == shards[1]
 
 
 def test_no_more_states_wait_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

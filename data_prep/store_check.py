@@ -1,0 +1,41 @@
+"""The full check of a finished store of hidden states, which the ranks share: every byte is read and compared.
+
+python -m data_prep.hidden_states recipe=quickstart verify=true
+"""
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from mtptrain.distributed import Ranks
+from mtptrain.hidden_store import HiddenStore, find_damage
+
+
+def verify_store(directory: Path, ranks: Ranks) -> None:
+    """Compare every byte of a store with the hashes in its manifest, and print a table; every rank calls this.
+
+    Raises:
+        FileNotFoundError: the store does not exist or is unfinished.
+        ValueError: bytes were changed, or shards are missing or truncated; each such shard is named.
+    """
+    store, started = HiddenStore.open(directory), time.monotonic()
+    shards = range(ranks.rank, len(store.manifest.shards), ranks.world_size)
+    found = ranks.gather(find_damage(store, shards, show_progress=ranks.is_first))
+    damaged = {index: problem for of_rank in found for index, problem in of_rank.items()}
+    if ranks.is_first:
+        print_table(store, len(damaged), time.monotonic() - started)
+    if damaged:
+        raise ValueError("\n".join(damaged[index] for index in sorted(damaged)))
+
+
+def print_table(store: HiddenStore, num_damaged: int, seconds: float) -> None:
+    num_bytes = sum(record.num_bytes for record in store.manifest.shards)
+    table = Table(title=f"verify {store.directory}", show_header=False)
+    table.add_row("shards", f"{len(store.manifest.shards):,}")
+    table.add_row("damaged", f"{num_damaged:,}")
+    table.add_row("documents", f"{store.manifest.num_documents:,}")
+    table.add_row("tokens", f"{store.manifest.num_tokens:,}")
+    table.add_row("read", f"{num_bytes / 1e9:.3f} GB in {seconds:.1f} s, {num_bytes / 1e9 / seconds:.2f} GB/s")
+    Console().print(table)
