@@ -217,7 +217,7 @@ def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDA
 
 
 def pack_documents(
-    lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, micro_batches: int, seed: int, epoch: int
+    lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, micro_batches: int, order: NDArray[np.int64]
 ) -> list[list[list[int]]]:
     """Document indices of every micro-batch of every step of an epoch.
 
@@ -229,8 +229,7 @@ def pack_documents(
         costs: of each document [D].
         batch_tokens: of one micro-batch at most.
         micro_batches: of a step.
-        seed: of the run.
-        epoch: from 0.
+        order: the documents' indices, shuffled.
 
     Raises:
         ValueError: a document is longer than a batch.
@@ -243,7 +242,7 @@ def pack_documents(
     steps: list[list[list[int]]] = []
     step: list[list[int]] = [[] for _ in range(micro_batches)]
     spent, room = np.zeros(micro_batches), np.full(micro_batches, batch_tokens)
-    for index in np.random.default_rng([seed, epoch]).permutation(len(lengths)):
+    for index in order:
         if not costs[index]:
             continue
         if not (room >= lengths[index]).any():
@@ -294,8 +293,21 @@ class BatchSchedule:
         micro_batches_per_step: int,
         seed: int,
         for_gpu: bool = True,
+        order: NDArray[np.int64] | None = None,
     ) -> None:
+        """Pack the first epoch.
+
+        Args:
+            store: of the documents.
+            ttt_steps: T.
+            batch_tokens: of one micro-batch at most.
+            micro_batches_per_step: over all ranks.
+            seed: shuffles the documents of each epoch.
+            for_gpu: read ahead in a thread, into pinned memory.
+            order: of the documents of the only epoch, where the store asks for one.
+        """
         self.store = store
+        self.order = order
         self.for_gpu = for_gpu
         self.ttt_steps = ttt_steps
         self.batch_tokens = batch_tokens
@@ -315,7 +327,13 @@ class BatchSchedule:
 
     def _pack(self, epoch: int) -> list[list[list[int]]]:
         lengths = self.store.document_lengths
-        return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, self.seed, epoch)
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(lengths)) if self.order is None else self.order
+        return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, order)
+
+    @property
+    def first_epoch(self) -> list[list[list[int]]]:
+        """Returns the document indices of every micro-batch of every step of the first epoch."""
+        return self._packed if self._epoch == 0 else self._pack(0)
 
     def documents_of(self, step: int) -> list[list[int]]:
         """Document indices of each micro-batch of a step, counted over all epochs."""
@@ -354,5 +372,6 @@ class BatchSchedule:
                 for batch in ready:
                     self._buffers.give_back(batch)
         finally:
+            self.store.close()
             if reader is not None:
                 reader.shutdown()

@@ -89,7 +89,7 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, sha
 
 def _remove_leftovers(directory: Path, shards: Collection[int]) -> None:
     """Remove unfinished files of these shards, shards without a record, and records whose shard is missing or truncated."""
-    indices = {_shard_path(directory, index).stem: index for index in shards}
+    indices = {shard_path(directory, index).stem: index for index in shards}
     for path in list(directory.glob("shard_*")):
         index = indices.get(path.name.split(".")[0])
         if index is not None and (path.suffix == ".tmp" or not has_shard(directory, index)):
@@ -102,7 +102,7 @@ def has_shard(directory: Path, index: int) -> bool:
     Its record was written after its bytes were on the disk; they are not read again here. Training checks every document that it
     reads, and `verify` all of them.
     """
-    if _read_record(directory, index) is not None:
+    if read_record(directory, index) is not None:
         return True
     if not (directory / MANIFEST).exists():
         return False
@@ -132,7 +132,7 @@ class ShardFile:
         Raises:
             OSError: the disk has no room for it.
         """
-        self._path = _shard_path(directory, index)
+        self._path = shard_path(directory, index)
         self._temporary = _temporary_path(self._path)
         self._tokens, self._num_captured, self._dtype = tokens, num_captured, dtype
         self._hidden_size = hidden_size
@@ -201,7 +201,7 @@ class ShardFile:
             index_checksum=index_checksum(index, bytes_of(self._tokens["loss_mask"])),
         )
         _publish(self._temporary, self._path)
-        _write_json(_record_path(self._path), asdict(record))
+        publish_json(record_path(self._path), asdict(record))
 
     def discard(self) -> None:
         """Give the space back."""
@@ -232,7 +232,7 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
 
     One process of a part calls it, after the part's shards are written. Parts that end together write the same bytes.
     """
-    records = [record for index in range(num_shards) if (record := _read_record(directory, index)) is not None]
+    records = [record for index in range(num_shards) if (record := read_record(directory, index)) is not None]
     if len(records) < num_shards:
         if not (directory / MANIFEST).exists():
             return None
@@ -249,18 +249,18 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
         shards=tuple(records),
     )
     try:
-        _write_json(directory / MANIFEST, asdict(manifest))
+        publish_json(directory / MANIFEST, asdict(manifest))
     except FileNotFoundError:  # another part has just written it, and removed what lay around
         return Manifest.read(directory)
     _remove(directory, *TEMPORARY, PLAN, "shard_*.json")
     return manifest
 
 
-def _read_record(directory: Path, index: int) -> ShardRecord | None:
+def read_record(directory: Path, index: int) -> ShardRecord | None:
     """Returns the record of a shard that has its full length."""
-    path = _shard_path(directory, index)
+    path = shard_path(directory, index)
     try:
-        record = ShardRecord(**read_json(_record_path(path)))
+        record = ShardRecord(**read_json(record_path(path)))
     except FileNotFoundError:
         return None
     return record if has_length(path, record) else None
@@ -270,21 +270,21 @@ def _reopen(directory: Path, manifest: Manifest) -> None:
     """Make a finished store that lost a shard an unfinished one; the manifest goes last, so that a kill in between is harmless."""
     for record in manifest.shards:
         if has_length(directory / record.file, record):
-            _write_json(_record_path(directory / record.file), asdict(record))
+            publish_json(record_path(directory / record.file), asdict(record))
     _write_plan(directory, manifest.identity, manifest.shard_tokens)
     _remove(directory, MANIFEST)
 
 
 def _write_plan(directory: Path, identity: StoreIdentity, shard_tokens: int) -> None:
-    _write_json(directory / PLAN, {"identity": asdict(identity), "shard_tokens": shard_tokens})
+    publish_json(directory / PLAN, {"identity": asdict(identity), "shard_tokens": shard_tokens})
 
 
-def _shard_path(directory: Path, index: int) -> Path:
+def shard_path(directory: Path, index: int) -> Path:
     return directory / f"shard_{index:05d}.safetensors"
 
 
-def _record_path(shard_path: Path) -> Path:
-    return shard_path.with_suffix(".json")
+def record_path(shard: Path) -> Path:
+    return shard.with_suffix(".json")
 
 
 def _temporary_path(path: Path) -> Path:
@@ -292,7 +292,8 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 
-def _write_json(path: Path, content: object) -> None:
+def publish_json(path: Path, content: object) -> None:
+    """Write a JSON file whole or not at all, durably."""
     temporary = _temporary_path(path)
     try:
         temporary.write_text(json.dumps(content, indent=2) + "\n")
