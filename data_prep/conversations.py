@@ -13,6 +13,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 from mtptrain.config import ConversationSchema
+from mtptrain.questions import question_group
 
 Message = dict[str, str]
 Row = Mapping[str, Any]
@@ -60,6 +61,8 @@ class Conversations:
     refused: dict[str, str]
     schema: ConversationSchema
     origins: list[tuple[Rows, int]]
+    groups: list[str]
+    """Of each usable row, what the split is by: equal where the same question is asked."""
 
     def messages(self, index: int) -> list[Message]:
         """Read a conversation again, so that a large data set need not fit into memory."""
@@ -86,13 +89,15 @@ def read_conversations(
         ValueError: a path is given twice, a file cannot be read, or its first row has no known schema.
     """
     refuse_doubles(paths)
-    found = Conversations([], {}, schema, [])
+    found = Conversations([], {}, schema, [], [])
     for rows in [_read_rows(path, split) for path in paths]:
         for index, row in enumerate(rows.rows):
             if index == 0:
                 _check_schema(row, schema, rows.place(index))
             try:
-                found.names.append(conversation_name(row, parse_row(row, schema)))
+                messages = parse_row(row, schema)
+                found.names.append(conversation_name(row, messages))
+                found.groups.append(question_group(messages))
                 found.origins.append((rows, index))
             except ConversationRefused as refusal:
                 found.refused[rows.place(index)] = str(refusal)
@@ -106,7 +111,7 @@ def refuse_doubles(paths: Sequence[str]) -> None:
 
 
 def conversation_name(row: Row, messages: Sequence[Message]) -> str:
-    """The row's `id` or `conversation_id`, else a hash of its messages: copies get one name, hence one side of the split.
+    """Returns the row's `id` or `conversation_id`, else a hash of its messages. The split does not depend on it.
 
     Raises:
         ConversationRefused: it is no valid Unicode.

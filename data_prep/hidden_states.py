@@ -39,7 +39,7 @@ from mtptrain.hidden_stream import OPEN_WINDOWS, POLL_S, missing_open_shards, sh
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
-from mtptrain.target import load_target, read_target_config, resolve_target
+from mtptrain.target import load_target, read_target_config, refuse_quantised_parts, resolve_target
 
 # Matrix products on a CPU give other bits with another number of threads (seen with fp32 at 2 and bf16 at 4), and torchrun sets
 # another number than plain python: one thread, and as many ranks as there are cores.
@@ -62,7 +62,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
 
     Raises:
         FileNotFoundError: stage 1 has not been run, or there is no vLLM where it is asked for.
-        ValueError: the prompts do not fit the target, the folder holds other states, or the disk is too small.
+        ValueError: the prompts do not fit the target, its lm_head is quantised, the folder holds other states, or the disk is too
+            small.
         OSError: the disk became full; what is finished is kept.
     """
     if ranks.device.type == "cpu":
@@ -73,6 +74,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     documents = Documents.load(prompts_file)
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
+    refuse_quantised_parts(target_dir)  # training would, after hours of extraction
     capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     check_store_dtype(settings.store_dtype, capture_layers)
     check_prompts(documents, prompts_file, target_config.vocab_size, target_config.max_position_embeddings)
@@ -166,7 +168,14 @@ def open_backend(
     if settings.backend is Backend.vllm:
         scratch_dir = scratch_root(config) / f"{scratch_prefix(config)}{ranks.rank}.tmp"
         return VllmStreams(
-            target_dir, layers, settings, longest, scratch_dir, device_index=ranks.local_rank, python=config.serving.python
+            target_dir,
+            layers,
+            settings,
+            longest,
+            scratch_dir,
+            device_index=ranks.local_rank,
+            device_type=ranks.device.type,
+            python=config.serving.python,
         )
     target = load_target(target_dir, getattr(torch, settings.dtype.value), ranks.device)
     return nullcontext(TransformersStreams(target, layers, settings.batch_tokens, settings.compile))

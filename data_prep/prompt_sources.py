@@ -21,6 +21,8 @@ from mtptrain.identity import TargetIdentity
 
 class Source(Protocol):
     names: list[str]
+    groups: list[str]
+    """What the split is by: documents of one group are on one side."""
     refused: dict[str, str]
     """Files or rows that are not among `names`, with the reason."""
 
@@ -35,7 +37,7 @@ class TextSource:
     """Whole files, the beginning-of-text token in front where the tokenizer has one; every token counts."""
 
     def __init__(self, files: TextFiles, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.names = list(files.texts)
+        self.names = self.groups = list(files.texts)
         self.refused = files.refused
         self._texts = list(files.texts.values())
         self._tokenizer = tokenizer
@@ -58,6 +60,7 @@ class ConversationSource:
 
     def __init__(self, conversations: Conversations, tokenizer: PreTrainedTokenizerBase) -> None:
         self.names = conversations.names
+        self.groups = conversations.groups
         self.refused = conversations.refused
         self._conversations = conversations
         self._tokenizer = tokenizer

@@ -1,5 +1,6 @@
 """Tokenized documents -> windows of the train and validation splits, with a count of everything that is left out."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ from tqdm import tqdm
 
 from data_prep.assistant_masks import Encoding
 from data_prep.prompt_sources import Source
-from mtptrain.config import PromptsConfig
+from mtptrain.config import PromptsConfig, PromptSource
 from mtptrain.prompt_files import DocumentEntry, Documents, Split, is_held_out, name_hash
 
 _BATCH = 64
@@ -19,6 +20,7 @@ class Window:
     """One document of the output; its id is its place among all windows."""
 
     name: str
+    group: str
     split: Split
     number: int
     turn: int
@@ -37,35 +39,52 @@ class Collector:
         self.answers_rewritten = 0
         self.answers_left_out = 0
         self.beyond_max_train_tokens = 0
+        self.copies = 0
+        """Files or conversations that become the same tokens as an earlier one."""
         self.tokens_read = 0
         self.is_full = False
         """No training document fits any more."""
         self._prompts = prompts
         self._vocab_size = vocab_size
         self._train_tokens = 0
+        self._seen: set[bytes] = set()
 
-    def add(self, name: str, place: str, encodings: Sequence[Encoding]) -> None:
+    def add(self, name: str, group: str, place: str, encodings: Sequence[Encoding]) -> None:
         """Take the windows that fit of the documents that a file or conversation becomes.
+
+        A conversation that becomes the same tokens as an earlier one is left out. Files are kept: the split of files is by name, and
+        a run's documents stay the same ones.
 
         Raises:
             ValueError: a token id is beyond the model's vocabulary.
         """
         for encoding in encodings:
             check_vocabulary(encoding, self._vocab_size, place)
-        split = Split.validation if is_held_out(name, self._prompts.validation_fraction) else Split.train
+        if self._is_copy(encodings) and self._prompts.source is not PromptSource.text_files:
+            return
+        split = Split.validation if is_held_out(group, self._prompts.validation_fraction) else Split.train
         if split is Split.train and self.is_full:
             self.beyond_max_train_tokens += 1
             return
-        windows = [window for encoding in encodings for window in self._windows(name, split, encoding)]
+        windows = [window for encoding in encodings for window in self._windows(name, group, split, encoding)]
         self.documents_cut += any(len(encoding.input_ids) > self._prompts.max_document_tokens for encoding in encodings)
         kept = [window for window in windows if split is Split.validation or self._fits(window)]
         self.beyond_max_train_tokens += len(kept) < len(windows)
         self.windows += kept
 
-    def _windows(self, name: str, split: Split, encoding: Encoding) -> list[Window]:
+    def _is_copy(self, encodings: Sequence[Encoding]) -> bool:
+        digest = hashlib.blake2b(digest_size=16)
+        for encoding in encodings:
+            digest.update(len(encoding.input_ids).to_bytes(8) + encoding.input_ids.tobytes() + encoding.loss_mask.tobytes())
+        is_copy = digest.digest() in self._seen
+        self._seen.add(digest.digest())
+        self.copies += is_copy
+        return is_copy
+
+    def _windows(self, name: str, group: str, split: Split, encoding: Encoding) -> list[Window]:
         """Those with a token that counts."""
         parts = cut(encoding, self._prompts.max_document_tokens)
-        windows = [Window(name, split, i, encoding.turn, part) for i, part in enumerate(parts) if part.loss_mask.any()]
+        windows = [Window(name, group, split, i, encoding.turn, part) for i, part in enumerate(parts) if part.loss_mask.any()]
         self.tokens_read += len(encoding.input_ids)
         self.windows_cut += len(parts) if len(parts) > 1 else 0
         self.windows_unsupervised += len(parts) - len(windows)
@@ -86,7 +105,8 @@ class Collector:
 
     def entries(self) -> Iterator[DocumentEntry]:
         for i, window in enumerate(self.windows):
-            yield DocumentEntry(i, window.name, window.split, len(window.encoding.input_ids), window.number, window.turn)
+            tokens = len(window.encoding.input_ids)
+            yield DocumentEntry(i, window.name, window.split, tokens, window.number, window.turn, window.group)
 
     def rewritten_documents(self) -> Documents:
         """Those that stand beside the first one of their conversation, for answers that it shows otherwise."""
@@ -96,11 +116,12 @@ class Collector:
 
 
 def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
-    """Tokenize, cut and split all documents, in the order of the hashes of their names.
+    """Tokenize, cut and split all documents, in the order of the hashes of their groups; a file is a group of its own.
 
-    Held-out names have the smallest hashes: the validation split is whole before the training split can be full.
+    Held-out groups have the smallest hashes: the validation split is whole before the training split can be full.
     """
-    order = sorted(range(len(source.names)), key=lambda i: (name_hash(source.names[i]), source.names[i], i))
+    names, groups = source.names, source.groups
+    order = sorted(range(len(names)), key=lambda i: (name_hash(groups[i]), groups[i], names[i], i))
     collector = Collector(prompts, vocab_size)
     collector.refused.update(source.refused)
     with tqdm(total=len(order), desc="prompts", unit="doc") as bar:
@@ -120,7 +141,7 @@ def _add_batch(collector: Collector, source: Source, batch: Sequence[int]) -> No
         if isinstance(encodings, str):
             collector.refused[source.place(index)] = encodings
         else:
-            collector.add(source.names[index], source.place(index), encodings)
+            collector.add(source.names[index], source.groups[index], source.place(index), encodings)
 
 
 def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:

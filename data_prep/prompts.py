@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.assistant_masks import empty_mask_error
 from data_prep.prompt_sources import Source, read_source
 from data_prep.prompt_windows import Collector, collect_windows
-from data_prep.prompts_report import PromptsReport, RewrittenReport, SplitReport, group_refusals, print_report
+from data_prep.prompts_report import DuplicatesReport, PromptsReport, RewrittenReport, SplitReport, group_refusals, print_report
 from mtptrain.config import RECIPES, PipelineConfig, PromptsConfig, PromptSource, load_config
 from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
@@ -58,7 +58,7 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
     for split, documents in splits.items():
         documents.save(stage_dir / f"{split}.safetensors")
     DocumentEntry.write_all(stage_dir, collector.entries())
-    report = make_report(config.prompts.source, splits, collector)
+    report = make_report(source, config.prompts.source, splits, collector)
     write_json(stage_dir / "report.json", asdict(report))
     make_manifest(TokenizerIdentity.of(tokenizer), vocab_size, config.prompts.max_document_tokens, splits).write(stage_dir)
     return report
@@ -73,10 +73,12 @@ def check_names(source: Source, prompts: PromptsConfig) -> None:
             f"prompts.paths: must hold at least one {wanted}, but {', '.join(prompts.paths)} holds none{reasons}; correct the "
             "paths or the data"
         )
-    num_held_out = sum(is_held_out(name, prompts.validation_fraction) for name in source.names)
-    for split, count in ((Split.validation, num_held_out), (Split.train, len(source.names) - num_held_out)):
+    num_held_out = sum(is_held_out(group, prompts.validation_fraction) for group in source.groups)
+    for split, count in ((Split.validation, num_held_out), (Split.train, len(source.groups) - num_held_out)):
         if not count:
-            raise _empty_split(split, f": of {len(source.names)} documents none falls on its side", prompts)
+            num_groups = len(set(source.groups))
+            shared = f" ({num_groups:,} different questions)" if num_groups < len(source.names) else ""
+            raise _empty_split(split, f": of {len(source.names)} documents{shared} none falls on its side", prompts)
 
 
 def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -112,11 +114,13 @@ def start_output(stage_dir: Path) -> Path:
     return stage_dir
 
 
-def make_report(source: PromptSource, splits: Mapping[Split, Documents], collector: Collector) -> PromptsReport:
+def make_report(
+    source: Source, source_kind: PromptSource, splits: Mapping[Split, Documents], collector: Collector
+) -> PromptsReport:
     again = collector.rewritten_documents()
     num_tokens = len(again.input_ids)
     return PromptsReport(
-        source=source,
+        source=source_kind,
         splits={split: SplitReport.of(documents) for split, documents in splits.items()},
         documents_cut=collector.documents_cut,
         windows_cut=collector.windows_cut,
@@ -124,6 +128,7 @@ def make_report(source: PromptSource, splits: Mapping[Split, Documents], collect
         rewritten=RewrittenReport(
             collector.answers_rewritten, len(again), num_tokens, num_tokens - int(again.loss_mask.sum(dtype=np.int64))
         ),
+        duplicates=DuplicatesReport.of(source.groups, collector.copies, are_kept=source_kind is PromptSource.text_files),
         answers_left_out=collector.answers_left_out,
         beyond_max_train_tokens=collector.beyond_max_train_tokens,
         refused=group_refusals(collector.refused),

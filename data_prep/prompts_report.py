@@ -48,6 +48,28 @@ class RewrittenReport:
 
 
 @dataclass(frozen=True)
+class DuplicatesReport:
+    """How often the same is asked. All conversations that ask the same question are on one side of the split."""
+
+    questions: int
+    """Different ones: groups that the split keeps together. A file is a group of its own."""
+    largest: int
+    """Conversations in the largest group."""
+    same_question: int
+    """Conversations beyond the first of each group."""
+    dropped: int
+    """Conversations left out because they become the same tokens as another one."""
+    kept: int
+    """Files that become the same tokens as another one, and are not left out."""
+
+    @staticmethod
+    def of(groups: Sequence[str], copies: int, are_kept: bool) -> "DuplicatesReport":
+        sizes = Counter(groups)
+        dropped, kept = (0, copies) if are_kept else (copies, 0)
+        return DuplicatesReport(len(sizes), max(sizes.values(), default=0), len(groups) - len(sizes), dropped, kept)
+
+
+@dataclass(frozen=True)
 class Refusals:
     """Files or rows left out for one reason."""
 
@@ -67,6 +89,7 @@ class PromptsReport:
     windows_unsupervised: int
     """Windows left out because no token of them counts in the loss."""
     rewritten: RewrittenReport
+    duplicates: DuplicatesReport
     answers_left_out: int
     """Answers left out of the loss: the chat template never shows them behind the prompt for them."""
     beyond_max_train_tokens: int
@@ -93,7 +116,7 @@ def print_report(report: PromptsReport) -> None:
     console = Console(markup=False, highlight=False)
     console.print(_split_table(report))
     console.print(_length_table(report))
-    for line in [*_stored_again(report), *_left_out(report)]:
+    for line in [*_stored_again(report), *_duplicates(report), *_left_out(report)]:
         console.print(line, soft_wrap=True)
 
 
@@ -129,6 +152,20 @@ def _stored_again(report: PromptsReport) -> list[str]:
         f"own with {rewritten.tokens:,} tokens ({rewritten.tokens / max(total, 1):.1%} of all); history stored again: "
         f"{rewritten.history_tokens:,} tokens ({rewritten.history_tokens / max(total, 1):.1%})"
     ]
+
+
+def _duplicates(report: PromptsReport) -> list[str]:
+    found, lines = report.duplicates, []
+    if found.same_question:
+        lines.append(
+            f"same question: {found.same_question:,} {report.source} ask what an earlier one asks; {found.questions:,} different "
+            f"questions, at most {found.largest:,} {report.source} with the same one, always on one side of the split"
+        )
+    if found.dropped:
+        lines.append(f"left out: {found.dropped:,} {report.source} that become the same tokens as another one")
+    if found.kept:
+        lines.append(f"kept: {found.kept:,} {report.source} that become the same tokens as another one; they are split by name")
+    return lines
 
 
 def _left_out(report: PromptsReport) -> list[str]:

@@ -145,6 +145,7 @@ def report(
         "dtype": str(settings.dtype),
         "seed": settings.seed,
         "batch_size": settings.batch_size,
+        "batch_tokens": settings.batch_tokens,
         "num_ranks": ranks.world_size,
         "device": device_name(ranks.device),
         "tree": f"{settings.tree_nodes} nodes, top {settings.tree_top_k}",
@@ -195,6 +196,8 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     console = Console()
     console.width = max(console.width, 75 + 8 * len(depths) + max(map(len, measured)))
     console.print(table)
+    if len(measured["head"].sources) == 1:
+        console.print("one source: all prompts are of one file or conversation, so there are no intervals; measure on several")
 
 
 if __name__ == "__main__":

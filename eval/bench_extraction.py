@@ -199,7 +199,14 @@ def bench_vllm(config: PipelineConfig, documents: Documents, layers: tuple[int, 
     target_config = read_target_config(target_dir)
     after_layers, longest = (*layers, int(target_config.num_hidden_layers)), int(documents.lengths.max())
     with VllmStreams(
-        target_dir, after_layers, config.hidden_states, longest, directory / "scratch", 0, config.serving.python
+        target_dir,
+        after_layers,
+        config.hidden_states,
+        longest,
+        directory / "scratch",
+        device_index=0,
+        device_type="cuda" if torch.cuda.is_available() else "cpu",
+        python=config.serving.python,
     ) as vllm:
         run = {"vllm": lambda: fill_store(vllm, config, target_config, documents, directory, StoreDtype.bfloat16)}
         seconds = fastest(run, config.bench.repeats, torch.device("cpu"))

@@ -85,7 +85,7 @@ def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Figur
     for hidden_size in config.bench.hidden_sizes:
         for num_tokens in config.bench.train_tokens:
             case, shape = case_of(hidden_size, config.bench.vocab_size, config.bench.depths), full_documents(num_tokens)
-            peer = PeerProcess(config.bench.peer_python, case, shape) if has_peer else None
+            peer = PeerProcess(config.bench.peer_python, case, shape, ranks.device) if has_peer else None
             found.append({"hidden_size": hidden_size, "tokens": num_tokens} | in_turns(config, ranks, case, shape, peer, peak))
             print(json.dumps(found[-1]))
             if peer is not None:
@@ -182,7 +182,7 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
     if Path(config.bench.peer_python).exists():
         case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths)
         shape = [1000] * 2, [900] * 2
-        ours, peer = Ours(config, case, shape, ranks), PeerProcess(config.bench.peer_python, case, shape)
+        ours, peer = Ours(config, case, shape, ranks), PeerProcess(config.bench.peer_python, case, shape, ranks.device)
         best = fastest({"ours": ours.timed, "peer": peer.step}, config.bench.repeats)
         peer.close()
         figures |= {"prompts_ratio": best["peer"] / best["ours"], "prompts_tokens_per_s": 2000 / best["ours"]}

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.report_page import UNREADABLE, drafters_of, have_equal_speeds, page_of, write_page
+from eval.report_page import UNREADABLE, drafters_of, have_equal_speeds, length_interval, page_of, write_page
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts",
@@ -99,13 +99,12 @@ def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
     for column in ("length", "95 %", "no loops", "per step", *(f"at {depth}" for depth in depths), "tokens/s"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, each in drafters_of(reports).items():
-        low, high = each["intervals"]["acceptance_length"]
         figures = [each["without_loops"]["acceptance_length"], each["tokens_per_step"]]
         rates = [f"{rate:.3f}" for rate in each["acceptance_rate_at"]]
         table.add_row(
             name,
             f"{each['acceptance_length']:.3f}",
-            f"{low:.2f}-{high:.2f}",
+            length_interval(each),
             *(f"{figure:.3f}" for figure in figures),
             *rates,
             *[""] * (len(depths) - len(rates)),

@@ -8,7 +8,16 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eval.draft_quality import DraftQuality, QualityFigures
-from mtptrain.acceptance import Acceptance, Intervals, eos_token_ids, generate_in_batches, has_loop, intervals, summarise
+from mtptrain.acceptance import (
+    Acceptance,
+    Intervals,
+    eos_token_ids,
+    generate_in_batches,
+    has_loop,
+    intervals,
+    summarise,
+    token_batches,
+)
 from mtptrain.acceptance_prompts import Prompts
 from mtptrain.clock import PhaseClock
 from mtptrain.config import AcceptanceConfig
@@ -69,11 +78,17 @@ class Measured:
         return summarise([generation for generation in self.generations if not has_loop(generation.tokens)])
 
     @property
-    def intervals(self) -> Intervals:
-        sources: dict[str, list[Generation]] = {}
+    def sources(self) -> dict[str, list[Generation]]:
+        """Answers by the file or conversation of their prompt."""
+        found: dict[str, list[Generation]] = {}
         for answer in self.answers.values():
-            sources.setdefault(answer.source, []).append(answer.generation)
-        return intervals(list(sources.values()))
+            found.setdefault(answer.source, []).append(answer.generation)
+        return found
+
+    @property
+    def intervals(self) -> Intervals | None:
+        """None where all prompts are of one source."""
+        return intervals(list(self.sources.values()))
 
     def describe(self) -> dict[str, Any]:
         """Figures of a report: pooled, without loops, by the length of the prompt and by category."""
@@ -86,8 +101,8 @@ class Measured:
         by_category = {name: [each.generation for each in answers if each.category == name] for name in categories}
         return {
             **asdict(self.pooled),
-            "intervals": asdict(self.intervals),
-            "sources": len({answer.source for answer in answers}),
+            "intervals": None if self.intervals is None else asdict(self.intervals),
+            "sources": len(self.sources),
             "conversations": len({prompt_id for prompt_id, _ in self.answers}),
             "cut_conversations": self.cut_conversations,
             "without_loops": asdict(self.without_loops),
@@ -110,10 +125,12 @@ class Share:
     num_cut: int = 0
 
 
-def in_batches(prompts: dict[str, list[int]], batch_size: int) -> list[dict[str, list[int]]]:
-    """Those of similar length together."""
-    ids = sorted(prompts, key=lambda prompt_id: len(prompts[prompt_id]))
-    return [{each: prompts[each] for each in ids[first : first + batch_size]} for first in range(0, len(ids), batch_size)]
+def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> list[dict[str, list[int]]]:
+    """Prompts of similar length together, as `token_batches` groups them."""
+    ids = list(prompts)
+    lengths = [len(prompt) for prompt in prompts.values()]
+    batches = token_batches(lengths, settings.max_new_tokens, settings.batch_size, settings.batch_tokens)
+    return [{ids[index]: prompts[ids[index]] for index in batch} for batch in batches]
 
 
 class Measurement:
@@ -135,7 +152,7 @@ class Measurement:
         shares = {name: Share(PhaseClock(self.ranks.device), dict(own)) for name in candidates}
         turn = 1
         while any(share.waiting for share in shares.values()):
-            batches = {name: in_batches(share.waiting, self.settings.batch_size) for name, share in shares.items()}
+            batches = {name: in_batches(share.waiting, self.settings) for name, share in shares.items()}
             total, shown = sum(len(share.waiting) for share in shares.values()), "acceptance" if turn == 1 else f"turn {turn}"
             with tqdm(total=total, desc=shown, unit="prompt", disable=not self.ranks.is_first) as bar:
                 for index in range(max(map(len, batches.values()))):

@@ -28,6 +28,7 @@ SETTINGS = (
     "max_new_tokens",
     "dtype",
     "batch_size",
+    "batch_tokens",
     "seed",
     "device",
     "prompts_file",
@@ -186,7 +187,9 @@ def drafters_of(reports: Mapping[str, Figures]) -> dict[str, Figures]:
 
 def have_equal_speeds(reports: Mapping[str, Figures]) -> bool:
     """Whether tokens/s of all reports can stand beside each other."""
-    return len({(each["batch_size"], each["num_ranks"], each["device"]) for each in reports.values()}) == 1
+    return (
+        len({(each["batch_size"], each.get("batch_tokens"), each["num_ranks"], each["device"]) for each in reports.values()}) == 1
+    )
 
 
 def table_of(drafters: Mapping[str, Figures], with_speed: bool) -> str:
@@ -194,10 +197,9 @@ def table_of(drafters: Mapping[str, Figures], with_speed: bool) -> str:
     names = ["", "length", "no loops", "per step", *(f"at {depth}" for depth in depths), "prompts", "tokens/s"]
     rows = [names]
     for name, each in drafters.items():
-        low, high = each["intervals"]["acceptance_length"]
         rates = [f"{rate:.3f}" for rate in each["acceptance_rate_at"]] + [""] * (len(depths) - len(each["acceptance_rate_at"]))
         cells = [
-            f"{each['acceptance_length']:.3f} <span class='ci'>{low:.2f}-{high:.2f}</span>",
+            f"{each['acceptance_length']:.3f} <span class='ci'>{length_interval(each)}</span>",
             f"{each['without_loops']['acceptance_length']:.3f}",
             f"{each['tokens_per_step']:.3f}",
             *rates,
@@ -206,6 +208,14 @@ def table_of(drafters: Mapping[str, Figures], with_speed: bool) -> str:
         ]
         rows.append([escape(name), *cells])
     return html_table(rows)
+
+
+def length_interval(figures: Figures) -> str:
+    """The interval of an acceptance length, or why there is none."""
+    if figures["intervals"] is None:
+        return "one source"
+    low, high = figures["intervals"]["acceptance_length"]
+    return f"{low:.2f}-{high:.2f}"
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
@@ -257,8 +267,9 @@ def plot_positions(axes: Axes, drafters: Mapping[str, Figures]) -> bool:
         if each["drafted"]:
             positions = range(len(rates))
             (line,) = axes.plot(positions, rates, marker="o", label=name)
-            low, high = zip(*each["intervals"]["acceptance_rate_at"], strict=True)
-            axes.fill_between(positions, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            if each["intervals"] is not None:
+                low, high = zip(*each["intervals"]["acceptance_rate_at"], strict=True)
+                axes.fill_between(positions, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
             axes.set_xticks(positions)
     axes.set(xlabel="position of the draft", ylabel="accepted", ylim=(0, 1))
     put_legend(axes)

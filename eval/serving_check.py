@@ -8,6 +8,7 @@ status 1; with `acceptance.dtype=bfloat16` both sides round, each in its way, an
     python -m eval.serving_check recipe=quickstart serving.url=http://localhost:8000
 """
 
+import gc
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -55,6 +56,8 @@ def main(cfg: DictConfig) -> None:
     prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # of conversations the first turn
     engine = find_engine(config, target_dir, prompts)
     ours = decode_here(config, target_dir, prompts)
+    gc.collect()
+    torch.cuda.empty_cache()  # an engine of this check takes nearly all of the same GPU, and ends where that is not free
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
     comparison = Comparison(ours, theirs, check_counts(theirs.counts, config))
     divergence = None if comparison.is_equal else explain(config, target_dir, list(prompts.values()), comparison)
@@ -99,8 +102,18 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     facts = read_serving_facts(head_dir, serving.engine, found.sha256)
     python = find_python(serving.python)
     draft = {"method": facts["method"], "model": str(head_dir.resolve()), "num_speculative_tokens": settings.num_speculative_tokens}
-    cache = None if torch.cuda.is_available() else cache_bytes(read_target_config(target_dir), needed_tokens)
-    return StartedVllm(str(python), target_dir, draft, facts["hf_overrides"], str(settings.dtype), needed_tokens, cache)
+    has_gpu = torch.cuda.is_available()
+    return StartedVllm(
+        python=str(python),
+        target_dir=target_dir,
+        speculative_config=draft,
+        hf_overrides=facts["hf_overrides"],
+        dtype=str(settings.dtype),
+        max_model_len=needed_tokens,
+        kv_cache_memory_bytes=None if has_gpu else cache_bytes(read_target_config(target_dir), needed_tokens),
+        tensor_parallel_size=serving.tensor_parallel_size,
+        device_type="cuda" if has_gpu else "cpu",
+    )
 
 
 def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:
@@ -169,6 +182,7 @@ def decode(
         sampler=Sampler(),
         eos_token_ids=eos_token_ids(target),
         batch_size=settings.batch_size,
+        batch_tokens=settings.batch_tokens,
         description=name,
     )
 

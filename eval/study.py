@@ -31,7 +31,7 @@ from mtptrain.acceptance_prompts import HeldOut, held_out_documents, held_out_pr
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
 from mtptrain.heads import HEADS
 from mtptrain.identity import file_sha256
-from mtptrain.run_dir import command, write_json, write_provenance
+from mtptrain.run_dir import command, quoted, write_json, write_provenance
 from mtptrain.speculate import Generation
 from mtptrain.target import read_target_config, resolve_target
 
@@ -206,11 +206,6 @@ class Study:
 def name_of(override: str) -> str:
     """What an override sets."""
     return override.lstrip("+~").split("=")[0]
-
-
-def quoted(path: Path | str) -> str:
-    """As the value of an override."""
-    return "'" + str(path).replace("'", "\\'") + "'"
 
 
 def target_config_of(config: PipelineConfig) -> PreTrainedConfig:

@@ -146,7 +146,7 @@ def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: i
 class PeerProcess:
     """The other trainer, in a process of its own with its own packages; idle while others are measured."""
 
-    def __init__(self, python: str, case: Case, shape: Shape) -> None:
+    def __init__(self, python: str, case: Case, shape: Shape, device: torch.device) -> None:
         self._process = subprocess.Popen(
             [python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -154,7 +154,14 @@ class PeerProcess:
         sizes = {name: getattr(case.target, name) for name in names}
         lengths, prompts = shape
         answer = self._ask(
-            {**sizes, "lengths": list(lengths), "prompts": list(prompts), "depths": case.depths, "trains_lm_head": False}
+            {
+                "device": str(device),
+                **sizes,
+                "lengths": list(lengths),
+                "prompts": list(prompts),
+                "depths": case.depths,
+                "trains_lm_head": False,
+            }
         )
         self.peak_bytes, self.resident_bytes = int(answer["peak_bytes"]), int(answer["resident_bytes"])
 

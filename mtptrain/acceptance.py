@@ -67,12 +67,17 @@ class Intervals:
     tokens_per_step: tuple[float, float]
 
 
-def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: int = 0) -> Intervals:
+def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: int = 0) -> Intervals | None:
     """How far the figures of `summarise` may lie from those of other prompts of the same kind.
 
     Args:
-        sources: answers of each; at least one. Prompts that were cut from one file do not say as much as prompts of several.
+        sources: answers of each. Prompts that were cut from one file do not say as much as prompts of several.
+
+    Returns:
+        None where there are fewer than two sources: every draw would be the same, an interval of no width.
     """
+    if len(sources) < 2:
+        return None
     of_each = ([(each.rounds, each.empty_rounds, *each.accepted_at) for each in answers] for answers in sources)
     counts = np.array([np.sum(rows, axis=0) for rows in of_each], dtype=np.float64)  # [S, 2 + K]
     weights = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), draws)  # [draws, S]
@@ -105,6 +110,30 @@ def has_loop(tokens: Sequence[int]) -> bool:
     return False
 
 
+def token_batches(lengths: Sequence[int], max_new_tokens: int, batch_size: int, batch_tokens: int | None) -> list[list[int]]:
+    """Group prompts of similar length into batches for decoding, the shortest first.
+
+    Args:
+        lengths: tokens of each prompt.
+        max_new_tokens: of each answer.
+        batch_size: prompts of a batch, at most.
+        batch_tokens: tokens of a batch, at most, where every prompt is padded to the longest and has room for its answer; a prompt
+            that is longer is alone. None sets no bound.
+
+    Returns:
+        Indices of the prompts of each batch.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        size = len(batches[-1]) + 1 if batches else 0  # with this prompt, which is the longest so far
+        fits = batch_tokens is None or size * (lengths[index] + max_new_tokens) <= batch_tokens
+        if batches and size <= batch_size and fits:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
 def generate_in_batches(
     target: Target,
     drafter: Drafter,
@@ -115,6 +144,7 @@ def generate_in_batches(
     sampler: Sampler,
     eos_token_ids: Sequence[int],
     batch_size: int,
+    batch_tokens: int | None = None,
     description: str | None = None,
     clock: PhaseClock | None = None,
     observe: Callable[[Round], None] | None = None,
@@ -122,15 +152,16 @@ def generate_in_batches(
     """Decode many prompts, those of similar length together; results in the order of the prompts.
 
     Args:
+        batch_size: of `token_batches`.
+        batch_tokens: likewise.
         description: of the progress bar; None shows none.
         clock: of `speculate`.
         observe: likewise.
     """
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    batches = token_batches([len(prompt) for prompt in prompts], max_new_tokens, batch_size, batch_tokens)
     generations: dict[int, Generation] = {}
     with tqdm(total=len(prompts), desc=description, unit="prompt", disable=description is None) as bar:
-        for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
+        for indices in batches:
             batch = speculate(
                 target,
                 drafter,

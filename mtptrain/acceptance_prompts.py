@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PipelineConfig
-from mtptrain.prompt_files import DocumentEntry, Documents, Split, name_hash, render_prompt
+from mtptrain.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash, render_prompt
+from mtptrain.questions import first_user_turn, text_hash
 from mtptrain.run_dir import require
 from mtptrain.speculate import check_prompts
 from mtptrain.target import load_tokenizer, read_target_config
@@ -20,7 +23,7 @@ CHOOSING_FRACTION = 0.25
 
 
 class HeldOut(StrEnum):
-    """Parts of the held-out files or conversations; the first two share none."""
+    """Parts of the held-out files or conversations; the first two share none, and no question."""
 
     choosing = "choosing"
     reporting = "reporting"
@@ -33,10 +36,12 @@ class Prompts:
 
     input_ids: dict[str, list[int]]
     sources: dict[str, str] = field(default_factory=dict)
-    """File or conversation that a prompt was cut from; of others the prompt is its own."""
+    """File or question that a prompt was cut from; of others the prompt is its own."""
     categories: dict[str, str] = field(default_factory=dict)
     turns: dict[str, list[str]] = field(default_factory=dict)
     """All that the user says in a conversation whose answers are the target's own."""
+    questions: dict[str, str] = field(default_factory=dict)
+    """Hash of what the user says first, of prompts from a file that says so."""
 
     @property
     def sha256(self) -> str:
@@ -56,17 +61,38 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
     if settings.prompts_file is not None:
         prompts = read_prompts_file(Path(settings.prompts_file), load_tokenizer(target_dir), target_config.vocab_size)
         check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens)
+        warn_of_trained_questions(prompts.questions, config.stage_dir("prompts"))
         return prompts
     prompts_dir = config.stage_dir("prompts")
     documents = held_out_documents(prompts_dir, HeldOut.reporting)
     found = held_out_prompts(documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens)
     entries = DocumentEntry.read_all(prompts_dir)
-    return Prompts(found, sources={prompt_id: entries[int(prompt_id)].name for prompt_id in found})
+    return Prompts(found, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in found})
+
+
+def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
+    """Warns where prompts of a file begin with the first user turn of a training conversation, whatever its system prompt is.
+
+    Args:
+        questions: hash of the first user turn by prompt id.
+        prompts_dir: output of stage 1; nothing is compared where it has not run.
+    """
+    if not (prompts_dir / DOCUMENTS_FILE).exists():
+        return
+    trained = {entry.group.split(".")[0] for entry in DocumentEntry.read_all(prompts_dir) if entry.split is Split.train}
+    known = [prompt_id for prompt_id, question in questions.items() if question in trained]
+    if known:
+        warnings.warn(
+            f"acceptance.prompts_file: its first turns should not be among the training prompts, but {len(known):,} of "
+            f"{len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}) in {prompts_dir}; their acceptance "
+            "is that of data the head was trained on: leave them out of the file, or out of prompts.paths and train again",
+            stacklevel=2,
+        )
 
 
 def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
-    """The held-out documents to cut prompts from: every window of texts, but of a conversation the one document with its first
-    answer, so that none weighs more than another and none begins in the middle of a turn.
+    """Returns the held-out documents to cut prompts from: every window of texts, but of the conversations that ask the same question
+    one document with the first answer, so that no question weighs more than another and none begins in the middle of a turn.
 
     Raises:
         FileNotFoundError: stage 1 has not run.
@@ -75,8 +101,8 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
     documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
     every_entry = DocumentEntry.read_all(prompts_dir)
     entries = [every_entry[document_id] for document_id in documents.document_ids]
-    wanted = names_of(part, {entry.name for entry in entries})
-    places = [place for place, entry in enumerate(entries) if entry.name in wanted]
+    wanted = groups_of(part, {entry.group for entry in entries})
+    places = [place for place, entry in enumerate(entries) if entry.group in wanted]
     if not documents.loss_mask.all():
         places = first_answers(documents, entries, places)
     return Documents.from_list(
@@ -84,33 +110,33 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
     )
 
 
-def names_of(part: HeldOut, names: set[str]) -> set[str]:
-    """The files or conversations of a part, by their names alone.
+def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
+    """Returns the groups of a part: files, or conversations that ask the same question. Each falls to its part by its name alone.
 
     Raises:
         ValueError: there is none.
     """
     if part is HeldOut.all:
-        return names
-    in_order = sorted(names, key=_choosing_hash)
-    num_choosing = sum(_choosing_hash(name) < CHOOSING_FRACTION for name in names)
-    num_choosing = min(max(num_choosing, 1), len(names) - 1)
+        return groups
+    in_order = sorted(groups, key=_choosing_hash)
+    num_choosing = sum(_choosing_hash(group) < CHOOSING_FRACTION for group in groups)
+    num_choosing = min(max(num_choosing, 1), len(groups) - 1)
     wanted = set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
     if not wanted:
         raise ValueError(
-            "prompts.validation_fraction: must hold out at least 2 files or conversations, one to choose the best head by and one to "
-            f"report on, but holds out {len(names)}; raise it and run data_prep.prompts and data_prep.hidden_states again, or set "
+            "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by and one to "
+            f"report on, but holds out {len(groups)}; raise it and run data_prep.prompts and data_prep.hidden_states again, or set "
             "train.validation_prompts=0"
         )
     return wanted
 
 
-def _choosing_hash(name: str) -> float:
-    return name_hash(f"choosing {name}")  # another one than that which holds out
+def _choosing_hash(group: str) -> float:
+    return name_hash(f"choosing {group}")  # another one than that which holds out
 
 
 def first_answers(documents: Documents, entries: list[DocumentEntry], places: list[int]) -> list[int]:
-    """Of each conversation the document with its first answer.
+    """Returns, for each group of conversations that ask the same question, the place of one document with the first answer.
 
     Raises:
         ValueError: no conversation has its first answer in its first window.
@@ -118,9 +144,9 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], places: li
     first: dict[str, int] = {}
     prompt_tokens = {place: int(documents.mask(place).argmax()) for place in places}
     for place in places:
-        name = entries[place].name
-        if entries[place].window == 0 and prompt_tokens[place] <= prompt_tokens[first.setdefault(name, place)]:
-            first[name] = place
+        group = entries[place].group
+        if entries[place].window == 0 and prompt_tokens[place] <= prompt_tokens[first.setdefault(group, place)]:
+            first[group] = place
     if not first:
         raise ValueError(
             f"prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but none of "
@@ -187,9 +213,20 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
             prompts.categories[prompt_id] = str(row["category"])
         if "turns" in row:
             prompts.turns[prompt_id] = row["turns"]
+        if (asked := _first_turn(row)) is not None:
+            prompts.questions[prompt_id] = text_hash(asked)
     if not prompts.input_ids:
         raise ValueError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
     return prompts
+
+
+def _first_turn(row: Mapping[str, Any]) -> str | None:
+    """Returns what the user says first; None where the row does not tell."""
+    if "turns" in row:
+        return str(row["turns"][0])
+    messages = row.get("messages", [])
+    place = first_user_turn([{"role": str(message.get("role"))} for message in messages])
+    return None if place is None else str(messages[place].get("content"))
 
 
 def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:

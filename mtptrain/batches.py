@@ -1,4 +1,4 @@
-"""Packed batches for training: which documents lie in which batch, and the aligned tensors of one batch.
+"""Packed batches for training: the aligned tensors of one batch, and the batches of every step.
 
 The documents of a step depend on the seed and the epoch alone, never on the number of ranks: a step has `micro_batches_per_step`
 batches of about equal cost, and rank r of W computes those with index r, r + W, ... among them.
@@ -17,6 +17,7 @@ from mtptrain.fp8 import decode, decode_into
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_store import HiddenStore, StoredDocument
 from mtptrain.shard_format import scales_of
+from mtptrain.step_packing import Step, balance, pack_documents, shuffled
 
 X = TypeVar("X")
 
@@ -202,84 +203,19 @@ def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDA
 
     All documents are counted in one go: a store may have millions.
     """
-    drafts = np.zeros(len(loss_mask), np.int8)
-    drafts[:-2] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
+    drafts = np.zeros(len(loss_mask) + 2, np.uint8)  # with a token that does not draft at either end
+    drafts[1:-3] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
     for behind in (1, 2):  # the last two tokens of a document have no draft
-        drafts[np.maximum(offsets[1:] - behind, 0)] = 0
-    edges = np.diff(drafts, prepend=0, append=0)
-    first_rows, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+        drafts[1 + np.maximum(offsets[1:] - behind, 0)] = 0
+    changes = np.flatnonzero(drafts[1:] != drafts[:-1])
+    first_rows, ends = changes[::2], changes[1::2]
     document = np.searchsorted(offsets, first_rows, side="right") - 1  # of each span
     counts, first_rows, ends = ends - first_rows, first_rows - offsets[document], ends - offsets[document]
-    costs = np.zeros(len(offsets) - 1)
-    np.maximum.at(costs, document, TOKEN_COST * ends)
-    np.add.at(costs, document, counts + PAIR_COST * (counts * (first_rows + counts / 2)))
-    return costs
-
-
-def pack_documents(
-    lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, micro_batches: int, order: NDArray[np.int64]
-) -> list[list[list[int]]]:
-    """Document indices of every micro-batch of every step of an epoch.
-
-    Documents come in an order shuffled by seed and epoch. Each goes to the cheapest micro-batch of the step that has room; the step
-    ends where none has. Documents that cost nothing are left out, and so is a last step that does not reach every micro-batch.
-
-    Args:
-        lengths: tokens of each document [D].
-        costs: of each document [D].
-        batch_tokens: of one micro-batch at most.
-        micro_batches: of a step.
-        order: the documents' indices, shuffled.
-
-    Raises:
-        ValueError: a document is longer than a batch.
-    """
-    if lengths.max() > batch_tokens:
-        raise ValueError(
-            f"train.batch_tokens: must be at least the longest document, {lengths.max()} tokens, but is {batch_tokens}; raise it or "
-            "lower prompts.max_document_tokens and run data_prep.prompts and data_prep.hidden_states again"
-        )
-    steps: list[list[list[int]]] = []
-    step: list[list[int]] = [[] for _ in range(micro_batches)]
-    spent, room = np.zeros(micro_batches), np.full(micro_batches, batch_tokens)
-    for index in order:
-        if not costs[index]:
-            continue
-        if not (room >= lengths[index]).any():
-            steps.append(step)
-            step = [[] for _ in range(micro_batches)]
-            spent, room = np.zeros(micro_batches), np.full(micro_batches, batch_tokens)
-        chosen = int(np.where(room >= lengths[index], spent, np.inf).argmin())
-        step[chosen].append(int(index))
-        spent[chosen] += costs[index]
-        room[chosen] -= lengths[index]
-    return [*steps, step] if all(step) else steps
-
-
-def balance(
-    step: list[list[int]], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64
-) -> list[list[int]]:
-    """The same documents, swapped between the dearest micro-batch and a cheaper one while that brings the two nearer."""
-    parts = [list(indices) for indices in step]
-    for _ in range(swaps):
-        dear, *others = sorted(parts, key=lambda part: -costs[part].sum())
-        if not any(_swap(dear, cheap, lengths, costs, batch_tokens) for cheap in reversed(others)):
-            break
-    return parts
-
-
-def _swap(dear: list[int], cheap: list[int], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> bool:
-    """Swap the pair of documents that brings two micro-batches nearest, where one does so by a hundredth of their difference."""
-    gap = costs[dear].sum() - costs[cheap].sum()
-    moved = costs[dear][:, None] - costs[cheap]  # from dear to cheap, by each swap
-    longer = lengths[dear][:, None] - lengths[cheap]
-    fits = (longer <= batch_tokens - lengths[cheap].sum()) & (-longer <= batch_tokens - lengths[dear].sum())
-    left = np.where(fits, np.abs(gap - 2 * moved), np.inf)
-    i, j = np.unravel_index(left.argmin(), left.shape)
-    if left[i, j] > 0.99 * gap:
-        return False
-    dear[i], cheap[j] = cheap[j], dear[i]
-    return True
+    num_documents = len(offsets) - 1
+    last_ends = np.zeros(num_documents)
+    last_ends[document] = ends  # the last one stays
+    rows_and_pairs = counts + PAIR_COST * (counts * (first_rows + counts / 2))
+    return TOKEN_COST * last_ends + np.bincount(document, rows_and_pairs, num_documents)
 
 
 class BatchSchedule:
@@ -325,17 +261,17 @@ class BatchSchedule:
                 f"with {np.count_nonzero(self.costs)} of them in {store.directory}; lower it"
             )
 
-    def _pack(self, epoch: int) -> list[list[list[int]]]:
+    def _pack(self, epoch: int) -> list[Step]:
         lengths = self.store.document_lengths
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(lengths)) if self.order is None else self.order
+        order = shuffled(len(lengths), self.seed, epoch) if self.order is None else self.order
         return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, order)
 
     @property
-    def first_epoch(self) -> list[list[list[int]]]:
+    def first_epoch(self) -> list[Step]:
         """Returns the document indices of every micro-batch of every step of the first epoch."""
         return self._packed if self._epoch == 0 else self._pack(0)
 
-    def documents_of(self, step: int) -> list[list[int]]:
+    def documents_of(self, step: int) -> Step:
         """Document indices of each micro-batch of a step, counted over all epochs."""
         while step >= self._first_step + len(self._packed):
             self._first_step += len(self._packed)

@@ -1,8 +1,9 @@
 """Checkpoints of a training run: head, optimizer, schedule, RNG and the step, which is the position in the data.
 
 `checkpoints/step_00000100/state.safetensors` holds whole fp32 tensors, whatever the number of ranks and the ZeRO stage: each weight,
-and its two Adam moments. `complete.json` is written last, by rank 0, and a checkpoint without it does not count. The best head by
-acceptance lies in `best/` and is never rotated away.
+and its two Adam moments. `complete.json` is written last, by rank 0, and holds the size and sha256 of the state: a checkpoint without
+it does not count, and one whose state is not that one is torn, so that a run goes on from the checkpoint before. The best head by
+acceptance is in `best/` and is never rotated away.
 """
 
 import json
@@ -19,18 +20,24 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from mtptrain.atomic_files import sync
 from mtptrain.distributed import Ranks
 from mtptrain.head_files import with_defaults
+from mtptrain.identity import file_sha256
 from mtptrain.run_dir import write_json
-from mtptrain.tensor_files import write_tensors
+from mtptrain.tensor_files import save_tensors
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 MARKER = "complete.json"
 STATE = "state.safetensors"
+STATE_FILE = "state_file"
+"""Entry of the marker: size and sha256 of the state."""
+TORN = "torn_"
+"""Prefix of the name that a torn checkpoint is given."""
 RUN = ("run.rng", "run.step", "run.best_acceptance_length")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
@@ -62,16 +69,79 @@ def save_checkpoint(
     state = gather_state(engine, keep_here=ranks.is_first)
     if ranks.is_first:
         (folder / MARKER).unlink(missing_ok=True)
-        for unfinished in [path for path in directory.glob("step_*") if not (path / MARKER).is_file()]:
-            shutil.rmtree(unfinished)  # of a run that was killed
+        torn = [path for path in directory.glob("step_*") if not (path / MARKER).is_file()]  # of a run that was killed
+        for unusable in [*torn, *directory.glob(f"{TORN}*")]:
+            shutil.rmtree(unusable)
         folder.mkdir(parents=True)
         run = torch.get_rng_state(), torch.tensor(progress.step), torch.tensor(progress.best_acceptance_length, dtype=torch.float64)
-        write_tensors(folder / STATE, state | dict(zip(RUN, run, strict=True)))
-        write_json(folder / MARKER, facts)
+        save_tensors(folder / STATE, state | dict(zip(RUN, run, strict=True)))
+        write_json(folder / MARKER, facts | {STATE_FILE: describe_file(folder / STATE)})
+        sync(directory)  # the new folder must be on the disk before an old one is removed
         for old in complete_checkpoints(directory)[:-keep]:
             (old / MARKER).unlink()  # first, so that a kill in between leaves no half checkpoint that counts
             shutil.rmtree(old)
     ranks.barrier()
+
+
+def describe_file(path: Path) -> dict[str, object]:
+    return {"num_bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
+    """The checkpoint to go on from, the same on all ranks; None where there is none.
+
+    Rank 0 verifies them, the newest first. It warns of each torn one and gives it a name under which it does not count.
+
+    Raises:
+        RuntimeError: there are checkpoints, but every one is torn.
+    """
+    chosen, faults = ranks.gather(_first_whole(directory) if ranks.is_first else (None, {}))[0]
+    if faults and chosen is None:
+        raise RuntimeError(
+            f"{directory}: at least one checkpoint must be whole, but none is ({'; '.join(faults.values())}); restore one, or remove "
+            "the folder to start again from step 0"
+        )
+    if ranks.is_first:
+        for folder, fault in faults.items():
+            print(f"WARNING {fault}; training goes on from {chosen}", flush=True)
+            folder.rename(folder.with_name(TORN + folder.name))
+    return chosen
+
+
+def _first_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest whole checkpoint, and what is wrong with each that is newer."""
+    faults: dict[Path, str] = {}
+    for folder in reversed(complete_checkpoints(directory)):
+        fault = find_fault(folder)
+        if fault is None:
+            return folder, faults
+        faults[folder] = fault
+    return None, faults
+
+
+def find_fault(folder: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, every byte of which is read; None where nothing is.
+
+    A marker of a version that recorded no hash: then the file's length must be that which its own header gives.
+    """
+    path = folder / STATE
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+    except ValueError as error:
+        return f"{folder / MARKER}: must be JSON, but is not ({error})"
+    if not path.is_file():
+        return f"{path}: must exist, but does not"
+    if STATE_FILE not in marker:
+        try:
+            with safe_open(path, framework="pt"):
+                return None
+        except SafetensorError as error:
+            return f"{path}: must be a whole safetensors file, but is not ({error})"
+    recorded = marker[STATE_FILE]
+    if path.stat().st_size != recorded["num_bytes"]:
+        return f"{path}: must have {recorded['num_bytes']} bytes, but has {path.stat().st_size}"
+    sha256 = file_sha256(path)
+    return None if sha256 == recorded["sha256"] else f"{path}: the sha256 must be {recorded['sha256']}, but is {sha256}"
 
 
 def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
@@ -93,16 +163,13 @@ def parameter_state(engine: "DeepSpeedEngine", parameter: torch.nn.Parameter) ->
     return safe_get_full_fp32_param(parameter), first, second
 
 
-def check_checkpoint(directory: Path, facts: dict[str, object]) -> None:
+def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     """Refuse to go on from a checkpoint whose step, data or optimizer parts mean something else now.
 
     Raises:
         ValueError: naming each setting that differs.
     """
-    found = complete_checkpoints(directory)
-    if not found:
-        return
-    stored = json.loads((found[-1] / MARKER).read_text())
+    stored = json.loads((folder / MARKER).read_text())
     if "head" in stored:
         stored["head"] = with_defaults(stored["head"])
     present = json.loads(json.dumps(facts))
@@ -111,20 +178,17 @@ def check_checkpoint(directory: Path, facts: dict[str, object]) -> None:
     ]
     if different:
         raise ValueError(
-            f"{found[-1]}: to go on from this checkpoint, {'; '.join(different)}; set it as it was, or start anew in another run_dir"
+            f"{folder}: to go on from this checkpoint, {'; '.join(different)}; set it as it was, or start anew in another run_dir"
         )
 
 
-def load_checkpoint(engine: "DeepSpeedEngine", directory: Path) -> Progress:
-    """Go on from the newest complete checkpoint, with any number of ranks; a run without one starts at step 0.
+def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
+    """Go on from a checkpoint, with any number of ranks.
 
     Raises:
         RuntimeError: it does not hold this head.
     """
-    found = complete_checkpoints(directory)
-    if not found:
-        return Progress()
-    path = found[-1] / STATE
+    path = folder / STATE
     with safe_open(path, framework="pt") as file:
         held = set(file.keys())
         wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in SUFFIXES} | set(RUN)

@@ -111,9 +111,10 @@ class PromptsConfig:
     max_document_tokens: int = 2048
     """Longer documents are cut into windows of this many tokens."""
     validation_fraction: float = 0.05
-    """Of files or conversations, chosen by the hash of their name."""
+    """Of files, chosen by the hash of their name, or of conversations, chosen by the hash of their question (the normalised system
+    prompt and first user turn), so that no held-out question is trained."""
     max_train_tokens: int = 0
-    """Keep documents, in an order fixed by the hash of their names, until this many tokens; 0 keeps all."""
+    """Keep documents, in an order fixed by the same hashes, until this many tokens; 0 keeps all."""
 
 
 @dataclass
@@ -230,8 +231,9 @@ class TrainConfig:
     """`stream`: shards of a window. Documents are shuffled within a window, and the disk holds three windows at most."""
     loss_chunk_rows: int = 1536
     """Rows of one [rows, V] block of logits: of all depths that the same positions teach."""
-    compile: bool = False
-    """torch.compile the elementwise work of the step: faster, after half a minute of compiling."""
+    compile: bool | None = None
+    """torch.compile the elementwise work of the step, which takes about half a minute at the start; on GPUs only where it is null. The
+    loss moves some 9 bytes per logit then, and 128 without."""
     recompute: bool = False
     """Keep few activations for the backward pass and compute the rest again: long documents fit, at about a quarter more time."""
     profile: bool = False
@@ -289,6 +291,10 @@ class AcceptanceConfig:
     prompt_tokens: int = 256
     """Tokens of a prompt cut from a document without turns; a conversation is cut before its first answer."""
     batch_size: int = 8
+    """Prompts that are decoded together, at most."""
+    batch_tokens: int = 32768
+    """Tokens that are decoded together, at most: each prompt counts as the longest one of its batch, with `max_new_tokens`. A longer
+    prompt is decoded alone. This bounds the memory of keys and values, in validation during training too."""
     seed: int = 0
     prompts_file: str | None = None
     """jsonl in place of the held-out documents: each line `id` and one of `input_ids`, `text`, `messages` and `turns` (what a user says
@@ -327,6 +333,8 @@ class ServingConfig:
     """The Python that vLLM is installed for, for `hidden_states.backend=vllm` too; that of `.venv-vllm` in the checkout unless given."""
     url: str | None = None
     """Of a running server, asked in place of an engine of its own: `http://localhost:8000`."""
+    tensor_parallel_size: int = 1
+    """GPUs of an engine of its own."""
     head_dir: str | None = None
     """The exported head; `run_dir/export/<engine>` unless given."""
     output_dir: str | None = None
@@ -370,6 +378,19 @@ class BenchConfig:
     """That bench_decode measures, and as many others that it predicts from."""
     out: str | None = None
     """JSON file for the figures."""
+
+
+class CheckSize(StrEnum):
+    full = "full"
+    tiny = "tiny"
+    """In float32 and at sizes for a CPU, to see that the checks themselves run."""
+
+
+@dataclass
+class CheckConfig:
+    """eval.gpu_check: what one machine with GPUs shows in a few minutes."""
+
+    size: CheckSize = CheckSize.full
 
 
 @dataclass
@@ -417,6 +438,7 @@ class PipelineConfig:
     serving: ServingConfig = field(default_factory=ServingConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
 
     def stage_dir(self, stage: str) -> Path:
@@ -454,6 +476,7 @@ def _check(config: PipelineConfig) -> None:
         "hidden_states.num_parts": (config.hidden_states.num_parts, 1),
         "hidden_states.part": (config.hidden_states.part, 0),
         "hidden_states.tensor_parallel_size": (config.hidden_states.tensor_parallel_size, 1),
+        "serving.tensor_parallel_size": (config.serving.tensor_parallel_size, 1),
         "responses.concurrency": (config.responses.concurrency, 1),
         "responses.batch_size": (config.responses.batch_size, 1),
         "responses.temperature": (config.responses.temperature, 0.0),
@@ -505,6 +528,7 @@ def _check(config: PipelineConfig) -> None:
         "acceptance.num_prompts": (config.acceptance.num_prompts, 1),
         "acceptance.prompt_tokens": (config.acceptance.prompt_tokens, 2),
         "acceptance.batch_size": (config.acceptance.batch_size, 1),
+        "acceptance.batch_tokens": (config.acceptance.batch_tokens, 1),
         "acceptance.tree_nodes": (config.acceptance.tree_nodes, 1),
         "acceptance.tree_top_k": (config.acceptance.tree_top_k, 1),
         "acceptance.hybrid_min_match": (config.acceptance.hybrid_min_match, 1),

@@ -154,6 +154,7 @@ class ModelDrafter:
         self.model = model
         self.vocab_size = vocab_size
         """Of the target: checkpoints of one family pad the tokenizer's tokens to other sizes."""
+        self.own_vocab_size = len(model.parts.embed_tokens)
         self.draft_slots = num_speculative_tokens
         self.sample_drafts = sample_drafts
         self.cache = PositionCache(0)
@@ -179,7 +180,12 @@ class ModelDrafter:
         return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
 
     def _read(self, tokens: torch.Tensor, positions: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] behind one row of each sequence."""
+        """Logits [B, V] behind one row of each sequence.
+
+        The target can produce ids that the model has no embedding for, its padding: the model reads them as token 0. They are in no
+        text, and a draft behind one is only more likely to be rejected.
+        """
+        tokens = tokens.masked_fill(tokens >= self.own_vocab_size, 0)
         states = self.model.forward(tokens, positions, self.cache).hidden_states
         logits = self.model.parts.logits(states[torch.arange(len(row), device=row.device), row])
         missing = max(0, self.vocab_size - logits.shape[-1])

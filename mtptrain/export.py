@@ -1,8 +1,8 @@
 """Stage 5: write the head as a directory that a serving engine loads.
 
-Reads `run_dir/train/best/` (or, where nothing was trained, the head of `head.init_from`) and, where it is there,
-`run_dir/acceptance/report.json`; writes `run_dir/export/<engine>/`: weights, `config.json`, a README with the launch command and what
-to expect, and `serving.json` for programs.
+Reads `run_dir/train/best/` (or, where nothing was trained, the head of `head.init_from`), of the target the embeddings, final norm and
+lm_head alone, and, where they are there, `run_dir/hidden_states/` and `run_dir/acceptance/report.json`; writes
+`run_dir/export/<engine>/`: weights, `config.json`, a README with the launch command and what to expect, and `serving.json` for programs.
 
     python -m mtptrain.export recipe=quickstart export.engine=vllm
 """
@@ -18,23 +18,20 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from mtptrain.acceptance_prompts import held_out_documents, held_out_prompts
 from mtptrain.config import RECIPES, ExportEngine, PipelineConfig, load_config
-from mtptrain.drafters import HeadDrafter
+from mtptrain.export_proof import prove_equal_proposals
 from mtptrain.formats import format_for
 from mtptrain.formats.base import Format, Tensors
 from mtptrain.head_files import build_head
 from mtptrain.heads.base import Head
 from mtptrain.run_dir import write_json, write_provenance
-from mtptrain.speculate import Draft, Drafter, Sampler, Verified, speculate
-from mtptrain.target import DEMO, Target, load_target, read_target_config, resolve_target
+from mtptrain.target import DEMO, read_target_config, resolve_target
 from mtptrain.tensor_files import save_tensors
 from mtptrain.warm_start import RunHead, trained_or_initial_head
 
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """The method that vLLM takes by itself, where none is given, by the first of these that is part of the path (vllm/config/speculative.py,
 0.32)."""
-PROOF_PROMPTS, PROOF_NEW_TOKENS, PROOF_DRAFTS = 8, 32, 3
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
@@ -59,7 +56,7 @@ def export(config: PipelineConfig) -> None:
     write_head(temporary, form, found.head.state_dict())
     form.add_target(temporary, target_dir)
     check_tensors(temporary, form)
-    proof = prove_equal_proposals(config, target_dir, found.head, reload_head(temporary, form))
+    proof = prove_equal_proposals(config.stage_dir("hidden_states"), target_dir, found.head, reload_head(temporary, form))
     facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
     write_json(temporary / "serving.json", {**facts, "hf_overrides": form.hf_overrides, "head_sha256": found.sha256})
     (temporary / "README.md").write_text(readme(config, form, found, target_dir, output_dir))
@@ -124,50 +121,6 @@ def reload_head(directory: Path, form: Format) -> Head:
     head = build_head(form.head, form.target)
     head.load_state_dict(form.state(load_file(directory / form.weights_name)))
     return head.eval()
-
-
-class RecordingDrafter:
-    """A drafter whose proposals are kept."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.capture_layers = drafter.capture_layers
-        self.draft_slots = drafter.draft_slots
-        self.proposals: list[torch.Tensor] = []
-
-    def start(self, batch_size: int, num_slots: int) -> None:
-        self.drafter.start(batch_size, num_slots)
-
-    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        draft = self.drafter.draft(verified, sampler)
-        self.proposals.append(draft.tokens)
-        return draft
-
-
-def prove_equal_proposals(config: PipelineConfig, target_dir: Path, head: Head, reloaded: Head) -> int:
-    """Draft held-out prompts with both heads in fp32; returns the number of proposed tokens that were compared.
-
-    Raises:
-        RuntimeError: the exported head proposes something else.
-    """
-    target = load_target(target_dir, torch.float32, torch.device("cpu"))
-    documents = held_out_documents(config.stage_dir("prompts"))
-    context_tokens = target.config.max_position_embeddings
-    prompts = held_out_prompts(documents, PROOF_PROMPTS, config.acceptance.prompt_tokens, PROOF_NEW_TOKENS, context_tokens)
-    ours, theirs = (propose(target, each, list(prompts.values())) for each in (head, reloaded))
-    if len(ours) != len(theirs) or not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
-        raise RuntimeError(
-            "export: the exported head must propose what the trained one does, but differs on held-out prompts; nothing was written, "
-            "report this with the run's config.yaml"
-        )
-    return sum(tokens.numel() for tokens in ours)
-
-
-def propose(target: Target, head: Head, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """What a head proposes in every round of greedy decoding, [B, K] each."""
-    drafter = RecordingDrafter(HeadDrafter(head.float(), target.parts, PROOF_DRAFTS))
-    speculate(target, drafter, prompts, num_speculative_tokens=PROOF_DRAFTS, max_new_tokens=PROOF_NEW_TOKENS, sampler=Sampler())
-    return drafter.proposals
 
 
 def readme(config: PipelineConfig, form: Format, found: RunHead, target_dir: Path, output_dir: Path) -> str:

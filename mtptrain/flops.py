@@ -54,8 +54,21 @@ class StepFlops:
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of ten products of [2048, 2048] matrices, of [8192, 8192] on a GPU."""
-    size = 8192 if device.type == "cuda" else 2048
+    """FLOP/s of the fastest of ten products of [2048, 2048] matrices, of [8192, 8192] on a GPU.
+
+    A CPU without instructions for bf16 may take a minute for each of these: there products of [256, 256] are as fast as any.
+    """
+    if device.type == "cuda":
+        return _rate_of_products(8192, device, dtype)
+    small = _rate_of_products(256, device, dtype)
+    return small if small < SLOW_FLOPS else _rate_of_products(2048, device, dtype)
+
+
+SLOW_FLOPS = 1e10
+"""FLOP/s of a processor that is not worth measuring with large products."""
+
+
+def _rate_of_products(size: int, device: torch.device, dtype: torch.dtype) -> float:
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(10):

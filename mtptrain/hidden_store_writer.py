@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mtptrain.atomic_files import publish, write_text
 from mtptrain.config import StoreDtype
 from mtptrain.fp8 import encode
 from mtptrain.hidden_store import MANIFEST, PLAN, SCHEMA_VERSION, Manifest, ShardRecord, has_length, read_json
@@ -200,8 +201,8 @@ class ShardFile:
             index_bytes=self._layout.index_bytes,
             index_checksum=index_checksum(index, bytes_of(self._tokens["loss_mask"])),
         )
-        _publish(self._temporary, self._path)
-        publish_json(record_path(self._path), asdict(record))
+        publish(self._temporary, self._path)
+        _write_json(record_path(self._path), asdict(record))
 
     def discard(self) -> None:
         """Give the space back."""
@@ -249,7 +250,7 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
         shards=tuple(records),
     )
     try:
-        publish_json(directory / MANIFEST, asdict(manifest))
+        _write_json(directory / MANIFEST, asdict(manifest))
     except FileNotFoundError:  # another part has just written it, and removed what lay around
         return Manifest.read(directory)
     _remove(directory, *TEMPORARY, PLAN, "shard_*.json")
@@ -270,13 +271,13 @@ def _reopen(directory: Path, manifest: Manifest) -> None:
     """Make a finished store that lost a shard an unfinished one; the manifest goes last, so that a kill in between is harmless."""
     for record in manifest.shards:
         if has_length(directory / record.file, record):
-            publish_json(record_path(directory / record.file), asdict(record))
+            _write_json(record_path(directory / record.file), asdict(record))
     _write_plan(directory, manifest.identity, manifest.shard_tokens)
     _remove(directory, MANIFEST)
 
 
 def _write_plan(directory: Path, identity: StoreIdentity, shard_tokens: int) -> None:
-    publish_json(directory / PLAN, {"identity": asdict(identity), "shard_tokens": shard_tokens})
+    _write_json(directory / PLAN, {"identity": asdict(identity), "shard_tokens": shard_tokens})
 
 
 def shard_path(directory: Path, index: int) -> Path:
@@ -292,30 +293,8 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 
-def publish_json(path: Path, content: object) -> None:
-    """Write a JSON file whole or not at all, durably."""
-    temporary = _temporary_path(path)
-    try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        _publish(temporary, path)
-    except OSError:  # a full disk, say
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Rename after the bytes are on the disk, and make the new name last too."""
-    _sync(temporary)
-    temporary.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write_json(path: Path, content: object) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n", _temporary_path(path))
 
 
 def _remove(directory: Path, *patterns: str) -> None:

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from mtptrain.hidden_store import MANIFEST, PLAN, SCHEMA_VERSION, HiddenStore, Manifest, ShardRecord, read_json
-from mtptrain.hidden_store_writer import publish_json, read_record, record_path, shard_path, shard_ranges
+from mtptrain.hidden_store_writer import read_record, record_path, shard_path, shard_ranges
 from mtptrain.identity import StoreIdentity, identity_from_json, refuse_other
 from mtptrain.prompt_files import Documents
+from mtptrain.run_dir import write_json
 
 STREAM = "stream.json"
 OPEN_WINDOWS = 3
@@ -198,7 +199,7 @@ class Releases:
         count = len(self.store.windows) if is_last else self.num_unread(step)
         self.store.forget(self.store.windows[:count])
         if is_first_rank:
-            publish_json(self.store.directory / STREAM, {"released_windows": count})
+            write_json(self.store.directory / STREAM, {"released_windows": count})
             for shard in chain.from_iterable(self.store.windows[:count]):
                 path = shard_path(self.store.directory, shard)
                 record_path(path).unlink(missing_ok=True)

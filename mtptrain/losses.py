@@ -148,27 +148,69 @@ def at_positions(x: torch.Tensor, places: Sequence[tuple[slice, slice]], num_pos
 
 
 class Teacher(NamedTuple):
-    """The target's distribution at a block of positions over the head's vocabulary, in fp32, shared by all depths."""
+    """The target's distribution at a block of positions over the head's vocabulary, shared by all depths.
 
-    probs: torch.Tensor  # [C, D]
-    negative_entropy: torch.Tensor  # [C], the sum of p log p over the head's vocabulary
+    A GPU's loss is bound by memory traffic, so its teacher is the logits themselves: every depth reads them again in their own dtype,
+    and no fp32 probabilities are written. A CPU's loss is bound by its exponentials, so its teacher is the probabilities.
+    """
+
+    values: torch.Tensor  # [C, D], logits where `log_total` is given, else probabilities in fp32
+    log_total: torch.Tensor | None  # [C], the log of the sum of exp(logit) over the target's whole vocabulary
+    negative_entropy: torch.Tensor | None  # [C], the sum of p log p over the head's vocabulary; None with logits
     tokens: torch.Tensor  # [C], the most likely ones; -1 outside the head's vocabulary
     mass: torch.Tensor | None  # [C], of the target within the head's vocabulary; None where it is the target's
 
 
 def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
-    """From the target's logits [C, V]."""
+    """Returns the teacher for the target's logits [C, V] in the form that suits their device."""
+    return teach_by_logits(logits, draft_token_ids) if logits.is_cuda else teach_by_probs(logits, draft_token_ids)
+
+
+def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
+    """Returns a teacher that holds logits."""
+    largest, total, smallest, tokens = _totals(logits)
+    log_total = largest + total.log() + 0 * smallest  # NaN where a logit is -inf, which a sum of exponentials does not show
+    if draft_token_ids is None:
+        return Teacher(logits, log_total, None, tokens, None)
+    return Teacher(*_own_logits(logits, log_total, tokens, draft_token_ids))
+
+
+@fused
+def _totals(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the largest logit of each row [C, V], the sum of exp(x - largest), the smallest logit and the most likely token i64[C].
+
+    A GPU computes all of them in one pass over the row.
+    """
+    wide = logits.float()
+    largest = wide.amax(-1, keepdim=True)
+    return largest[:, 0], (wide - largest).exp().sum(-1), wide.amin(-1), wide.argmax(-1)
+
+
+@fused
+def _own_logits(
+    logits: torch.Tensor, log_total: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, torch.Tensor]:
+    """Returns the fields of a `Teacher` over the head's own vocabulary."""
+    own = logits[:, draft_token_ids]  # [C, D]
+    is_in = draft_token_ids == tokens[:, None]
+    own_tokens = torch.where(is_in.any(-1), is_in.int().argmax(-1), -1)
+    return own, log_total, None, own_tokens, (own.float() - log_total[:, None]).exp().sum(-1)
+
+
+def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
+    """Returns a teacher that holds probabilities."""
     probs, total, product, tokens = _softmax(logits)
     if draft_token_ids is None:
-        return Teacher(probs, product / total - total.log(), tokens.long(), None)
-    return Teacher(*_of_own_vocabulary(probs, product, tokens, draft_token_ids))
+        return Teacher(probs, None, product / total - total.log(), tokens.long(), None)
+    own, negative_entropy, own_tokens, mass = _of_own_vocabulary(probs, product, tokens, draft_token_ids)
+    return Teacher(own, None, negative_entropy, own_tokens, mass)
 
 
 @fused
 def _of_own_vocabulary(
     probs: torch.Tensor, product: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """What a `Teacher` holds, from what `_softmax` gives."""
+    """Returns probabilities over the head's vocabulary, negative entropies, tokens and masses, from what `_softmax` gives."""
     is_in = draft_token_ids == tokens[:, None]  # [C, D]
     own = probs[:, draft_token_ids]
     negative_entropy = torch.xlogy(own, own).sum(-1) + 0 * product  # NaN where a logit is not finite, as without an own vocabulary
@@ -212,9 +254,12 @@ def compare(
     tokens = teacher.tokens.repeat(num_depths)
     mass = None if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
     weights = counts * scale.repeat_interleave(len(counts) // num_depths)
-    largest, total, product, overlap, grad = _rows_and_grad(logits, teacher.probs, tokens, mass, weights, kind, lk_eta)
+    largest, total, product, overlap, grad = _rows_and_grad(
+        logits, teacher.values, teacher.log_total, tokens, mass, weights, num_depths, kind, lk_eta
+    )
     log_total, at_token = total.log(), logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].float()
-    kl = teacher.negative_entropy.repeat(num_depths) - product + log_total
+    cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product
+    kl = cross + log_total
     if mass is not None:
         kl = kl + (1 - mass) * (1 - log_total)  # what cannot be drafted is lost, and has no logit
     agrees = (at_token == largest) & (tokens >= 0)
@@ -232,19 +277,27 @@ def compare(
 @fused
 def _rows_and_grad(
     logits: torch.Tensor,
-    teacher_probs: torch.Tensor,
+    teacher_values: torch.Tensor,
+    teacher_log_total: torch.Tensor | None,
     tokens: torch.Tensor,
     mass: torch.Tensor | None,
     weights: torch.Tensor,
+    num_depths: int,
     kind: LossKind,
     lk_eta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `compare` needs of each row, f32[T * C], with e = exp(x - max x): the largest logit, the sums of e and of p log e, and the
-    overlap; and the gradient of the weighted loss [T * C, D].
+    overlap; and the gradient of the weighted loss [T * C, D]. A teacher that holds logits gives the sum of p (log e - log p) instead.
 
     A row stays in the cache as in `_softmax`, except with `LossKind.lk`, whose gradient needs a weight that comes of the overlap.
+    T is an argument because the compiler forgets to check a quotient of sizes when it runs the same code for another T.
     """
-    probs = teacher_probs.expand(len(logits) // len(teacher_probs), -1, -1).reshape(logits.shape)
+    values = teacher_values.expand(num_depths, -1, -1).reshape(logits.shape)
+    if teacher_log_total is None:
+        probs, log_probs = values, None
+    else:
+        log_probs = values.float() - teacher_log_total.repeat(num_depths)[:, None]
+        probs = log_probs.exp()
     wide = logits.float()
     largest = wide.amax(-1, keepdim=True)
     shifted = wide - largest
@@ -261,7 +314,8 @@ def _rows_and_grad(
         weight = torch.exp(-lk_eta * overlap)[:, None]
         short = torch.where(drafted < probs, drafted, 0.0)  # where the draft falls short, min(p, q) is q
         grad = weight * grad + (1 - weight) * (drafted * short.sum(-1, keepdim=True) - short)
-    return largest[:, 0], total[:, 0], (probs * shifted).sum(-1), overlap, (grad * weights[:, None]).to(logits.dtype)
+    product = (probs * (shifted if log_probs is None else shifted - log_probs)).sum(-1)
+    return largest[:, 0], total[:, 0], product, overlap, (grad * weights[:, None]).to(logits.dtype)
 
 
 def compare_features(

@@ -21,10 +21,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
+from mtptrain.atomic_files import write_text
 from mtptrain.identity import TokenizerIdentity
 from mtptrain.tensor_files import save_tensors
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DOCUMENTS_FILE = "documents.jsonl"
 
 
@@ -98,10 +99,15 @@ class DocumentEntry:
     turn: int = 0
     """0 for the file or conversation; else the document ends with the conversation's message of this number, from 1, an answer that
     the chat template shows otherwise once the conversation goes on."""
+    group: str = ""
+    """Files or conversations of one group are on one side of every split; the name unless given."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", self.group or self.name)
 
     @staticmethod
     def write_all(directory: Path, entries: Iterable["DocumentEntry"]) -> None:
-        _write_text(directory / DOCUMENTS_FILE, "".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
+        write_text(directory / DOCUMENTS_FILE, "".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
 
     @staticmethod
     def read_all(directory: Path) -> list["DocumentEntry"]:
@@ -123,7 +129,7 @@ class PromptsManifest:
     validation_tokens: int
 
     def write(self, directory: Path) -> None:
-        _write_text(directory / "manifest.json", json.dumps(asdict(self), indent=2) + "\n")
+        write_text(directory / "manifest.json", json.dumps(asdict(self), indent=2) + "\n")
 
     @staticmethod
     def read(directory: Path) -> "PromptsManifest":
@@ -146,9 +152,9 @@ def name_hash(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
-def is_held_out(name: str, fraction: float = 0.05) -> bool:
-    """Whether the file or conversation `name` belongs to the held-out split."""
-    return name_hash(name) < fraction
+def is_held_out(group: str, fraction: float = 0.05) -> bool:
+    """Returns whether the files or conversations of `group` belong to the held-out split; a file's group is its name."""
+    return name_hash(group) < fraction
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -188,9 +194,3 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         ) from error
     assert not isinstance(encoded, (str, list))
     return list(encoded["input_ids"])
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

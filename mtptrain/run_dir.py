@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from mtptrain.atomic_files import write_text
 from mtptrain.config import PipelineConfig
 
 _RECORDED_PACKAGES = ("mtptrain", "torch", "transformers", "deepspeed", "safetensors", "tokenizers", "datasets")
@@ -28,11 +29,14 @@ def command() -> str:
     return shlex.join(["python", *([sys.argv[0]] if spec is None else ["-m", spec.name]), *sys.argv[1:]])
 
 
+def quoted(path: Path | str) -> str:
+    """A path as the value of an override."""
+    return "'" + str(path).replace("'", "\\'") + "'"
+
+
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def require(path: Path, program: str) -> Path:

@@ -25,7 +25,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import Cache, DynamicLayer
+
+from mtptrain.causal_attention import CAUSAL_OR_MASKED
+from mtptrain.position_cache import PositionCache as PositionCache
+from mtptrain.position_cache import TreeRows as TreeRows
 
 HUB_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
 """What the hub, or the way to it, may answer."""
@@ -43,6 +46,8 @@ WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma3_text")
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Dtypes in safetensors files whose numbers need no scale."""
 
 
 def resolve_target(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
@@ -221,9 +226,10 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     """Read embeddings, final norm and lm_head from the target's safetensors, and no other tensor.
 
     Raises:
-        ValueError: a tensor is missing, or the family is not supported.
+        ValueError: a tensor is missing or quantised, or the family is not supported.
     """
     config = read_target_config(target_dir)
+    refuse_quantised_parts(target_dir)
     wanted = {EMBED_TOKENS, FINAL_NORM} | (set() if config.tie_word_embeddings else {LM_HEAD})
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(target_dir):
@@ -233,10 +239,39 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     return FrozenParts.of(config, tensors)
 
 
+def refuse_quantised_parts(target_dir: Path) -> None:
+    """Refuse a checkpoint with quantised embeddings or a quantised lm_head; reads the headers of its files alone.
+
+    Raises:
+        ValueError: one of them is quantised.
+    """
+    _refuse_quantised(target_dir, tuple(name.removesuffix("weight") for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD)))
+
+
+def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
+    """Refuse tensors of these modules that are no plain numbers, and scales that belong to others."""
+    for path in weight_files(target_dir):
+        with safe_open(path, framework="pt") as file:
+            names = sorted(name for name in file.keys() if name.startswith(prefixes))  # noqa: SIM118
+            dtypes = {name: file.get_slice(name).get_dtype() for name in names}
+        for name, dtype in dtypes.items():
+            module, _, parameter = name.rpartition(".")
+            if dtype not in PLAIN_DTYPES or "scale" in parameter:
+                raise ValueError(
+                    f"target.path: {module} must be stored unquantised, for training reads it without scales, but {path} has {name} in "
+                    f"{dtype}; choose the checkpoint before quantisation, or one that leaves this module out of it"
+                )
+
+
 def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
-    """Read the target's last decoder layer: tensors in fp32 by their names inside the layer, norms as what they multiply by."""
+    """Read the target's last decoder layer: tensors in fp32 by their names inside the layer, norms as what they multiply by.
+
+    Raises:
+        ValueError: a tensor is quantised, or the family is not supported.
+    """
     config = read_target_config(target_dir)
     prefix, offset = f"model.layers.{config.num_hidden_layers - 1}.", float(config.model_type in OFFSET_NORM_MODEL_TYPES)
+    _refuse_quantised(target_dir, (prefix,))
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(target_dir):
         with safe_open(path, framework="pt") as file:
@@ -254,79 +289,31 @@ def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class TreeRows:
-    """Rows of one forward that hang behind a sequence as a tree: rows at equal positions, each in a slot of its own."""
+class Target:
+    """The whole frozen target for drafting and verification.
 
-    root: torch.Tensor  # i64[B], the first slot of the tree; every row sees all slots before it
-    first: int  # the rows lie in slots root + first, root + first + 1, ...
-    sees: torch.Tensor  # bool[B, S, first + S], which slots of the tree each row sees
-
-
-class PositionCache(Cache):
-    """Keys and values in the slot of their position, per row.
-
-    Writing a position again replaces it, and a query sees the slots up to its own position only: going back after a rejected
-    draft is done by continuing at an earlier position, with no copy and no crop, and each row has its own length. A tree lies in
-    the slots behind the sequence until `keep` moves the branch that is accepted to the slots of its positions.
+    Its layers may be on several devices; what it takes and returns is on `device`, that of its embeddings, and so are its `parts`.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        super().__init__(layer_class_to_replicate=DynamicLayer)
-        self.num_slots = num_slots
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
-        self._written = torch.empty(0)  # slots [B, S]
-        self._used_slots = 0
-
-    def begin(self, positions: torch.Tensor, tree: TreeRows | None = None) -> torch.Tensor:
-        """Say at which positions [B, S] the next forward writes; returns the mask [B, 1, S, slots in use], True where seen."""
-        self._written = positions
-        if tree is not None:
-            self._written = tree.root[:, None] + tree.first + torch.arange(positions.shape[1], device=positions.device)
-        self._used_slots = max(self._used_slots, int(self._written.max()) + 1)
-        assert self._used_slots <= self.num_slots, "positions beyond the cache"
-        slots = torch.arange(self._used_slots, device=positions.device)
-        if tree is None:
-            return slots <= positions[:, None, :, None]  # [B, 1, S, slots]
-        inside = slots - tree.root[:, None]  # [B, slots]
-        index = inside.clamp(0, tree.sees.shape[2] - 1)[:, None].expand(-1, positions.shape[1], -1)
-        is_seen = tree.sees.gather(2, index) & (inside < tree.sees.shape[2])[:, None]
-        return torch.where((inside < 0)[:, None], True, is_seen)[:, None]
-
-    def keep(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Copy what lies in slots [B, S] to those of their positions [B, S]."""
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
-        for tensors in (self._keys, self._values):
-            for tensor in tensors.values():
-                tensor[rows, :, positions] = tensor[rows, :, slots]
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, S, head_dim] into the slots of `begin`; returns all slots in use."""
-        if layer_idx not in self._keys:
-            batch, heads = key_states.shape[:2]
-            self._keys[layer_idx] = key_states.new_zeros(batch, heads, self.num_slots, key_states.shape[-1])
-            self._values[layer_idx] = value_states.new_zeros(batch, heads, self.num_slots, value_states.shape[-1])
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        rows = torch.arange(keys.shape[0], device=keys.device)[:, None]  # [B, 1]
-        keys[rows, :, self._written] = key_states.transpose(1, 2)
-        values[rows, :, self._written] = value_states.transpose(1, 2)
-        return keys[:, :, : self._used_slots], values[:, :, : self._used_slots]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._used_slots
-
-
-class Target:
-    """The whole frozen target for drafting and verification."""
-
     def __init__(self, model: PreTrainedModel) -> None:
+        """Take over a model.
+
+        Raises:
+            ValueError: accelerate has left what drafting needs off the GPUs.
+        """
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
         self.window = sliding_window(model.config)
-        self.parts = FrozenParts.of(model.config, dict(model.named_parameters(remove_duplicate=False)))  # tied: under both names
+        weights = dict(model.named_parameters(remove_duplicate=False))  # tied: under both names
+        parts = FrozenParts.of(model.config, weights)
+        device = parts.embed_tokens.device
+        if "meta" in (device.type, parts.norm_weight.device.type, parts.lm_head.device.type):
+            raise ValueError(
+                "target.path: embeddings, final norm and lm_head of the target must fit the GPUs of one machine, but accelerate has "
+                "left some of them out; take more GPUs, or a smaller dtype"
+            )
+        # Nothing is copied on one device; on several, an untied lm_head of the last device is also kept on the first.
+        self.parts = replace(parts, norm_weight=parts.norm_weight.to(device), lm_head=parts.lm_head.to(device))
 
     @property
     def device(self) -> torch.device:
@@ -343,18 +330,28 @@ class Target:
     ) -> "TargetStates":
         """States of tokens [B, S] at positions [B, S], reading and writing the cache; a whole tree where one is given."""
         mask = self._family_mask(cache.begin(positions, tree), positions, tree)
-        with self.capturing(capture_layers) as streams:
+        with self.capturing(capture_layers) as streams, self._causal_or_masked_attention():
             output = self.model.model(
                 input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
             )
         captured = torch.stack([streams[k].to(self.device) for k in capture_layers], dim=-2) if capture_layers else None
-        return TargetStates(output.last_hidden_state, captured)
+        return TargetStates(output.last_hidden_state.to(self.device), captured)
+
+    @contextmanager
+    def _causal_or_masked_attention(self) -> Iterator[None]:
+        """Swaps the model's attention; other callers of the model keep their own."""
+        before = self.model.config._attn_implementation
+        self.model.config._attn_implementation = CAUSAL_OR_MASKED
+        try:
+            yield
+        finally:
+            self.model.config._attn_implementation = before
 
     def _family_mask(
-        self, mask: torch.Tensor, positions: torch.Tensor, tree: TreeRows | None
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        self, mask: torch.Tensor | None, positions: torch.Tensor, tree: TreeRows | None
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """What the family's forward takes for the mask of `PositionCache.begin`: with the sliding window where layers have one."""
-        if self.window is None:
+        if mask is None or self.window is None:
             return mask
         slot_positions = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots]
         if tree is not None:
@@ -428,15 +425,23 @@ def load_draft_model(path: str, target_dir: Path, context_tokens: int, dtype: to
 
     Raises:
         FileNotFoundError: `path` is neither a directory nor a hub name.
-        ValueError: it has another tokenizer, too short a context, or a family that is not supported.
+        ValueError: it has another tokenizer, fewer embeddings than that has tokens, too short a context, or a family that is not
+            supported.
     """
     directory = resolve_target(path, setting="acceptance.draft_model")
-    if load_tokenizer(directory).get_vocab() != load_tokenizer(target_dir).get_vocab():
+    vocab = load_tokenizer(directory).get_vocab()
+    if vocab != load_tokenizer(target_dir).get_vocab():
         raise ValueError(
             f"acceptance.draft_model: must have the target's tokenizer, but the tokens of {directory} are not those of {target_dir}; "
             "choose a smaller model of the same family"
         )
-    own_context = read_target_config(directory).max_position_embeddings
+    config = read_target_config(directory)
+    if config.vocab_size <= max(vocab.values()):
+        raise ValueError(
+            f"acceptance.draft_model: must have an embedding for each token of its tokenizer, ids up to {max(vocab.values())}, but "
+            f"{directory} has vocab_size {config.vocab_size}; choose another model"
+        )
+    own_context = config.max_position_embeddings
     if own_context < context_tokens:
         raise ValueError(
             f"acceptance.draft_model: must read the longest prompt with its answer and drafts, {context_tokens} tokens, but {directory} "

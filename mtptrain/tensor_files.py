@@ -5,12 +5,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from mtptrain.atomic_files import publish
+
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a file whole or not at all: under a temporary name beside `path`, then renamed."""
+    """Write a file whole or not at all, as `atomic_files.publish` does."""
     temporary = path.with_name(path.name + ".tmp")
     write_tensors(temporary, tensors)
-    temporary.replace(path)
+    publish(temporary, path)
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import wandb
 
+from mtptrain.atomic_files import write_text
 from mtptrain.batches import Batch
 from mtptrain.clock import PhaseClock
 from mtptrain.config import PipelineConfig, Tracker
@@ -29,9 +30,7 @@ class Tracking:
         self.path = directory / METRICS
         # A resumed run repeats the steps since its checkpoint: what they wrote before goes.
         kept = [line for line in self._lines() if json.loads(line)["step"] <= first_step] if first_step else []
-        temporary = self.path.with_name(METRICS + ".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        temporary.replace(self.path)
+        write_text(self.path, "".join(line + "\n" for line in kept))
         self._wandb = None
         if config.train.tracker is Tracker.wandb:
             os.environ.setdefault("WANDB_MODE", "offline")

@@ -25,7 +25,14 @@ from rich.table import Table
 from tqdm import tqdm
 
 from mtptrain.batches import BatchSchedule
-from mtptrain.checkpoint import Progress, check_checkpoint, complete_checkpoints, load_checkpoint, save_checkpoint
+from mtptrain.checkpoint import (
+    Progress,
+    check_checkpoint,
+    complete_checkpoints,
+    load_checkpoint,
+    newest_whole_checkpoint,
+    save_checkpoint,
+)
 from mtptrain.config import RECIPES, PipelineConfig, Resume, TrainConfig, load_config
 from mtptrain.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
 from mtptrain.draft_vocab import d2t_sha256, read_draft_vocab
@@ -76,7 +83,7 @@ class Run:
 
 
 def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
-    """Check every input, then build the engine and load the newest checkpoint."""
+    """Check every input, then build the engine and load the newest whole checkpoint."""
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
     check_deepspeed(config.deepspeed)
     check_device(ranks.device, config.deepspeed)
@@ -97,7 +104,9 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
     store = open_hidden_states(config, identity, prompts_file)
     facts = resume_facts(config, store, head)
-    check_checkpoint(config.stage_dir("train") / "checkpoints", facts)
+    checkpoint = newest_whole_checkpoint(config.stage_dir("train") / "checkpoints", ranks)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, facts)
     validation = Validation(config, target_dir, ranks) if config.train.validation_prompts else None
     schedule = BatchSchedule(
         store,
@@ -114,7 +123,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     ranks.barrier()
     num_steps = count_steps(config.train, schedule.steps_per_epoch)
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
-    progress = load_checkpoint(trainer.engine, config.stage_dir("train") / "checkpoints")
+    progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
     flops = StepFlops.of(head, len(parts.lm_head), config.head.ttt_steps)
     meter = Meter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}

@@ -64,7 +64,7 @@ class Trainer:
         self.clock = PhaseClock(ranks.device)
         self._unread: list[tuple[tuple[int, ...], torch.Tensor]] = []  # documents and figures of steps not yet checked
         head.recompute = config.recompute
-        fuse(config.compile)
+        fuse(ranks.device.type == "cuda" if config.compile is None else config.compile)
         optimizer = torch.optim.AdamW(
             head.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
         )

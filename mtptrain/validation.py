@@ -56,5 +56,6 @@ class Validation:
             sampler=Sampler(),
             eos_token_ids=eos_token_ids(self._target),
             batch_size=self.config.acceptance.batch_size,
+            batch_tokens=self.config.acceptance.batch_tokens,
         )
         return summarise([generation for share in self.ranks.gather(generations) for generation in share])

@@ -79,7 +79,7 @@ def start_from_target(head: Head, target_dir: Path) -> None:
     Raises:
         ValueError: no projection of the target's layer has the shape that the head's has.
     """
-    layer, parts, copied = load_last_layer(target_dir), load_frozen_parts(target_dir), []
+    layer, parts, copied = fold_query_key_norms(load_last_layer(target_dir)), load_frozen_parts(target_dir), []
     for name, parameter in head.named_parameters():
         found = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
         if name == "norm.weight":
@@ -98,6 +98,23 @@ def start_from_target(head: Head, target_dir: Path) -> None:
     hidden_size = fuse.shape[0]
     fuse.mul_(0.5)
     fuse[:, -hidden_size:].add_(torch.eye(hidden_size))
+
+
+def fold_query_key_norms(layer: Tensors) -> Tensors:
+    """Returns a target's layer whose norms of queries and keys (Qwen3, Gemma 3) are folded into their projections: our heads have none.
+
+    The weight of such a norm folds exactly. Its division by a row's root mean square cannot, as that depends on the input: it is replaced
+    by a constant for each head, the root mean square over inputs of all directions alike.
+    """
+    folded = dict(layer)
+    for name in ("q", "k"):
+        norm = layer.get(f"self_attn.{name}_norm.weight")
+        if norm is not None:
+            heads = layer[f"self_attn.{name}_proj.weight"].unflatten(0, (-1, len(norm)))  # [heads, head_dim, H]
+            mean_squares = (heads * layer["input_layernorm.weight"]).square().sum(-1).mean(-1)  # [heads]
+            scaled = heads * norm[:, None] * mean_squares.rsqrt()[:, None, None]
+            folded[f"self_attn.{name}_proj.weight"] = scaled.flatten(0, 1)
+    return folded
 
 
 def has_shape_of(name: str, parameter: torch.Tensor, found: torch.Tensor) -> bool:

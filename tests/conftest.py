@@ -10,7 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# The tests are for the CPU, on machines with GPUs too: torch would take what DeepSpeed is told to leave.
+os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+import tests.cuda.guard  # noqa: F401 - must come before torch
+
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a GPU must not keep forked processes from using it
 

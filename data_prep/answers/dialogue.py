@@ -90,7 +90,7 @@ class AnsweredConversation:
     row: int
     """Among the usable conversations of `prompts.paths`."""
     id: str
-    """The name of the conversation, by which it falls on its side of the split."""
+    """The name of the conversation."""
     messages: list[Message] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     """Of each answer: `stop` or `length`."""

@@ -6,7 +6,6 @@ have, and why; `manifest.json` comes last.
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from data_prep.answers.manifest import (
     identity_from_json,
     refuse_other,
 )
+from mtptrain.atomic_files import publish
 from mtptrain.run_dir import write_json
 
 FAILURES, PLAN, JOURNALS = "failures.jsonl", "plan.json", "answers_*.jsonl"
@@ -140,9 +140,7 @@ class ResponsesStore:
                 counts.add(answered)
                 if answered.ended_by in ENDINGS:
                     cut_short.append(replace(answered, messages=[]))
-            output.flush()
-            os.fsync(output.fileno())
-        temporary.replace(self.directory / CONVERSATIONS)
+        publish(temporary, self.directory / CONVERSATIONS)
         return counts, cut_short
 
 

@@ -16,11 +16,14 @@ from transformers import PreTrainedConfig
 
 from data_prep.planning.costs import StepCosts, TargetCosts, head_parameters, step_costs, target_costs
 from data_prep.planning.speed import Speed, estimate
+from data_prep.planning.validation_costs import validation_bytes
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
+from mtptrain.export_proof import proof_bytes
 from mtptrain.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.heads import HEADS
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
+from mtptrain.step_packing import pack_documents, shuffled
 from mtptrain.target import DEMO, HUB_ERRORS, read_target_config, resolve_target, unknown_target, weight_files
 
 FITTING_SHARE = 0.8
@@ -61,10 +64,12 @@ class TrainMemory:
     """Peak of forward, loss and backward over one micro-batch."""
     validation_target: int
     """The whole target, in `acceptance.dtype`; 0 where `train.validation_prompts` is 0."""
+    validation: int
+    """Peak of validation, which runs between steps, when no activations are alive: keys, values and prompts; 0 likewise."""
 
     @property
     def state(self) -> int:
-        """All but the activations."""
+        """What stays: all but the activations and what validation takes for itself."""
         return self.weights + self.gradients + self.optimizer + self.frozen_parts + self.validation_target
 
 
@@ -91,6 +96,8 @@ class Plan:
     hidden_states: Speed
     train: Speed
     """Of all epochs."""
+    export_bytes: int
+    """Of the machine's memory, no GPU's: what the export takes to prove equal proposals."""
 
 
 def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
@@ -139,8 +146,9 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             target,
             num_parameters,
             activations=worst.peak_bytes,
+            validation=validation_bytes(config, target_config, longest) if config.train.validation_prompts else 0,
         ),
-        num_steps=trained_tokens // (config.train.batch_tokens * config.train.micro_batches_per_step),
+        num_steps=count_steps(config, trained_tokens),
         hidden_states=estimate(
             config.planner,
             workload.tokens,
@@ -160,6 +168,9 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             disk_rate,
             config.planner.num_gpus,
             _train_dtype(config),
+        ),
+        export_bytes=proof_bytes(
+            target_config.vocab_size, target_config.hidden_size, num_parameters, 1 if target_config.tie_word_embeddings else 2
         ),
     )
 
@@ -236,6 +247,22 @@ def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
     return config.train.max_steps * step_tokens or config.train.epochs * tokens
 
 
+def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
+    """Returns the number of steps: as training packs the documents where stage 1 has run, else as if every step were full."""
+    train, path = config.train, config.stage_dir("prompts") / f"{Split.train}.safetensors"
+    if train.max_steps:
+        return train.max_steps
+    lengths = Documents.load(path).lengths if path.exists() else np.zeros(0, np.int64)
+    if not 0 < lengths.max(initial=0) <= train.batch_tokens:
+        return trained_tokens // (train.batch_tokens * train.micro_batches_per_step)
+    costs = lengths.astype(np.float64)
+    return train.epochs * len(
+        pack_documents(
+            lengths, costs, train.batch_tokens, train.micro_batches_per_step, shuffled(len(lengths), config.seed, epoch=0)
+        )
+    )
+
+
 def micro_batch_costs(
     config: PipelineConfig, target_config: PreTrainedConfig, document_tokens: int, workload: Workload
 ) -> StepCosts:
@@ -254,6 +281,7 @@ def train_memory(
     target: TargetCosts,
     num_parameters: int,
     activations: int,
+    validation: int,
 ) -> TrainMemory:
     """Bytes on each GPU, of a head with so many parameters.
 
@@ -273,6 +301,7 @@ def train_memory(
         validation_target=target.num_parameters * _itemsize(config.acceptance.dtype.value)
         if config.train.validation_prompts
         else 0,
+        validation=validation,
     )
 
 

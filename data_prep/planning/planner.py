@@ -26,6 +26,7 @@ def print_plan(config: PipelineConfig) -> Plan:
     for name, value in plan_rows(plan, config):
         table.add_row(name, value)
     table.add_row("free disk", f"{_gb(plan.free_bytes)} where run_dir is")
+    table.add_row("export", f"{_gb(plan.export_bytes)} of the machine's memory, whatever the target's layers take")
     console = Console()
     console.print(table, markup=False)
     for warning in plan_warnings(plan, config):
@@ -53,6 +54,7 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
         *([extraction] if config.hidden_states.backend is Backend.vllm else []),
         ("head", f"{config.head.name}, {plan.head_parameters / 1e6:,.1f} M parameters"),
         ("training, each GPU", f"{_gb(memory.state + memory.activations)}: {_describe_memory(memory)}"),
+        *([("validation, each GPU", _describe_validation(memory))] if memory.validation else []),
         ("training", f"{plan.num_steps:,} steps of {config.train.batch_tokens * config.train.micro_batches_per_step:,} tokens"),
         ("time of hidden states", _describe_speed(plan.hidden_states)),
         ("time of training", _describe_speed(plan.train)),
@@ -84,6 +86,11 @@ def _describe_memory(memory: TrainMemory) -> str:
     if memory.validation_target:
         parts["target for validation"] = memory.validation_target
     return ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
+
+
+def _describe_validation(memory: TrainMemory) -> str:
+    parts = f"{_gb(memory.validation)} for keys, values and prompts, in place of the activations"
+    return f"{_gb(memory.state + memory.validation)}: {parts}"
 
 
 def _describe_speed(speed: Speed) -> str:
@@ -164,6 +171,7 @@ def _gpus_of_engine(plan: Plan, config: PipelineConfig) -> int | None:
 def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     memory, room = plan.memory, config.planner.gpu_memory_gb * 1e9
     without_target = memory.state - memory.validation_target + memory.activations
+    of_validation = memory.state + memory.validation
     warnings = []
     recompute = "" if config.train.recompute else "set train.recompute=true, or "
     if without_target > room:
@@ -179,6 +187,12 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
             f"train.validation_prompts: the target must fit beside training, for validation on every GPU, but takes {needed} where {left} "
             f"are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 and measure the last head with "
             "eval.acceptance, or take GPUs with more memory"
+        )
+    elif of_validation > room:
+        warnings.append(
+            f"acceptance.batch_tokens: validation must fit {_gb(room)} of each GPU, but takes {_gb(of_validation)}, "
+            f"{_gb(memory.validation)} of them for keys, values and prompts; lower it from {config.acceptance.batch_tokens:,}, lower "
+            "acceptance.batch_size, or set train.validation_prompts=0"
         )
     return warnings
 

@@ -1,7 +1,7 @@
 """EAGLE-3 training steps of vLLM Speculators, in an environment of its own: JSON lines in, JSON lines out.
 
 Started by `eval.bench_train` with the Python of `bench.peer_python`; imports of this project what measures memory. A request is
-`{"hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or `{"steps": n}` to time n steps.
+`{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or `{"steps": n}` to time n steps.
 """
 
 import json
@@ -22,7 +22,7 @@ class Peer:
     """One model, one batch, one optimizer: bf16 autocast over fp32 weights, as its own trainer does on a GPU."""
 
     def __init__(self, request: dict) -> None:
-        hidden_size, vocab_size = request["hidden_size"], request["vocab_size"]
+        hidden_size, vocab_size, self.device = request["hidden_size"], request["vocab_size"], torch.device(request["device"])
         layer = LlamaConfig(
             hidden_size=hidden_size,
             intermediate_size=request["intermediate_size"],
@@ -38,7 +38,7 @@ class Peer:
         config = Eagle3SpeculatorConfig(
             transformer_layer_config=layer, draft_vocab_size=vocab_size, eagle_aux_hidden_state_layer_ids=[1, 2, 3]
         )
-        self.model = Eagle3DraftModel(config)
+        self.model = Eagle3DraftModel(config).to(self.device)
         for frozen in (self.model.embed_tokens, self.model.lm_head, self.model.verifier_lm_head):
             torch.nn.init.normal_(frozen.weight, std=hidden_size**-0.5)
         self.model.lm_head.weight.requires_grad_(request["trains_lm_head"])
@@ -48,7 +48,7 @@ class Peer:
         lengths = torch.tensor(request["lengths"])
         num_tokens = int(lengths.sum())
         positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
-        self.batch = {
+        batch = {
             "hidden_states": torch.randn(1, num_tokens, 3 * hidden_size).bfloat16(),
             "verifier_last_hidden_states": torch.randn(1, num_tokens, hidden_size).bfloat16(),
             "input_ids": torch.randint(0, vocab_size, (1, num_tokens)),
@@ -59,14 +59,17 @@ class Peer:
             "ttt_step_loss_decay": 0.8,
             "loss_config": resolve_loss_config("kl_div", "eager"),
         }
+        self.batch = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
     def step(self) -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
             _, loss, _ = self.model(**self.batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         assert torch.isfinite(loss), "the peer's loss is not finite"
 
 
@@ -79,7 +82,7 @@ def main() -> None:
             peer = Peer(request)
             for _ in range(3):
                 peer.step()  # moments and what a first use takes are no part of a step
-            memory = {"peak_bytes": tensor_bytes(peer.step, torch.device("cpu")), "resident_bytes": resident_bytes(peer.step)}
+            memory = {"peak_bytes": tensor_bytes(peer.step, peer.device), "resident_bytes": resident_bytes(peer.step)}
             answer = {"parameters": peer.num_parameters, **memory}
         else:
             assert peer is not None, "no model has been asked for"

@@ -82,6 +82,10 @@ class GenerateJob:
     """Requests that are decoded together."""
     kv_cache_memory_bytes: int | None = None
     """The engine's choice unless given: nearly all memory."""
+    tensor_parallel_size: int = 1
+    """GPUs of the engine."""
+    device_type: str = "cpu"
+    """`cuda` where this process has a GPU: the engine then refuses to run on CPUs."""
 
 
 def find_python(python: str | None) -> Path:
@@ -162,6 +166,10 @@ class StartedVllm:
     dtype: str
     max_model_len: int
     kv_cache_memory_bytes: int | None
+    tensor_parallel_size: int
+    """GPUs of the engine."""
+    device_type: str
+    """`cuda` where this process has a GPU: the engine then refuses to run on CPUs."""
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]) -> EngineRun:
         """Greedy answers to prompts of token ids, and the differences of the counters.
@@ -180,6 +188,8 @@ class StartedVllm:
             stop_token_ids=stop_token_ids,
             dtype=self.dtype,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            tensor_parallel_size=self.tensor_parallel_size,
+            device_type=self.device_type,
         )
         (run,) = generate([job], self.python)
         if run.error:

@@ -7,14 +7,15 @@ It imports nothing of mtptrain, whose dependencies are not installed there. The 
 
 `generate`: the job is a list of engines, built one after the other; the result holds the version of vLLM and what each engine gave,
 `{"error": text}` where it failed. `extract`: one engine for hidden states. Every line is JSON: the first one says what the engine is,
-each further one is a window of prompts with the files to write, and is answered by a line when its files are there. The engine ends
-when its input is closed, in the midst of a window too: whoever asked is dead then.
+each further one is a window of prompts with the files to write, and is answered by a line when its files are there. The engine and
+its workers end when the input is closed, while it is being built and in the midst of a window too: whoever asked is dead then.
 """
 
 import gc
 import json
+import multiprocessing
 import os
-import queue
+import select
 import sys
 import threading
 import time
@@ -23,12 +24,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a process of its own would import vLLM again
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a CPU engine else binds to cores that others may be using
+# A forked worker inherits every lock that another thread holds at that moment, and hangs on it. `vllm serve` spawns too, and so do
+# CPU engines, so that one start method is tested and used everywhere.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 import torch
 from safetensors.torch import save_file
@@ -147,15 +151,31 @@ def few_collections() -> Iterator[None]:
 
 def build(engine: Engine, **settings: Any) -> Any:
     """An engine for token ids, without graphs or compilation."""
+    check_platform(engine["device_type"])
     given = {name: engine[name] for name in ("kv_cache_memory_bytes", "hf_overrides", "max_num_seqs") if engine.get(name)}
     return LLM(
         model=engine["target_dir"],
         dtype=engine["dtype"],
         max_model_len=engine["max_model_len"],
+        tensor_parallel_size=engine["tensor_parallel_size"],
         skip_tokenizer_init=True,
         enforce_eager=True,
         **{**given, **settings},
     )
+
+
+def check_platform(device_type: str) -> None:
+    """Refuse to run on CPUs for a process that has a GPU: vLLM's package for CPUs does so without a word.
+
+    Raises:
+        ValueError: vLLM runs on CPUs, and whoever asked has a GPU.
+    """
+    if device_type == "cuda" and current_platform.is_cpu():
+        raise ValueError(
+            f"serving.python: must have a vLLM that runs on GPUs, as this rank does, but vLLM {__version__} of {sys.executable} runs on "
+            "CPUs; install the package vllm there instead of vllm-cpu (remove .venv-vllm and run `make .venv-vllm/.installed`), and "
+            "unset VLLM_TARGET_DEVICE"
+        )
 
 
 def generate(engine: Engine) -> dict[str, Any]:
@@ -163,6 +183,7 @@ def generate(engine: Engine) -> dict[str, Any]:
 
     Prompts are not cut into chunks: at the end of each chunk vLLM 0.32 gives the head the prompt's last token in place of the next
     one (`prepare_next_token_ids_padded` of its first runner), and what the head drafts then depends on how requests fell together.
+    The model runner is vLLM's choice, or the user's by VLLM_USE_V2_MODEL_RUNNER: the engine to be checked is the one that will serve.
     """
     speculative = engine["speculative_config"]
     settings = {} if speculative is None else {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
@@ -184,9 +205,12 @@ def generate(engine: Engine) -> dict[str, Any]:
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in engine["prompts"]], sampling, use_tqdm=False)
     answers = [output.outputs[0] for output in outputs]
     accepted = [answer.spec_decode_metrics and answer.spec_decode_metrics.per_step_accepted for answer in answers]
+    counters = difference(before, read_counters(llm))
+    if engine["tensor_parallel_size"] > 1:  # its workers are processes, which keep their memory until they are told to end
+        llm.llm_engine.engine_core.shutdown()
     return {
         "tokens": [list(answer.token_ids) for answer in answers],
-        "counters": difference(before, read_counters(llm)),
+        "counters": counters,
         "accepted_by_round": None if speculative is None else [rounds or [] for rounds in accepted],
     }
 
@@ -210,26 +234,31 @@ def answer_windows() -> None:
     """Extract window after window; whatever else vLLM prints goes where errors go."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    messages = read_messages(sys.stdin)
+    end_with_input(sys.stdin.fileno())
     with few_collections():
-        llm = build_extractor(next(messages))
-    for window in messages:
+        llm = build_extractor(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        window = json.loads(line)
         extract(llm, window["prompts"], window["paths"])
         print("{}", file=answers, flush=True)
 
 
-def read_messages(lines: TextIO) -> Iterator[Any]:
-    """Lines of JSON as they come, read by a thread: it ends this process where the lines end."""
-    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+def end_with_input(descriptor: int) -> None:
+    """Start a thread that kills the engine's workers and ends this process when a pipe is hung up.
 
-    def read() -> None:
-        for line in lines:
-            messages.put(json.loads(line))
+    The thread polls and never reads: a thread that is blocked in reading stdin holds its lock, and a forked worker, which closes its
+    copy of stdin first, would wait for that lock for ever.
+    """
+    poller = select.poll()
+    poller.register(descriptor, 0)  # a hang-up is reported whatever is asked for
+
+    def wait() -> None:
+        poller.poll()
+        for worker in multiprocessing.active_children():
+            worker.kill()  # one that is still being built would not see that this process ends
         os._exit(0)
 
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        yield messages.get()
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def build_extractor(engine: Engine) -> Any:
@@ -249,16 +278,17 @@ def build_extractor(engine: Engine) -> Any:
     limits = {"max_num_batched_tokens": engine["batch_tokens"], "kv_cache_memory_bytes": engine["kv_cache_memory_bytes"]}
     if current_platform.is_cpu():
         limits = engine["cpu_limits"]
-    return build(
+    llm = build(
         engine,
         speculative_config={"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": streams},
         kv_transfer_config=transfer,
         enable_prefix_caching=False,
         enable_chunked_prefill=True,
         async_scheduling=False,
-        tensor_parallel_size=engine["tensor_parallel_size"],
         **limits,
     )
+    assert not llm.llm_engine.vllm_config.use_v2_model_runner  # see ENVIRONMENT in extraction/vllm_streams.py
+    return llm
 
 
 def extract(llm: Any, prompts: list[list[int]], paths: list[str]) -> None:

@@ -6,10 +6,10 @@ from itertools import groupby
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from mtptrain.causal_attention import causal_attention
 from mtptrain.target import Target
 
 PACKED = "mtptrain_packed"
@@ -147,7 +147,7 @@ def packed_attention(
         queries, keys, values = (
             x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)
         )
-        out = _causal(queries, keys, values, scaling, sliding_window)  # [count, heads, length, head_dim]
+        out = causal_attention(queries, keys, values, scaling, sliding_window)  # [count, heads, length, head_dim]
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)[None], None
 
@@ -175,23 +175,6 @@ def _varlen(
     )
     assert isinstance(out, torch.Tensor)
     return out[None]
-
-
-def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
-    """Documents of one length [B, heads, S, head_dim]; with a window in blocks of it, so that no [S, S] mask is made."""
-    length = query.shape[2]
-    if window is None or length <= window:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    outs = []
-    for start in range(0, length, window):
-        end, first = min(start + window, length), max(0, start + 1 - window)
-        behind = torch.arange(start, end)[:, None] - torch.arange(first, end)  # how far back a key lies [rows, keys]
-        mask = ((behind >= 0) & (behind < window)).to(query.device)
-        keys, values = key[:, :, first:end], value[:, :, first:end]
-        outs.append(
-            F.scaled_dot_product_attention(query[:, :, start:end], keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
-        )
-    return torch.cat(outs, dim=2)
 
 
 AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))

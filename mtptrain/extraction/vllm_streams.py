@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,8 @@ CPU_BLOCK_TOKENS = 128
 MAX_SEQS, CPU_MAX_SEQS = 256, 64
 """Prompts of one forward, and the least tokens of it that vLLM then takes."""
 LOG = "vllm.log"
+ENDS_WITHIN_S = 10.0
+"""An engine that is told to end takes a moment; one that is still importing vLLM is killed after this, and has no workers yet."""
 FULL_BYTES = 2**16
 """A disk with less than this is full."""
 ENVIRONMENT = {
@@ -36,6 +39,9 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # A prompt may fill the target's context; the token that is generated behind it is never read.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    # On GPUs vLLM 0.32 prefers its second model runner, which extracts by other code. The worker's connector, and the equal bits of
+    # every run, are tested with the first one.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 """Of every engine, whatever the user's says."""
 WITHOUT_CAPTURE = ("gemma3_text",)
@@ -88,6 +94,7 @@ class VllmStreams:
         max_document_tokens: int,
         scratch_dir: Path,
         device_index: int,
+        device_type: str,
         python: str | None,
     ) -> None:
         """Prepare an engine, which `with` starts.
@@ -100,6 +107,7 @@ class VllmStreams:
             max_document_tokens: of the longest prompt.
             scratch_dir: a folder of this rank alone, which is created, and removed at the end.
             device_index: local rank: its engine has the GPUs behind those of the ranks before it.
+            device_type: `cuda` where this rank has a GPU: its engine then refuses to run on CPUs.
             python: as `serving.python`.
 
         Raises:
@@ -116,6 +124,7 @@ class VllmStreams:
         self._engine = {
             "target_dir": str(target_dir),
             "layer_ids": self._layer_ids,
+            "device_type": device_type,
             **engine_limits(settings, target_config, len(self._layer_ids), max_document_tokens),
         }
 
@@ -136,11 +145,15 @@ class VllmStreams:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # ends the engine with its workers, once its process has imported vLLM
+        try:
+            self._process.wait(ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mtptrain.causal_attention import causal_attention
 from mtptrain.fusing import fused
 from mtptrain.heads.block_attention import block_attention, block_attention_backward
 from mtptrain.heads.packing import Packing, Places, Segments
@@ -42,6 +43,8 @@ def cached_attention(
     """Attention of rows [B, S, heads, head_dim] over every cached position up to their own; writes their keys first."""
     mask = cache.begin(positions, tree)
     keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), layer_idx=0)
+    if mask is None:
+        return causal_attention(query.transpose(1, 2), keys, values).transpose(1, 2)
     out = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True)
     return out.transpose(1, 2)  # [B, S, heads, head_dim]
 

@@ -27,24 +27,26 @@ def block_attention(
     A product in bf16 is rounded to it. So there are two: what the second one rounds is how far a score lies below the largest of its row.
     """
     groups, scale, num_keys = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5, key.shape[2]
+    num_heads = query.shape[0] * query.shape[1]  # of all segments, each with the same mask
     grouped = query.unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim]
     key, value = (_filled(x, is_causal) for x in (key, value))
     wide_key = _with_ones(key)
     out, of_rows = grouped.new_empty(grouped.shape), grouped.new_empty(2, *grouped.shape[:-1], dtype=torch.float32)
     of_all_heads = max(LEAST_ROWS, BLOCK_SCORES // num_keys)
-    num_together = BLOCK_ROWS if is_causal else max(1, of_all_heads // (query.shape[0] * query.shape[1]))
+    num_together = BLOCK_ROWS if is_causal else max(1, of_all_heads // num_heads)
     for first in range(0, query.shape[2], num_together):
         rows = slice(first, first + num_together)
         keys = slice(first + num_together) if is_causal else slice(num_keys)
         block_query = grouped[..., rows, :].flatten(2, 3)
         scores = block_query @ key[..., keys, :].mT
         mask = _mask(scores, groups, first) if is_causal else None
-        largest = _largest(_rows_of_all(scores), mask).view(scores.shape[:3])
+        largest = _largest(_rows_of_all(scores), mask, num_heads).view(scores.shape[:3])
         if scores.dtype == torch.float32:
             scores -= largest[..., None]
         else:
             scores = _widened(block_query, largest) @ wide_key[..., keys, :].mT
-        probs, total = (x.view(*scores.shape[:3], *x.shape[1:]) for x in _probs(_rows_of_all(scores), mask, scale))
+        found = _probs(_rows_of_all(scores), mask, num_heads, scale)
+        probs, total = (x.view(*scores.shape[:3], *x.shape[1:]) for x in found)
         out[..., rows, :] = (probs @ value[..., keys, :]).unflatten(2, (groups, -1))
         of_rows[..., rows] = torch.stack([largest * scale + total.log(), largest]).unflatten(3, (groups, -1))
     lse, largest = of_rows.flatten(2, 3)
@@ -69,13 +71,13 @@ def _rows_of_all(x: torch.Tensor) -> torch.Tensor:
 
 
 @fused
-def _largest(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _largest(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
     """Of each row, in fp32; arguments as of `_probs`."""
-    return _seen(scores, mask).amax(-1)
+    return _seen(scores, mask, num_heads).amax(-1)
 
 
 @fused
-def _probs(scores: torch.Tensor, mask: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _probs(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities in the dtype of scores, and the sum of exponentials of each row in fp32.
 
     No more is computed of sums, so that a row stays in the cache: see `mtptrain.losses`.
@@ -83,17 +85,18 @@ def _probs(scores: torch.Tensor, mask: torch.Tensor | None, scale: float) -> tup
     Args:
         scores: before scaling, less about the largest of their row [rows of all, keys].
         mask: [rows of a head, keys], added to those of each.
+        num_heads: heads of all segments.
         scale: of scores.
     """
-    exps = (_seen(scores, mask) * scale).exp()
+    exps = (_seen(scores, mask, num_heads) * scale).exp()
     total = exps.sum(-1, keepdim=True)
     return (exps / total).to(scores.dtype), total[:, 0]
 
 
-def _seen(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """With the mask, in fp32."""
+def _seen(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
+    """Returns scores with the mask, in fp32. For `num_heads` as an argument see `mtptrain.losses._rows_and_grad`."""
     wide = scores.float()
-    return wide if mask is None else wide + mask.expand(len(wide) // len(mask), -1, -1).reshape(wide.shape)
+    return wide if mask is None else wide + mask.expand(num_heads, -1, -1).reshape(wide.shape)
 
 
 def block_attention_backward(
@@ -117,7 +120,7 @@ def block_attention_backward(
         for x, taken_off in ((query, largest), (grad_out, _row_products(grad_out, out)))
     )
     log_totals = (lse - largest * scale).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows]
-    num_keys = key.shape[2]
+    num_keys, num_heads = key.shape[2], query.shape[0] * query.shape[1]
     key, value = (_filled(x, is_causal) for x in (key, value))
     wide_key, wide_value = _with_ones(key), _with_ones(value)
     grad_query = torch.zeros_like(wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32)  # sums of blocks in fp32
@@ -128,7 +131,7 @@ def block_attention_backward(
         scores, grads = block_query @ wide_key[..., keys, :].mT, block_grad @ wide_value[..., keys, :].mT
         mask = _mask(scores, groups, rows.start) if is_causal else None
         log_total = log_totals[..., rows].flatten(2, 3)
-        found = _score_grads(_rows_of_all(scores), _rows_of_all(grads), _rows_of_all(log_total), mask, scale)
+        found = _score_grads(_rows_of_all(scores), _rows_of_all(grads), _rows_of_all(log_total), mask, num_heads, scale)
         probs, grad_scores = (x.view_as(scores) for x in found)
         grad_query[..., rows, :] += (grad_scores @ key[..., keys, :]).unflatten(2, (groups, -1))
         grad_key[..., keys] += block_query[..., :-2].mT @ grad_scores
@@ -171,7 +174,7 @@ def _with_ones(x: torch.Tensor) -> torch.Tensor:
 
 @fused
 def _score_grads(
-    scores: torch.Tensor, grads: torch.Tensor, log_total: torch.Tensor, mask: torch.Tensor | None, scale: float
+    scores: torch.Tensor, grads: torch.Tensor, log_total: torch.Tensor, mask: torch.Tensor | None, num_heads: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities, and gradients of scores before scaling.
 
@@ -180,7 +183,8 @@ def _score_grads(
         grads: of probabilities, less delta, of the same shape.
         log_total: lse less what is taken off scaled scores f32[rows of all].
         mask: as of `_probs`.
+        num_heads: as of `_probs`.
         scale: of scores.
     """
-    probs = (_seen(scores, mask) * scale - log_total[:, None]).exp()
+    probs = (_seen(scores, mask, num_heads) * scale - log_total[:, None]).exp()
     return probs.to(scores.dtype), (probs * grads.float() * scale).to(scores.dtype)

@@ -28,7 +28,7 @@ from mtptrain.heads import HEADS
 from mtptrain.hidden_store import HiddenStore, verify
 from mtptrain.hidden_store_writer import has_shard
 from mtptrain.identity import TokenizerIdentity
-from mtptrain.prompt_files import Documents, PromptsManifest
+from mtptrain.prompt_files import SCHEMA_VERSION, Documents, PromptsManifest
 from mtptrain.target import load_target, load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_target, program_command, run_program
 from tests.programs import FORKED, ranks_environment
@@ -62,7 +62,7 @@ def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None
     directory.mkdir(parents=True, exist_ok=True)
     documents.save(directory / "train.safetensors")
     PromptsManifest(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         tokenizer=TokenizerIdentity.of(load_tokenizer(target_dir)),
         vocab_size=260,
         max_document_tokens=512,

@@ -17,13 +17,14 @@ from transformers import AutoConfig
 from data_prep.planning.costs import _step, head_parameters, step_costs, target_costs
 from data_prep.planning.plan import Plan, make_plan, plan_target_dir
 from data_prep.planning.planner import plan_rows, plan_warnings, print_plan
+from mtptrain.batches import BatchSchedule
 from mtptrain.config import PipelineConfig, StoreDtype
 from mtptrain.flops import StepFlops
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.heads import attention as attention_module
 from mtptrain.heads.packing import Packing
-from mtptrain.hidden_store import Manifest
+from mtptrain.hidden_store import HiddenStore, Manifest
 from mtptrain.prompt_files import Documents
 from mtptrain.shard_format import DOCUMENT_BYTES
 from mtptrain.target import load_frozen_parts, load_target, read_target_config
@@ -77,6 +78,17 @@ def test_the_documents_of_stage_1_are_counted(tiny_run: tuple[Path, tuple[str, .
     assert work.mean_tokens == pytest.approx(sum(length for length in lengths for _ in range(length)) / sum(lengths))
 
 
+def test_the_planned_steps_are_those_of_training(tiny_run: tuple[Path, tuple[str, ...]]) -> None:
+    """Tokens over the tokens of a step are fewer: no step is quite full."""
+    run_dir, overrides = tiny_run
+    config = make_config(*overrides, f"run_dir={run_dir}", "train.max_steps=0", "train.epochs=2", "train.batch_tokens=200")
+    store = HiddenStore(run_dir / "hidden_states", Manifest.read(run_dir / "hidden_states"))
+    micro_batches = config.train.micro_batches_per_step
+    schedule = BatchSchedule(store, config.head.ttt_steps, 200, micro_batches, config.seed, for_gpu=False)
+    plan = make_plan(config)
+    assert plan.num_steps == 2 * schedule.steps_per_epoch > 2 * plan.workload.tokens // (200 * micro_batches)
+
+
 def test_before_stage_1_the_recipes_bounds_are_planned(config_for: Callable[..., PipelineConfig]) -> None:
     plan = make_plan(config_for("prompts.max_train_tokens=5000", "prompts.max_document_tokens=100"))
     assert not plan.workload.is_counted
@@ -89,7 +101,8 @@ def test_without_any_bound_a_million_tokens_are_planned(
 ) -> None:
     plan = print_plan(config_for("prompts.max_train_tokens=0", "prompts.max_document_tokens=100"))
     assert plan.workload.tokens == 1_000_000
-    assert "for each 1,000,000 tokens" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "for each 1,000,000 tokens" in printed and "of the machine's memory" in printed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.prompts_report import RewrittenReport
+from data_prep.prompts_report import DuplicatesReport, RewrittenReport
 from mtptrain.config import PipelineConfig
 from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
+from mtptrain.questions import question_group
 from mtptrain.target import load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer, run_program
 
@@ -180,7 +182,7 @@ def test_the_training_limit_keeps_the_first_documents_by_hash_and_the_whole_vali
 def test_the_training_limit_stops_the_tokenizing_of_a_large_source(
     chat_config: Callable[..., PipelineConfig],
 ) -> None:
-    rows = [chat(f"chat{i}", "question", "answer") for i in range(400)]
+    rows = [chat(f"chat{i}", f"question {i}", "answer") for i in range(400)]
     report = prepare_prompts(chat_config(rows, "prompts.max_train_tokens=200"))
     train, validation = report.splits[Split.train], report.splits[Split.validation]
     assert 0 < train.tokens <= 200
@@ -198,13 +200,42 @@ def test_conversations_are_written_with_the_answers_supervised(chat_config: Call
         assert tokenizer.decode(np.array(ids)[np.array(mask) == 1]) == f"answer {i}<|end|>"
 
 
-def test_copies_of_a_conversation_fall_on_one_side(chat_config: Callable[..., PipelineConfig]) -> None:
-    rows = [{"messages": row["messages"]} for row in CHATS * 3]
+def splits_of_questions(config: PipelineConfig) -> dict[str, set[Split]]:
+    """By first question as the target reads it, the sides that its documents fall on."""
+    tokenizer, sides = make_tokenizer(), defaultdict[str, set[Split]](set)
+    for windows in read_output(config).values():
+        for entry, ids, _ in windows:
+            sides[tokenizer.decode(ids).split("<assistant>")[0]].add(entry.split)
+    return sides
+
+
+def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(chat_config: Callable[..., PipelineConfig]) -> None:
+    """400 rows with the ids abc_0, abc_1, ... were split by these ids: 20 questions stood on both sides."""
+    rows = [chat(f"abc_{i}", f"question {i % 20}", f"answer {i}") for i in range(400)]
+    config = chat_config(rows)
+    prepare_prompts(config)
+    sides = splits_of_questions(config)
+    assert len(sides) == 20 and all(len(split) == 1 for split in sides.values())
+    assert {split for side in sides.values() for split in side} == set(Split)
+
+
+def test_a_question_falls_on_one_side_in_any_spelling(chat_config: Callable[..., PipelineConfig]) -> None:
+    spellings = ("What is {} plus 1?", "what is {}  plus 1?\n", " WHAT IS {} PLUS 1?", "\uff37hat is {} plus 1?")
+    rows = [chat(f"{i}.{j}", form.format(i), "a sum") for i in range(20) for j, form in enumerate(spellings)]
     config = chat_config(rows)
     prepare_prompts(config)
     output = read_output(config)
-    assert len(output) == 20
-    assert all(len(windows) == 3 and len({entry.split for entry, _, _ in windows}) == 1 for windows in output.values())
+    for i in range(20):
+        assert len({entry.split for j in range(4) for entry, _, _ in output[f"{i}.{j}"]}) == 1
+
+
+def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: Callable[..., PipelineConfig]) -> None:
+    rows = [*CHATS, *({"messages": row["messages"]} for row in CHATS * 2), chat("other answer", "question 0", "no")]
+    config = chat_config(rows)
+    report = prepare_prompts(config)
+    texts = [tuple(ids) for windows in read_output(config).values() for _, ids, _ in windows]
+    assert len(texts) == len(set(texts)) == 21
+    assert report.duplicates == DuplicatesReport(questions=20, largest=4, same_question=41, dropped=40, kept=0)
 
 
 def test_windows_without_an_answer_are_left_out_and_counted(chat_config: Callable[..., PipelineConfig]) -> None:
@@ -228,24 +259,29 @@ def rewriting_target(tmp_path: Path) -> Path:
 
 def reasoned_chats(num_turns: int) -> list[dict[str, Any]]:
     """The assistant says some seven times as much in its reasoning as in its answer."""
-    turns = [turn for i in range(num_turns) for turn in (f"question {i}", f"{'so ' * 23}|answer {i}")]
-    return [chat(f"chat{i}", *turns) for i in range(20)]
+    turns = [(f"question {i}", f"{'so ' * 23}|answer {i}") for i in range(num_turns)]
+    return [
+        chat(f"chat{c}", f"question {chr(97 + c)}", turns[0][1], *(text for turn in turns[1:] for text in turn)) for c in range(20)
+    ]
 
 
 def test_rewritten_answers_are_written_beside_their_conversation_on_its_side(
     chat_config: Callable[..., PipelineConfig], rewriting_target: Path
 ) -> None:
-    config = chat_config(reasoned_chats(3), f"target.path={rewriting_target}")
+    rows = reasoned_chats(3)
+    config = chat_config(rows, f"target.path={rewriting_target}")
     prepare_prompts(config)
     tokenizer, output = make_tokenizer(), read_output(config)
-    for i in range(20):
+    for i, row in enumerate(rows):
         documents = output[f"chat{i}"]
         assert [(entry.window, entry.turn) for entry, _, _ in documents] == [(0, 0), (0, 4), (0, 2)]
-        assert {entry.split for entry, _, _ in documents} == {Split.validation if is_held_out(f"chat{i}", 0.3) else Split.train}
+        side = Split.validation if is_held_out(question_group(row["messages"]), 0.3) else Split.train
+        assert {entry.split for entry, _, _ in documents} == {side}
         assert [tokenizer.decode(np.array(ids)[np.array(mask) == 1]) for _, ids, mask in documents] == [
             f"{'so ' * 23}|answer {turn}<|end|>" for turn in (2, 1, 0)
         ]
-        assert tokenizer.decode(documents[1][1]).startswith("<user>question 0<|end|><assistant>answer 0<|end|><user>question 1")
+        beginning = f"<user>{row['messages'][0]['content']}<|end|><assistant>answer 0<|end|><user>question 1"
+        assert tokenizer.decode(documents[1][1]).startswith(beginning)
 
 
 def test_the_report_says_what_rewritten_answers_cost(chat_config: Callable[..., PipelineConfig], rewriting_target: Path) -> None:
@@ -344,6 +380,14 @@ def test_an_empty_validation_split_is_refused_before_anything_is_tokenized(text_
         prepare_prompts(text_config("prompts.validation_fraction=1e-6"))
 
 
+def test_a_data_set_that_asks_one_question_cannot_be_split(chat_config: Callable[..., PipelineConfig]) -> None:
+    rows = [chat(f"chat{i}", "hello?", f"answer {i}") for i in range(20)]
+    with pytest.raises(
+        ValueError, match=r"split must hold .*: of 20 documents \(1 different questions\) none falls on its side; add"
+    ):
+        prepare_prompts(chat_config(rows))
+
+
 def test_an_empty_train_split_is_refused(text_config: ConfigFor) -> None:
     with pytest.raises(ValueError, match=r"the train split must hold at least one document, but holds none with .*=0\.9999"):
         prepare_prompts(text_config("prompts.validation_fraction=0.9999"))
@@ -374,7 +418,7 @@ def test_a_template_that_marks_nothing_is_refused_by_the_name_of_its_target(
 def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_target(
     chat_config: Callable[..., PipelineConfig], tiny_target: Path
 ) -> None:
-    rows = [chat(f"chat{i}", "hello?") for i in range(20)]
+    rows = [chat(f"chat{i}", f"hello {i}?") for i in range(20)]
     match = (
         rf"chat template of {tiny_target} must .* mask is empty: .*20 refused \(no answer of the assistant\); correct the template"
     )

@@ -1,6 +1,7 @@
 import pytest
 
 from data_prep.prompts_report import (
+    DuplicatesReport,
     PromptsReport,
     Refusals,
     RewrittenReport,
@@ -38,6 +39,7 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
             windows_cut=7,
             windows_unsupervised=2,
             rewritten=RewrittenReport(answers=9, documents=8, tokens=6913, history_tokens=3457),
+            duplicates=DuplicatesReport(questions=900, largest=12, same_question=300, dropped=13, kept=14),
             answers_left_out=5,
             beyond_max_train_tokens=11,
             refused=[Refusals("unknown role '[x]'", 4, ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"])],
@@ -49,6 +51,9 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
     assert "cut: 3 conversations into 7 windows" in printed
     assert "left out: 2 windows without a token that counts in the loss" in printed
     assert "left out of the loss: 5 answers" in printed
+    assert "same question: 300 conversations ask what an earlier one asks; 900 different questions, at most 12 conv" in printed
+    assert "left out: 13 conversations that become the same tokens as another one" in printed
+    assert "kept: 14 conversations that become the same tokens as another one; they are split by name" in printed
     assert (
         "chat template: 9 answers, in 8 documents of their own with 6,913 tokens (20.0% of all); history stored again: " in printed
     )

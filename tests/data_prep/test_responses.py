@@ -749,7 +749,7 @@ def test_the_prompts_supervise_exactly_what_the_target_generated(configure: Conf
         for i, document_id in enumerate(documents.document_ids.tolist()):
             name, mask = entries[document_id].name, documents.mask(i).astype(bool)
             supervised.setdefault(name, []).extend(documents.tokens(i)[mask].tolist())
-            assert is_held_out(name, 0.3) == (split is Split.validation)
+            assert is_held_out(entries[document_id].group, 0.3) == (split is Split.validation)
     tokenizer, ends = load_tokenizer(speaking_target), Counter[str]()
     rows = [row for row in answered(config) if answers_of(row)]
     assert supervised.keys() == {row["id"] for row in rows}
@@ -761,6 +761,21 @@ def test_the_prompts_supervise_exactly_what_the_target_generated(configure: Conf
         assert supervised[row["id"]] == generated
         assert sum(row["answer_tokens"]) == len(generated)
     assert ends["stop"] > 5 and ends["length"] > 3
+
+
+def test_answers_to_one_question_are_on_one_side_whatever_was_answered_before(by_server: ConfigFor) -> None:
+    """Rows without an id are named by all their messages: the answers that were replaced decided the side."""
+    rows = []
+    for i in range(200):
+        question, old = {"role": "user", "content": f"question {i % 20}"}, {"role": "assistant", "content": f"old answer {i}"}
+        rows.append({"messages": [question, old]})
+    config = by_server(rows=rows)
+    respond(config)
+    prepare_prompts(config)
+    sides = {split: Documents.load(config.stage_dir("prompts") / f"{split}.safetensors") for split in Split}
+    train, held_out = ({documents.tokens(i).tobytes() for i in range(len(documents))} for documents in sides.values())
+    assert train and held_out and not train & held_out
+    assert len(train | held_out) == 20 == sum(map(len, sides.values()))
 
 
 def test_prompts_refuse_answers_that_are_missing_or_others(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eval import compare
+from eval import compare, report_page
 from eval.report_page import write_run_page
 from mtptrain.acceptance import intervals, summarise
 from mtptrain.speculate import Generation
@@ -17,10 +18,11 @@ from tests.conftest import make_config
 
 def figures(lengths: list[int]) -> dict[str, Any]:
     generations = [Generation(list(range(20)), 10, 0, 30, [length, length // 2, 0]) for length in lengths]
+    found = intervals([[generation] for generation in generations])
     pooled = summarise(generations).__dict__
     return {
         **pooled,
-        "intervals": intervals([[generation] for generation in generations]).__dict__,
+        "intervals": None if found is None else asdict(found),
         "without_loops": pooled,
         "by_prompt_tokens": {"0": pooled, "256": pooled},
         "by_category": {"code <b>": pooled},
@@ -234,6 +236,16 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
         compare.read_reports([tmp_path / "other.json"])
     with pytest.raises(FileNotFoundError, match=r"must be a report\.json of eval\.acceptance, but does not"):
         compare.read_reports([tmp_path / "none.json"])
+
+
+def test_a_report_of_one_source_shows_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write_report(tmp_path / name / "report.json", lengths) for name, lengths in (("one", [8]), ("two", [8, 6]))]
+    reports = compare.read_reports(paths)
+    assert reports["one"]["intervals"] is None
+    page = report_page.page_of(reports)
+    assert "2.200 <span class='ci'>one source</span>" in page and "2.050 <span class='ci'>1.90-2.20</span>" in page
+    compare.print_table(reports)
+    assert "one source" in capsys.readouterr().out
 
 
 def test_a_report_from_before_top_p_counts_as_without_it(tmp_path: Path) -> None:

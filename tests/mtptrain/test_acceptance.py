@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtptrain.acceptance import has_loop, intervals, summarise
+from mtptrain.acceptance import has_loop, intervals, summarise, token_batches
 from mtptrain.speculate import Generation
 
 
@@ -51,6 +51,7 @@ def test_intervals_hold_the_figure_and_are_those_of_drawing_prompts_anew() -> No
     generations = [Generation([], 10, 0, 20, [int(count), 0]) for count in rng.binomial(10, 0.6, size=200)]
     alone = [[generation] for generation in generations]
     found, pooled = intervals(alone), summarise(generations)
+    assert found is not None
     low, high = found.acceptance_length
     error = np.std([sum(each.accepted_at) / 10 for each in generations]) / len(generations) ** 0.5
     assert (pooled.acceptance_length - low, high - pooled.acceptance_length) == pytest.approx(
@@ -60,4 +61,35 @@ def test_intervals_hold_the_figure_and_are_those_of_drawing_prompts_anew() -> No
     assert found.tokens_per_step == found.acceptance_length
     assert intervals(alone) == found, "the same seed gives the same interval"
     twice = intervals([answers * 2 for answers in alone])
-    assert twice.acceptance_length == pytest.approx((low, high)), "a conversation of two like answers tells no more than one"
+    assert twice is not None and twice.acceptance_length == pytest.approx((low, high)), (
+        "a conversation of two like answers tells no more than one"
+    )
+
+
+def test_one_source_gives_no_interval() -> None:
+    """Drawing from one conversation gives that one each time: an interval of no width would claim to know all."""
+    answers = [generation(10, [9, 6]), generation(10, [3, 0])]
+    assert intervals([answers]) is None
+    found = intervals([[answer] for answer in answers])
+    assert found is not None and found.acceptance_length[0] < found.acceptance_length[1]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "batch_tokens", "batches"),
+    [
+        (2, None, [[1, 3], [0, 4], [2]]),
+        (2, 1000, [[1, 3], [0, 4], [2]]),
+        (8, 60, [[1, 3, 0], [4], [2]]),  # 3 prompts of up to 10 tokens and 10 new ones are 60
+        (8, 59, [[1, 3], [0], [4], [2]]),  # 2 of 10 and 20 would be 60
+        (8, 1, [[1], [3], [0], [4], [2]]),  # a prompt too long for any batch is decoded alone
+    ],
+)
+def test_batches_hold_so_many_prompts_and_tokens_at_most(
+    batch_size: int, batch_tokens: int | None, batches: list[list[int]]
+) -> None:
+    lengths = [10, 5, 50, 8, 20]
+    assert token_batches(lengths, 10, batch_size, batch_tokens) == batches
+
+
+def test_no_prompts_are_no_batches() -> None:
+    assert token_batches([], 10, 8, 100) == []

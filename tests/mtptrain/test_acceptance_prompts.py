@@ -7,8 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtptrain.acceptance_prompts import HeldOut, held_out_documents, held_out_prompts, read_prompts_file
+from mtptrain.acceptance_prompts import (
+    HeldOut,
+    held_out_documents,
+    held_out_prompts,
+    read_prompts_file,
+    warn_of_trained_questions,
+)
 from mtptrain.prompt_files import DocumentEntry, Documents, Split
+from mtptrain.questions import question_group
 from tests.conftest import make_tokenizer
 
 DOCUMENTS = Documents.from_list(
@@ -89,13 +96,25 @@ def test_the_best_head_is_not_chosen_on_the_files_that_are_reported(tmp_path: Pa
     assert kept == parts[HeldOut.choosing] & set(names[::6]), "a file's part does not depend on the others"
 
 
+def test_a_question_is_asked_once_and_in_one_half(tmp_path: Path) -> None:
+    """Copies under other ids weighed as much as other questions, and the best head could be chosen by a question of the report."""
+    entries = [DocumentEntry(i, f"abc_{i}", Split.validation, 20, 0, 0, f"question {i % 40}") for i in range(400)]
+    DocumentEntry.write_all(tmp_path, entries)
+    Documents.from_list([(i, np.arange(20), [0] * 10 + [1] * 10) for i in range(400)]).save(tmp_path / "validation.safetensors")
+    parts = {part: [entries[i].group for i in held_out_documents(tmp_path, part).document_ids] for part in HeldOut}
+    assert all(len(groups) == len(set(groups)) for groups in parts.values())
+    assert not set(parts[HeldOut.choosing]) & set(parts[HeldOut.reporting])
+    assert sorted(parts[HeldOut.choosing] + parts[HeldOut.reporting]) == sorted(parts[HeldOut.all])
+    assert len(parts[HeldOut.all]) == 40
+
+
 def test_two_files_are_enough_and_one_is_not(tmp_path: Path) -> None:
     two = write_held_out(tmp_path / "two", ("a", 0, 0, [1] * 10), ("b", 0, 0, [1] * 10))
     assert [len(held_out_documents(two, part)) for part in (HeldOut.choosing, HeldOut.reporting)] == [1, 1]
     one = write_held_out(tmp_path / "one", ("a", 0, 0, [1] * 10))
     assert len(held_out_documents(one, HeldOut.reporting)) == 1
     with pytest.raises(
-        ValueError, match=r"prompts\.validation_fraction: must hold out at least 2 files or conversations, .* holds out 1;"
+        ValueError, match=r"prompts\.validation_fraction: must hold out at least 2 files or questions, .* holds out 1;"
     ):
         held_out_documents(one, HeldOut.choosing)
 
@@ -125,6 +144,30 @@ def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> Non
     assert tokenizer.decode(prompts["c"]) == "<user>hi<|end|><assistant>"
     assert tokenizer.decode(prompts["81"]) == "<user>hello<|end|><assistant>"
     assert read.categories == {"81": "writing"} and read.turns == {"81": ["hello", "shorter"]}
+
+
+def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Trap 14: benchmark prompts in the training data."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [
+        {"id": "turns", "turns": ["Trained  ON?", "more"]},
+        {"id": "messages", "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "trained on?"}]},
+        {"id": "held out", "turns": ["held out?"]},
+        {"id": "new", "turns": ["new?"]},
+        {"id": "text", "text": "trained on?"},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    questions = read_prompts_file(path, make_tokenizer(), 260).questions
+    system = {"role": "system", "content": "Be brief."}
+    groups = [question_group([system, {"role": "user", "content": text}]) for text in ("trained on?", "held out?")]
+    warn_of_trained_questions(questions, tmp_path)  # stage 1 has not run
+    entries = [DocumentEntry(i, f"chat{i}", split, 9, 0, 0, groups[i]) for i, split in enumerate((Split.train, Split.validation))]
+    DocumentEntry.write_all(tmp_path, entries)
+    assert not recwarn
+    with pytest.warns(
+        UserWarning, match=r"first turns should not be .* but 2 of 4 are \(ids turns, messages\) in .*; their accept"
+    ):
+        warn_of_trained_questions(questions, tmp_path)
 
 
 @pytest.mark.parametrize(

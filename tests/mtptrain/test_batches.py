@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtptrain.batches import PAIR_COST, TOKEN_COST, Batch, BatchSchedule, balance, make_batch, pack_documents, shard_costs
+from mtptrain.batches import PAIR_COST, TOKEN_COST, Batch, BatchSchedule, make_batch, shard_costs
 from mtptrain.fp8 import decode, encode
 from mtptrain.hidden_store import StoredDocument
 
@@ -106,55 +106,6 @@ def test_documents_of_a_shard_cost_together_what_each_costs_alone() -> None:
             expected.append(sum(1 + PAIR_COST * (t + 0.5) for t in rows) + TOKEN_COST * (max(rows) + 1) if rows else 0)
         found = shard_costs(np.concatenate(masks), np.cumsum([0, *lengths]))
         np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-def pack(lengths: np.ndarray, micro_batches: int = 1, epoch: int = 0, costs: np.ndarray | None = None) -> list[list[list[int]]]:
-    return pack_documents(lengths, lengths.astype(float) if costs is None else costs, 64, micro_batches, seed=0, epoch=epoch)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_an_epoch_packs_every_document_once_within_the_budget_and_in_another_order_than_the_next(micro_batches: int) -> None:
-    lengths = np.random.default_rng(0).integers(1, 60, 200)
-    first, second = pack(lengths, micro_batches), pack(lengths, micro_batches, epoch=1)
-    for packed in (first, second):
-        seen = sorted(i for step in packed for indices in step for i in indices)
-        assert seen == sorted(set(seen)) and len(seen) > 200 - 8 * micro_batches
-        assert all(lengths[indices].sum() <= 64 for step in packed for indices in step)
-    assert first != second
-    assert first == pack(lengths, micro_batches)
-
-
-def test_documents_that_cost_nothing_are_left_out() -> None:
-    costs = np.array([1.0, 0.0, 2.0])
-    assert sorted(i for step in pack(np.array([5, 6, 7]), costs=costs) for indices in step for i in indices) == [0, 2]
-
-
-def test_the_micro_batches_of_a_step_cost_about_the_same() -> None:
-    """By what trains, not by tokens: one answer in ten documents is long."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(4, 12, 2000)
-    costs = np.where(rng.random(2000) < 0.1, 20.0, 1.0) * rng.random(2000)
-    steps = pack_documents(lengths, costs, 256, 8, seed=0, epoch=0)
-    for step in steps:
-        balanced = balance(step, lengths, costs, 256)
-        assert sorted(i for indices in balanced for i in indices) == sorted(i for indices in step for i in indices)
-        assert all(lengths[indices].sum() <= 256 for indices in balanced)
-        spent = [costs[indices].sum() for indices in balanced]
-        assert max(spent) < 1.1 * np.mean(spent)
-    assert (
-        max(
-            max(costs[indices].sum() for indices in step) / costs[[i for indices in step for i in indices]].sum() * 8
-            for step in steps
-        )
-        > 1.5
-    )
-
-
-def test_a_document_longer_than_a_batch_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"train\.batch_tokens: must be at least the longest document, 70 tokens, but is 64; raise it"
-    ):
-        pack(np.array([3, 70]))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

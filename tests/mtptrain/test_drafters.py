@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.drafters import HeadDrafter, TreeDrafter
-from mtptrain.export import RecordingDrafter
+from mtptrain.drafters import HeadDrafter, ModelDrafter, TreeDrafter
 from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.packing import Packing
 from mtptrain.speculate import Draft, Sampler, Verified, speculate
-from mtptrain.target import Target, load_target
+from mtptrain.target import FrozenParts, Target, load_draft_model, load_target
 from tests.conftest import make_target
 
 Plain = tuple[list[int], int, list[int], list[list[int]]]
@@ -67,6 +66,19 @@ HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+class RecordingDrafter(HeadDrafter):
+    """Keeps every proposal."""
+
+    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int) -> None:
+        super().__init__(head, parts, num_speculative_tokens)
+        self.proposals: list[torch.Tensor] = []
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        draft = super().draft(verified, sampler)
+        self.proposals.append(draft.tokens)
+        return draft
+
+
 def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target, Head, list[list[int]]]:
     """Random ones with a vocabulary of 5, so that drafts are accepted now and then, and prompts."""
     directory = make_target(
@@ -102,7 +114,7 @@ def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target,
 def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, model_type: str, case: str, depths: int) -> None:
     """Sequences end inside accepted drafts."""
     target, head, prompts = target_and_head(tmp_path, model_type, case)
-    drafter = RecordingDrafter(HeadDrafter(head, target.parts, depths))
+    drafter = RecordingDrafter(head, target.parts, depths)
     found = speculate(
         target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=20, sampler=Sampler(), eos_token_ids=[4]
     )
@@ -177,3 +189,31 @@ def test_trees_equal_those_of_a_loop_without_caches(tmp_path: Path, case: str, d
         lowest = min(expected.values())
         assert {branch for branch, score in expected.items() if score > lowest + 1e-4} <= set(branches)  # at the end may be ties
         assert all(branch[:-1] in {(), *branches} for branch in branches)
+
+
+@pytest.mark.parametrize("sample_drafts", [False, True])
+def test_a_draft_model_with_fewer_ids_than_the_target_drafts_behind_any_of_them(tmp_path: Path, sample_drafts: bool) -> None:
+    """As Qwen2.5's: all have the tokens of one tokenizer, larger ones more padding. Random weights choose padding too."""
+    paths = [
+        make_target(tmp_path / name, vocab_size=size, seed=seed) for name, size, seed in (("large", 324, 0), ("small", 260, 1))
+    ]
+    target = load_target(paths[0], torch.float32, torch.device("cpu"))
+    model = load_draft_model(str(paths[1]), paths[0], 64, torch.float32, torch.device("cpu"))
+    drafter = ModelDrafter(model, len(target.parts.lm_head), 3, sample_drafts)
+    settings = {"num_speculative_tokens": 3, "max_new_tokens": 24, "sampler": Sampler(1.0 if sample_drafts else 0.0)}
+    generations = speculate(target, drafter, [[1, 2, 3], [4, 5, 6, 7]], **settings)  # type: ignore[arg-type]
+    assert any(token >= 260 for generation in generations for token in generation.tokens), (
+        "an id that the small model does not know"
+    )
+    if not sample_drafts:
+        plain = target.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert generations[0].tokens == plain[0, 3:].tolist()
+
+
+def test_a_draft_model_without_embeddings_for_its_own_tokens_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    small = make_target(tmp_path, vocab_size=200)
+    message = (
+        r"acceptance\.draft_model: must have an embedding for each token of its tokenizer, ids up to 259, but .* vocab_size 200"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_draft_model(str(small), tiny_target, 64, torch.float32, torch.device("cpu"))

@@ -1,6 +1,7 @@
 """The exported directory: exact keys, shapes and columns, and the same proposals after reloading."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.config import PipelineConfig
-from mtptrain.export import check_directory_name, check_tensors, export, propose, reload_head, write_head
+from mtptrain.export import check_directory_name, check_tensors, export, reload_head, write_head
+from mtptrain.export_proof import DRAFTS, ROUNDS, TOKENS, proof_bytes, propose, random_document, stored_documents
 from mtptrain.formats import format_for, sglang
 from mtptrain.head_files import TARGET_WEIGHTS, build_head, load_head, save_head
 from mtptrain.heads.layers import head_dims
@@ -17,7 +19,7 @@ from mtptrain.heads.mtp import MtpHead, RestoredNorm
 from mtptrain.identity import file_sha256, weights_fingerprint
 from mtptrain.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.run_dir import write_json
-from mtptrain.target import load_target, read_target_config
+from mtptrain.target import EMBED_TOKENS, FINAL_NORM, LM_HEAD, PositionCache, load_frozen_parts, load_target, read_target_config
 from tests.conftest import make_config, make_target, run_program
 from tests.mtptrain.formats.conftest import random_head
 
@@ -72,16 +74,17 @@ def test_query_key_and_value_are_fused_in_this_order_and_embedding_columns_come_
 
 def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported: Path, tiny_target: Path) -> None:
     torch.manual_seed(0)
-    target, prompts = load_target(tiny_target, torch.float32, torch.device("cpu")), [[1, 2, 3], [50, 60, 70, 80, 90]]
-    head = build_head(CONFIG, target.config).eval()
-    ours = propose(target, head, prompts)
-    theirs = propose(target, reload_head(exported, format_for("vllm", CONFIG, target.config)), prompts)
-    assert len(ours) > 5 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    target_config, parts = read_target_config(tiny_target), load_frozen_parts(tiny_target)
+    head = build_head(CONFIG, target_config).eval()
+    document = random_document(head, parts)
+    ours = propose(head, parts, *document)
+    theirs = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document)
+    assert ours.shape == (8, ROUNDS + 1, DRAFTS) and torch.equal(ours, theirs)
     tensors = load_file(exported / "model.safetensors")
     tensors["fc.weight"] = tensors["fc.weight"].roll(64, 1)  # hidden columns first
     save_file(tensors, exported / "model.safetensors")
-    broken = propose(target, reload_head(exported, format_for("vllm", CONFIG, target.config)), prompts)
-    assert not all(torch.equal(a, b) for a, b in zip(ours, broken, strict=False))
+    broken = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document)
+    assert not torch.equal(ours, broken)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +272,52 @@ def test_a_head_that_comes_back_different_is_not_exported(
     with pytest.raises(RuntimeError, match="the exported head must propose what the trained one does, but differs"):
         export(config)
     assert not (tmp_path / "run/export/sglang").exists()
+
+
+def without_layers(target_dir: Path, directory: Path) -> Path:
+    """A copy of a target whose checkpoint holds no decoder layer."""
+    shutil.copytree(target_dir, directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file(
+        {name: tensors[name] for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD) if name in tensors}, directory / "model.safetensors"
+    )
+    return directory
+
+
+@pytest.mark.parametrize(
+    "overrides", [("export.engine=vllm",), ("export.engine=sglang", *EAGLE3)], ids=["vllm, mtp", "sglang, eagle3"]
+)
+def test_an_export_reads_no_decoder_layer_of_the_target(
+    tmp_path: Path, target_of_four_layers: Path, overrides: tuple[str, ...]
+) -> None:
+    """A target of 70B parameters would take 282 GB in fp32, its embeddings and lm_head take 13."""
+    target_dir = without_layers(target_of_four_layers, tmp_path / "target")
+    with pytest.raises(ValueError, match=r"the checkpoint must hold model\.layers"):
+        load_target(target_dir, torch.float32, torch.device("cpu"))
+    config = trained(tmp_path / "run", target_dir, *overrides)
+    shutil.rmtree(tmp_path / "run/prompts")
+    export(config)
+    assert (config.stage_dir("export") / config.export.engine / "serving.json").is_file()
+
+
+def test_the_proof_drafts_over_the_stored_states_where_there_are_some(
+    tiny_run: tuple[Path, tuple[str, ...]], tiny_target: Path
+) -> None:
+    config, parts = make_config(f"run_dir={tiny_run[0]}", *tiny_run[1]), load_frozen_parts(tiny_target)
+    head = build_head(config.head, read_target_config(tiny_target))
+    documents = stored_documents(tiny_run[0] / "hidden_states", head, parts)
+    assert len(documents) > 1
+    target, (tokens, states) = load_target(tiny_target, torch.float32, torch.device("cpu")), documents[0]
+    whole = target.forward(tokens, torch.arange(TOKENS + 1)[None], PositionCache(TOKENS + 1)).hidden_states
+    assert (whole[:, :-1] - states.hidden_states).norm() < 0.01 * whole.norm(), "the store rounds to bf16"
+    other = build_head(config.head, read_target_config(tiny_target))
+    other.capture_layers = (1,)
+    assert stored_documents(tiny_run[0] / "hidden_states", other, parts) == [], "states of other layers are of no use"
+    assert stored_documents(tiny_run[0] / "nothing", head, parts) == []
+
+
+def test_the_memory_of_the_proof_does_not_grow_with_the_target() -> None:
+    assert proof_bytes(128_256, 8192, 10**9, num_tables=2) == pytest.approx(20.6e9, rel=0.01)
 
 
 def test_export_before_training_says_what_to_run(tmp_path: Path, tiny_target: Path) -> None:

@@ -1,11 +1,26 @@
 """The chunked loss against the plain formula with all logits alive."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from mtptrain import fusing
-from mtptrain.losses import LossKind, LossSettings, LossSums, draft_losses
+from mtptrain.losses import (
+    LossKind,
+    LossSettings,
+    LossSums,
+    Teacher,
+    compare,
+    draft_losses,
+    teach,
+    teach_by_logits,
+    teach_by_probs,
+)
 
 T, M, H, V = 3, 40, 16, 50
 
@@ -195,3 +210,57 @@ def test_a_logit_of_the_target_that_is_not_finite_is_seen_in_the_kl(
     assert run_kind(LossKind.kl, draft_token_ids, states, logits).kl.isfinite().all()
     logits[M // 2, token] = bad
     assert run_kind(LossKind.kl, draft_token_ids, states, logits).kl.isnan().all()
+
+
+def blocks(num_depths: int, num_positions: int, vocab_size: int) -> tuple[torch.Tensor, ...]:
+    """Drafts' logits [T * C, D], which of them count, the target's logits [C, V] and the weights of the depths."""
+    generator = torch.Generator().manual_seed(num_depths)
+    logits = 2 * torch.randn(num_depths * num_positions, vocab_size, generator=generator)
+    counts = torch.rand(len(logits), generator=generator) < 0.9
+    return logits, counts, 2 * torch.randn(num_positions, V, generator=generator), 0.8 ** torch.arange(num_depths)
+
+
+@pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
+@pytest.mark.parametrize("kind", list(LossKind))
+def test_a_teacher_by_logits_is_the_one_by_probabilities(kind: LossKind, draft_token_ids: torch.Tensor | None) -> None:
+    """GPUs use the former, CPUs the latter."""
+    logits, counts, target_logits, scale = blocks(3, 16, V if draft_token_ids is None else len(draft_token_ids))
+    by_logits, by_probs = (form(target_logits, draft_token_ids) for form in (teach_by_logits, teach_by_probs))
+    assert torch.equal(by_logits.tokens, by_probs.tokens)
+    found, wanted = (compare(logits, counts, teacher, scale, kind, 3.0) for teacher in (by_logits, by_probs))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("token", [0, 1])
+def test_a_teacher_by_logits_shows_a_logit_that_is_not_finite_in_the_kl(
+    token: int, bad: float, draft_token_ids: torch.Tensor | None
+) -> None:
+    logits, counts, target_logits, scale = blocks(2, 16, V if draft_token_ids is None else len(draft_token_ids))
+    target_logits[5, token] = bad
+    counts[:] = True
+    sums, _ = compare(logits, counts, teach_by_logits(target_logits, draft_token_ids), scale, LossKind.kl, 3.0)
+    assert sums[1].isnan().all()
+
+
+def compare_compiled_in_one_process() -> None:
+    """Compares compiled blocks of different sizes and depths with plain ones, in the order that once ran code of one depth for two."""
+    for num_depths, num_positions in ((1, 50), (2, 50), (1, 13), (2, 20)):
+        logits, counts, target_logits, scale = blocks(num_depths, num_positions, V)
+        teacher: Teacher = teach(target_logits, None)
+        found = []
+        for is_fused in (False, True):
+            fusing.fuse(is_fused)
+            found.append(compare(logits, counts, teacher, scale, LossKind.lk, 3.0))
+        for plain, compiled in zip(*found, strict=True):
+            torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-5)
+
+
+def test_compiled_code_of_one_depth_does_not_run_for_two(tmp_path: Path) -> None:
+    """A new process with an empty cache, for compiled code depends on what was compiled before."""
+    code = f"from {__name__} import compare_compiled_in_one_process as run; run()"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]

@@ -18,7 +18,7 @@ from mtptrain.prompt_files import (
 )
 from tests.conftest import make_tokenizer
 
-MANIFEST = PromptsManifest(1, TokenizerIdentity("a", "b"), 260, 512, 3, 40, 1, 9)
+MANIFEST = PromptsManifest(2, TokenizerIdentity("a", "b"), 260, 512, 3, 40, 1, 9)
 
 
 def test_documents_come_back_as_they_were_saved(tmp_path: Path) -> None:
@@ -60,11 +60,11 @@ def test_a_truncated_split_is_named(tmp_path: Path) -> None:
 
 
 def test_document_entries_come_back_as_they_were_written(tmp_path: Path) -> None:
-    entries = [DocumentEntry(0, "größe.py", Split.validation, 17, 0), DocumentEntry(1, "b\u2028.py", Split.train, 5, 3, 4)]
+    entries = [DocumentEntry(0, "größe.py", Split.validation, 17, 0), DocumentEntry(1, "b\u2028.py", Split.train, 5, 3, 4, "asked")]
     DocumentEntry.write_all(tmp_path, entries)
     assert DocumentEntry.read_all(tmp_path) == entries
     first = json.loads((tmp_path / "documents.jsonl").read_text().splitlines()[0])
-    assert first == {"id": 0, "name": "größe.py", "split": "validation", "tokens": 17, "window": 0, "turn": 0}
+    assert first == {"id": 0, "name": "größe.py", "split": "validation", "tokens": 17, "window": 0, "turn": 0, "group": "größe.py"}
 
 
 def test_the_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_the_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     MANIFEST.write(tmp_path)
     path = tmp_path / "manifest.json"
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 99'))
-    with pytest.raises(ValueError, match=r"manifest\.json: schema_version must be 1, but is 99; rerun data_prep\.prompts"):
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 99'))
+    with pytest.raises(ValueError, match=r"manifest\.json: schema_version must be 2, but is 99; rerun data_prep\.prompts"):
         PromptsManifest.read(tmp_path)
 
 

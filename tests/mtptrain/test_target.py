@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +33,7 @@ from mtptrain.target import (
     check_placement,
     head_rope_parameters,
     load_frozen_parts,
+    load_last_layer,
     load_target,
     load_tokenizer,
     read_target_config,
@@ -165,6 +167,22 @@ def test_captured_streams_are_the_hidden_states_of_transformers(targets: dict[st
     torch.testing.assert_close(torch.cat([chunk.hidden_states for chunk in chunks], 1), post_norm, atol=2e-5, rtol=1e-5)
 
 
+def read_in_parts(target: Target, prompt_tokens: int) -> torch.Tensor:
+    """Post-norm states [1, S, H]: of a prompt, by causal attention, and of the tokens after it, by a mask."""
+    cache = PositionCache(NUM_TOKENS)
+    parts = [slice(0, prompt_tokens), slice(prompt_tokens, NUM_TOKENS)][: 1 + (prompt_tokens < NUM_TOKENS)]
+    return torch.cat([target.forward(TOKENS[:, part], POSITIONS[:, part], cache).hidden_states for part in parts], 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_read_without_a_mask_gives_the_states_of_the_mask(targets: dict[str, Target], family: str) -> None:
+    target = targets[family]
+    by_mask, without = read_in_parts(target, 1), read_in_parts(target, NUM_TOKENS)
+    torch.testing.assert_close(without, by_mask, atol=2e-5, rtol=1e-5)
+    assert PositionCache(NUM_TOKENS).begin(POSITIONS) is None
+    assert target.model.config._attn_implementation == "sdpa", "other callers of the model keep their attention"
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.endswith("with window") or name == "gemma3_text"])
 @pytest.mark.parametrize("window", [None, WINDOW - 1, WINDOW + 1])
 def test_a_window_left_out_or_off_by_one_shows_behind_it(targets: dict[str, Target], family: str, window: int | None) -> None:
@@ -172,7 +190,7 @@ def test_a_window_left_out_or_off_by_one_shows_behind_it(targets: dict[str, Targ
     assert right.window == WINDOW
     wrong = Target(right.model)
     wrong.window = window
-    expected, states = (target.forward(TOKENS, POSITIONS, PositionCache(NUM_TOKENS)).hidden_states[0] for target in (right, wrong))
+    expected, states = (read_in_parts(target, 1)[0] for target in (right, wrong))
     first_wrong = min(WINDOW, window or WINDOW)
     assert torch.equal(states[:first_wrong], expected[:first_wrong])
     assert ((states - expected).abs().amax(-1)[first_wrong:] > 1e-5).all()
@@ -301,6 +319,15 @@ def test_fine_tuning_one_tensor_changes_the_identity(tmp_path: Path) -> None:
     assert identity(tmp_path).weights_sha256 != base.weights_sha256
 
 
+def test_a_target_whose_norm_accelerate_leaves_off_the_devices_is_refused(tiny_target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    cpu_offload(model.model.norm, CPU)
+    with pytest.raises(
+        ValueError, match=r"target\.path: .*lm_head of the target must fit the GPUs of one machine, but accelerate has"
+    ):
+        Target(model)
+
+
 def test_an_unsupported_family_is_refused_by_name(tmp_path: Path) -> None:
     make_target(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -319,6 +346,35 @@ def test_a_checkpoint_without_its_final_norm_is_refused(tmp_path: Path) -> None:
         load_frozen_parts(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_target(tmp_path, torch.float32, CPU)
+
+
+QUANTISED_FILES = {
+    "fp8 with a scale": {"lm_head.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn), "lm_head.weight_scale": torch.ones(8, 1)},
+    "a scale in bf16": {"lm_head.weight": torch.zeros(8, 4), "lm_head.weight_scale": torch.ones(8, 1, dtype=torch.bfloat16)},
+    "GPTQ": {"lm_head.qweight": torch.zeros(1, 4, dtype=torch.int32), "lm_head.scales": torch.ones(1, 4)},
+    "int8 embeddings": {"model.embed_tokens.weight": torch.zeros(8, 4, dtype=torch.int8)},
+    "last layer in fp8": {"model.layers.1.mlp.down_proj.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn)},
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED_FILES)
+def test_quantised_tensors_that_training_reads_are_refused(tmp_path: Path, kind: str) -> None:
+    directory, added = make_target(tmp_path, "llama", tie_word_embeddings=False), QUANTISED_FILES[kind]
+    tensors = load_file(directory / "model.safetensors")
+    if "lm_head.qweight" in added:
+        del tensors["lm_head.weight"]
+    save_file(tensors | added, directory / "model.safetensors")
+    module = next(iter(added)).rpartition(".")[0]
+    read = load_last_layer if "last layer" in kind else load_frozen_parts
+    message = rf"target\.path: {module} must be stored unquantised, .*model\.safetensors has {module}\.\w+ in \w+; choose the check"
+    with pytest.raises(ValueError, match=message):
+        read(directory)
+
+
+def test_a_target_with_quantised_layers_and_a_plain_lm_head_is_accepted(tmp_path: Path) -> None:
+    directory = make_target(tmp_path, "llama", tie_word_embeddings=False)
+    save_file(load_file(directory / "model.safetensors") | QUANTISED_FILES["last layer in fp8"], directory / "model.safetensors")
+    assert load_frozen_parts(directory).lm_head.dtype == torch.float32
 
 
 def test_a_checkpoint_with_other_names_is_refused_and_not_filled_at_random(tmp_path: Path) -> None:

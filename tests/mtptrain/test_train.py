@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eval.checks.processes import kill_tree
 from mtptrain.checkpoint import MARKER
 from mtptrain.draft_vocab import DraftVocabManifest, offsets, write_draft_vocab, write_manifest
 from mtptrain.target import load_frozen_parts
@@ -94,11 +95,11 @@ def test_a_killed_run_resumes_with_bit_identical_losses(fresh_run: Run, tmp_path
     (run_dir / "train").rename(tmp_path / "undisturbed")
 
     command = program_command("mtptrain.train", *overrides, *settings, num_ranks=num_ranks)
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
     while len(records(run_dir)) < 10:
         assert process.poll() is None, "it ended before it could be killed"
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
+    kill_tree(process.pid)
     process.wait()
     assert 10 <= len(records(run_dir)) < 20
 
@@ -123,11 +124,11 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_another_zero_stage(
         if last_step == 20:
             found = train(fresh_run, *settings, num_ranks=num_ranks)
         else:
-            process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
             while not (fresh_run[0] / f"train/checkpoints/step_{last_step:08d}/complete.json").is_file():
                 assert process.poll() is None, "it ended before it could be killed"
                 time.sleep(0.01)
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
             process.wait()
     assert len(found) == 20
     for ours, reference in zip(figures(found), figures(four_batches), strict=True):

@@ -21,7 +21,7 @@ from mtptrain.heads.mtp import MtpHead
 from mtptrain.identity import weights_fingerprint
 from mtptrain.target import load_frozen_parts, load_target, read_target_config
 from mtptrain.warm_start import load_init, relative_difference, start_from_target, trained_or_initial_head
-from tests.conftest import make_target, run_program
+from tests.conftest import FAMILIES, make_target, run_program
 
 MTP, EAGLE = MtpHead.Config(), EagleHead.Config()
 EAGLE3 = Eagle3Head.Config(capture_layers=[1, 2], draft_vocab_size=48)
@@ -451,6 +451,29 @@ def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: 
     passed = weights[fuse] - random[fuse] / 2
     torch.testing.assert_close(passed[:, -64:], torch.eye(64))
     assert not passed[:, :-64].any()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(family: str, tmp_path: Path) -> None:
+    """The division by a row's own root mean square is what remains: scores of random rows differ by a tenth or so, by half as copied."""
+    sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model_type, settings = FAMILIES[family]
+    target_dir = make_target(tmp_path / "target", model_type, {**settings, **sizes})
+    target = load_target(target_dir, torch.float32, torch.device("cpu"))
+    layer = target.model.model.layers[-1]
+    head = build_head(HEADS["mtp"].Config(), target.config)
+    start_from_target(head, target_dir)
+    x = layer.input_layernorm(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)))
+
+    def scores(attention: torch.nn.Module) -> torch.Tensor:
+        query, key = (project(x).unflatten(-1, (2, 128)) for project in (attention.q_proj, attention.k_proj))
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        return torch.einsum("nhd,mhd->hnm", query, key)
+
+    with torch.no_grad():
+        expected = scores(layer.self_attn)
+        assert (scores(head.self_attn) - expected).norm() < 0.2 * expected.norm()
 
 
 def test_a_target_whose_last_layer_looks_otherwise_is_refused(tmp_path: Path) -> None:

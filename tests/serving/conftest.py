@@ -39,6 +39,8 @@ from tests.serving.cases import (
     write_served_head,
 )
 
+CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python"
+"""On machines with GPUs, where `.venv-vllm` has a vLLM for those."""
 KV_CACHE_BYTES = 256 << 20
 SERVER_START_S = 300
 NUM_GENERATED = 12
@@ -77,9 +79,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    """The Python that has vLLM; without it, what is served is not tested."""
+    """The Python that has vLLM for CPUs; without it, what is served is not tested."""
     try:
-        return str(vllm.find_python(None))
+        return str(vllm.find_python(str(CPU_PYTHON) if CPU_PYTHON.is_file() else None))
     except (FileNotFoundError, ValueError) as error:
         pytest.skip(f"NOTHING IS SERVED BY AN ENGINE: {error}")
 

@@ -54,7 +54,7 @@ def extracted(
 
     def extract(family: str) -> dict[int, torch.Tensor]:
         scratch_dir = tmp_path_factory.mktemp("scratch") / "rank"
-        with VllmStreams(target_of_family(family), LAYERS, settings, CONTEXT_TOKENS, scratch_dir, 0, vllm_python) as streams:
+        with VllmStreams(target_of_family(family), LAYERS, settings, CONTEXT_TOKENS, scratch_dir, 0, "cpu", vllm_python) as streams:
             (found,) = map(dict, streams.extract([[np.array(prompt, dtype=np.int32) for prompt in PROMPTS]]))
             return found
 

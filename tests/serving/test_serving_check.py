@@ -77,6 +77,18 @@ def test_a_served_export_counts_as_we_do(run: tuple[Path, tuple[str, ...]], tmp_
     assert "recipe=quickstart" in json.loads((tmp_path / "provenance.json").read_text())["argv"]
 
 
+def test_a_tensor_parallel_engine_counts_as_we_do(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    result = check(run, tmp_path, "serving.tensor_parallel_size=2")
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["is_equal"] and report["theirs"]["rounds"] > 0
+
+
+def test_the_engine_is_asked_for_the_gpus_of_the_setting(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    result = check(run, tmp_path, "serving.tensor_parallel_size=3")
+    assert result.returncode != 0 and "must be divisible by tensor parallel size (3)" in result.stderr
+
+
 def test_an_export_that_is_not_the_head_ends_with_status_1_and_the_first_draft_that_differs(
     run: tuple[Path, tuple[str, ...]], wrong_export: Path, tmp_path: Path
 ) -> None:

@@ -2,11 +2,14 @@
 
 import os
 import random
+import re
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,8 @@ from tests.conftest import make_target
 
 LAYERS, LONGEST = (1, 2), 300
 SETTINGS = HiddenStatesConfig(batch_tokens=256)
+HANGS_AFTER_S = 600
+"""A TP engine's start and its first shard take about a minute on an idle machine."""
 _RANDOM = random.Random(0)
 
 
@@ -39,7 +44,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def streams_of(target_dir: Path, python: str, scratch_dir: Path) -> VllmStreams:
-    return VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, scratch_dir, 0, python)
+    return VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, scratch_dir, 0, "cpu", python)
 
 
 def read_all(shard: Iterator[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
@@ -56,6 +61,7 @@ def test_states_depend_on_their_shard_alone_and_two_shards_of_files_exist_at_mos
     target_dir: Path, vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torchrun's own store and group are not the engine's
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # what a user wants for serving is not for extraction
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
@@ -90,6 +96,16 @@ def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(target_dir:
     assert not scratch_dir.exists()
 
 
+def test_a_vllm_for_cpus_is_refused_where_the_rank_has_a_gpu(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
+    message = r"(?s)serving\.python: must have a vLLM that runs on GPUs, .* runs on CPUs; install the package vllm"
+    with (
+        pytest.raises(RuntimeError, match=message),
+        VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, tmp_path / "rank", 0, "cuda", vllm_python) as streams,
+    ):
+        for shard in streams.extract([A]):
+            read_all(shard)
+
+
 def test_an_engine_that_is_killed_is_reported(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"but its process ended with status -9"),
@@ -109,32 +125,107 @@ from mtptrain.extraction.vllm_streams import VllmStreams
 from mtptrain.config import HiddenStatesConfig
 target_dir, scratch_dir, python, num_gpus = sys.argv[1:]
 settings = HiddenStatesConfig(tensor_parallel_size=int(num_gpus))
-shard = [np.arange(500, dtype=np.int32) % 256] * 400
-with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, python) as streams:
+shard = [np.arange(500, dtype=np.int32) % 256] * 100
+with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, "cpu", python) as streams:
     for states in streams.extract([shard] * 1000):
         print(sum(1 for _ in states), flush=True)
 """
+
+
+@pytest.fixture
+def forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine forks its workers, as vLLM does on GPUs unless told otherwise; on a CPU it always asks for `spawn`."""
+    (tmp_path / "sitecustomize.py").write_text(FORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+FORK = """
+import multiprocessing
+get_context = multiprocessing.get_context
+multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
+"""
+
+
+@contextmanager
+def started_rank(target_dir: Path, scratch_dir: Path, python: str, tensor_parallel_size: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that extracts shards of 100 documents without end, and is killed at last."""
+    command = [sys.executable, "-c", USER, str(target_dir), str(scratch_dir), python, str(tensor_parallel_size)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as rank:
+        try:
+            yield rank
+        finally:
+            rank.kill()
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_tensor_parallel_engine_with_forked_workers_extracts_and_ends_when_its_rank_is_killed(
+    target_dir: Path, vllm_python: str, tmp_path: Path
+) -> None:
+    check_end_in_the_midst_of_a_shard(target_dir, vllm_python, tmp_path / "rank", 2)
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_the_engine_ends_in_the_midst_of_a_shard_when_its_rank_is_killed(
     target_dir: Path, vllm_python: str, tmp_path: Path, tensor_parallel_size: int
 ) -> None:
-    scratch_dir = tmp_path / "rank"
-    command = [sys.executable, "-c", USER, str(target_dir), str(scratch_dir), vllm_python, str(tensor_parallel_size)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as rank:
-        assert rank.stdout is not None and rank.stdout.readline() == b"400\n"  # the second shard is under way
+    check_end_in_the_midst_of_a_shard(target_dir, vllm_python, tmp_path / "rank", tensor_parallel_size)
+
+
+def check_end_in_the_midst_of_a_shard(target_dir: Path, python: str, scratch_dir: Path, tensor_parallel_size: int) -> None:
+    with started_rank(target_dir, scratch_dir, python, tensor_parallel_size) as rank:
+        assert rank.stdout is not None and select.select([rank.stdout], [], [], HANGS_AFTER_S)[0], "the engine hangs"
+        assert rank.stdout.readline() == b"100\n"  # the second shard is under way
         engine = children(str(rank.pid))
-        assert len(engine) >= tensor_parallel_size
+        segments = shared_memory(engine)
+        assert len(engine) >= tensor_parallel_size and bool(segments) == (tensor_parallel_size > 1)
         time.sleep(random.uniform(0, 1))
-        rank.kill()
-    end = time.monotonic() + 60
-    while any(map(is_running, engine)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for_end(engine)
+    assert not any(segment.exists() for segment in segments)
     left = sorted(scratch_dir.iterdir())
     time.sleep(1)
     assert sorted(scratch_dir.iterdir()) == left  # nobody writes any more
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_the_engine_ends_while_it_is_being_built_when_its_rank_is_killed(
+    target_dir: Path, vllm_python: str, tmp_path: Path
+) -> None:
+    with started_rank(target_dir, tmp_path / "rank", vllm_python, 2) as rank:
+        deadline = time.monotonic() + HANGS_AFTER_S
+        while sum(map(is_worker, engine := children(str(rank.pid)))) < 2:  # the workers are there, but not ready
+            assert rank.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        for pid in engine:
+            if is_worker(pid):
+                os.kill(int(pid), signal.SIGSTOP)  # nor will they be, so that they cannot end by themselves
+    wait_for_end(engine)
+
+
+def shared_memory(pids: list[str]) -> set[Path]:
+    """The segments through which an engine talks to its workers; nobody else would remove them."""
+    return set(map(Path, re.findall(r"/dev/shm/psm_\w+", "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids))))
+
+
+def is_worker(pid: str) -> bool:
+    """Whether this process was forked by an engine's process: they have one command line."""
+    try:
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        return b"vllm_worker.py" in (command := command_line(pid)) and command == command_line(parent)
+    except FileNotFoundError:
+        return False
+
+
+def command_line(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def wait_for_end(pids: list[str]) -> None:
+    deadline = time.monotonic() + 60
+    while (left := list(filter(is_running, pids))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert not left
 
 
 def children(pid: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""The checks that `eval.gpu_check` runs on a machine."""

@@ -1,0 +1,127 @@
+"""What is computed on this device beside its definition, on random tensors: attention, loss, and decoding beside the training forward."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from eval.checks.rows import Finding, at_most
+from eval.train_steps import Case, case_of, random_batch, random_parts
+from mtptrain.batches import Batch, map_tensors
+from mtptrain.head_files import build_head
+from mtptrain.heads import HEADS
+from mtptrain.heads.attention import depth_attention
+from mtptrain.heads.base import Head
+from mtptrain.heads.packing import Packing
+from mtptrain.losses import LossSettings, draft_losses
+from mtptrain.target import FrozenParts, PositionCache
+
+BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
+"""Of the relative error, by the dtype of the arithmetic. bf16 rounds to 2^-9, several times in a row."""
+DEPTHS = 3
+LENGTHS, PROMPTS = [129, 40, 300], [30, 0, 100]
+"""Tokens of the documents, and of their prompts."""
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(((found.float() - wanted.float()).norm() / wanted.float().norm()).detach())
+
+
+def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
+    """Attention of a depth with its gradients, beside one softmax over a dense mask in fp32."""
+    generator = torch.Generator(device).manual_seed(0)
+    spans = [(i, prompt, length - prompt) for i, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True))]
+    packing = map_tensors(Packing.of(LENGTHS, spans), lambda x: x.to(device))
+    num_tokens, num_rows = sum(LENGTHS), sum(LENGTHS) - sum(PROMPTS)
+    shapes = [(num_rows, 4, 64), (num_tokens, 2, 64), (num_tokens, 2, 64), *[(num_rows, 2, 64)] * (2 * (DEPTHS - 1))]
+    inputs = [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
+    weights = torch.randn(shapes[0], generator=generator, device=device)
+    results = []
+    for attention, work_dtype in ((depth_attention, dtype), (dense_attention, torch.float32)):
+        leaves = [x.to(work_dtype, copy=True).requires_grad_() for x in inputs]
+        own = leaves[3:]
+        out = attention(*leaves[:3], own[: DEPTHS - 1], own[DEPTHS - 1 :], packing)
+        results.append([out, *torch.autograd.grad((out.float() * weights).sum(), leaves)])
+    return at_most(
+        max(relative_error(*pair) for pair in zip(*results, strict=True)), BOUNDS[dtype], "largest error of states and gradients"
+    )
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
+    packing: Packing,
+) -> torch.Tensor:
+    """The definition of `depth_attention`: one mask over all pairs of rows and keys."""
+    document = (packing.positions == 0).cumsum(0)  # [N]
+    tokens = torch.arange(len(key), device=key.device)
+    is_seen = (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])  # [M, N]
+    itself = torch.eye(len(query), dtype=torch.bool, device=key.device)
+    mask = torch.cat([is_seen, *[itself] * len(own_keys)], dim=1)
+    keys, values = torch.cat([key[packing.places], *own_keys]), torch.cat([value[packing.places], *own_values])
+    heads_first = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:
+    """A head for a small target of random weights, and a packed batch for it."""
+    torch.manual_seed(0)
+    case = case_of(hidden_size=256, vocab_size=512, depths=DEPTHS, head=head)
+    settings = {"capture_layers": [2, 4, 6]} if head == "eagle3" else {}
+    built = build_head(HEADS[head].Config(ttt_steps=DEPTHS, **settings), case.target).to(device, dtype)
+    batch = random_batch(case.target, (LENGTHS, [0] * len(LENGTHS)), len(built.capture_layers), DEPTHS).to(device, dtype)
+    return case, built, random_parts(case.target, device).to(device, dtype), batch
+
+
+@torch.no_grad()
+def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding:
+    """The states that serving computes, draft by draft over its cache, beside those of the packed training forward."""
+    _, built, parts, batch = random_case(head, device, dtype)
+    embeddings = parts.embed(batch.next_ids)  # [N, H]
+    reads = parts.final_norm(batch.hidden_states) if batch.aux_hidden_states is None else batch.aux_hidden_states
+    trained = built(reads, embeddings, batch.packing, DEPTHS)  # [T, M, H]
+    fused = built.fuse(reads)
+    found, wanted = [], []
+    for row in (0, 20, 100):  # of the first document
+        cache, position = PositionCache(LENGTHS[0]), torch.arange(row + 1, device=device)[None]
+        states, recycled = built.decode(fused[None, : row + 1], embeddings[None, : row + 1], position, cache)
+        for depth in range(DEPTHS):
+            if depth:
+                place = row + depth
+                position = torch.tensor([[place]], device=device)
+                states, recycled = built.decode(recycled[:, -1:], embeddings[None, place : place + 1], position, cache)
+            found.append(states[0, -1])
+            wanted.append(trained[depth, batch.packing.rows == row][0])
+    return at_most(relative_error(torch.stack(found), torch.stack(wanted)), BOUNDS[dtype], "error of states")
+
+
+def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
+    """KL and the gradient of the states, in blocks, beside the formula over all logits in fp32."""
+    _, _, parts, batch = random_case("mtp", device, dtype)
+    is_draft = batch.is_draft
+    states = torch.randn(*is_draft.shape, parts.embed_tokens.shape[1], device=device).to(dtype)
+    scale = torch.ones(DEPTHS, device=device) / batch.num_drafts
+    taught = parts.final_norm(batch.hidden_states)[batch.packing.rows + 1]
+    ours = states.clone().requires_grad_()
+    loss = draft_losses(ours, parts.lm_head, taught, parts.logits, is_draft, scale, LossSettings(chunk_rows=96)).loss
+    plain = states.float().requires_grad_()
+    wanted = plain_kl(plain, parts.to(device, torch.float32), taught.float(), is_draft, scale)
+    (grad,), (wanted_grad,) = torch.autograd.grad(loss, ours), torch.autograd.grad(wanted, plain)
+    error = max(relative_error(loss.detach(), wanted.detach()), relative_error(grad, wanted_grad))
+    return at_most(error, BOUNDS[dtype], "error of loss and gradient")
+
+
+def plain_kl(
+    states: torch.Tensor, parts: FrozenParts, taught: torch.Tensor, is_draft: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """Forward KL by its definition: depth k of row i is taught where depth 0 of row i + k is."""
+    teacher = parts.logits(taught).log_softmax(-1)  # [M, V]
+    total = torch.zeros((), device=states.device)
+    for depth, counts in enumerate(is_draft):
+        wanted = torch.roll(teacher, -depth, 0)
+        kl = (wanted.exp() * (wanted - parts.logits(states[depth]).log_softmax(-1))).sum(-1)
+        total = total + scale[depth] * (kl * counts).sum()
+    return total

@@ -1,0 +1,80 @@
+"""Results of checks: one row each, which says what was found and what was allowed."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Outcome(StrEnum):
+    passed = "passed"
+    failed = "failed"
+    skipped = "skipped"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check returns."""
+
+    outcome: Outcome
+    figure: str = ""
+    """What was measured."""
+    bound: str = ""
+    """What was allowed; empty for a figure that nothing bounds."""
+    reason: str = ""
+    """Why a check failed or was skipped."""
+
+
+@dataclass(frozen=True)
+class Row(Finding):
+    """A finding with the name of its check."""
+
+    name: str = ""
+    seconds: float = 0.0
+
+
+Check = Callable[[], Finding]
+
+
+def skipped(reason: str) -> Finding:
+    return Finding(Outcome.skipped, reason=reason)
+
+
+def measured(figure: str) -> Finding:
+    """A figure without a bound."""
+    return Finding(Outcome.passed, figure)
+
+
+def judged(is_good: bool, figure: str, bound: str, reason: str = "") -> Finding:
+    return Finding(Outcome.passed if is_good else Outcome.failed, figure, bound, "" if is_good else reason)
+
+
+def at_most(value: float, bound: float, what: str) -> Finding:
+    return judged(value <= bound, f"{what} {value:.2g}", f"at most {bound:g}", f"{what} is {value:.3g}")
+
+
+def run_check(name: str, check: Check) -> Row:
+    """Run one check; an error of any kind is its result, so that the others still run."""
+    started = time.perf_counter()
+    try:
+        found = check()
+    except Exception as error:
+        found = Finding(Outcome.failed, reason=f"{type(error).__name__}: {error}")
+    return Row(found.outcome, found.figure, found.bound, found.reason, name, time.perf_counter() - started)
+
+
+STYLES = {Outcome.passed: "green", Outcome.failed: "bold red", Outcome.skipped: "yellow"}
+
+
+def print_rows(rows: list[Row], title: str) -> None:
+    table = Table("check", "", "found", "allowed", "s", title=title)
+    for row in rows:
+        shown = row.figure if row.outcome is Outcome.passed else f"{row.figure} {row.reason}".strip()
+        outcome = f"[{STYLES[row.outcome]}]{row.outcome}[/]"
+        table.add_row(row.name, outcome, shown.replace("[", "\\["), row.bound, f"{row.seconds:.0f}")
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)

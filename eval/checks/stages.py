@@ -1,0 +1,255 @@
+"""The programs of the pipeline on one machine, started as users start them, and what they leave behind beside what it must be."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.checks.numerics import relative_error
+from eval.checks.processes import kill_tree
+from eval.checks.rows import Finding, Outcome, at_most, judged, measured, skipped
+from mtptrain.acceptance import eos_token_ids, generate_in_batches
+from mtptrain.acceptance_prompts import read_prompts
+from mtptrain.batches import pack_states
+from mtptrain.checkpoint import complete_checkpoints
+from mtptrain.config import PipelineConfig
+from mtptrain.drafters import HeadDrafter, NoDrafter
+from mtptrain.engines.divergence import first_answer_divergence
+from mtptrain.engines.vllm import find_python
+from mtptrain.hidden_store import HiddenStore
+from mtptrain.run_dir import quoted
+from mtptrain.speculate import Sampler
+from mtptrain.target import PositionCache, load_target, resolve_target
+from mtptrain.tracking import METRICS
+from mtptrain.warm_start import trained_or_initial_head
+
+RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
+"""Runs `python -m module arguments` on so many ranks to its end."""
+LIMIT_S = 600
+"""Of one program: a check that hangs must not keep the others from running."""
+COMPARED_DOCUMENTS = 8
+STORE_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
+"""Of stored states, by the dtype that they were computed in; they are stored in bf16."""
+LOSS_ERROR = 0.02
+"""Of the losses of a resumed run on a GPU: FlashAttention's backward adds in an order that changes from run to run."""
+NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}
+"""Gap of two logits over the larger one, below which rounding chooses between them."""
+
+
+def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
+    return [sys.executable, *launcher, "-m", module, *arguments]
+
+
+def run_in_process(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
+    """`RunProgram` as a user starts it; one that hangs is killed with all its ranks."""
+    command = command_of(module, arguments, num_ranks)
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=LIMIT_S)
+        except BaseException:
+            kill_tree(process.pid)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+class Stages:
+    """The recipe in a folder of its own, its programs run one after the other."""
+
+    def __init__(self, config: PipelineConfig, overrides: Sequence[str], device: torch.device, run: RunProgram) -> None:
+        """
+        Args:
+            config: what `overrides` compose, with the run_dir that the programs write to.
+            overrides: of every program, run_dir left out.
+        """
+        self.config, self.overrides, self.device, self._run = config, list(overrides), device, run
+        self.directory = Path(config.run_dir)
+        self.num_ranks = min(2, max(1, torch.cuda.device_count()))
+
+    def program(self, module: str, *overrides: str, run_dir: Path | None = None, num_ranks: int = 1) -> str:
+        """Run a program and return what it printed.
+
+        Raises:
+            RuntimeError: it failed; with its last line. All that it printed is in `<module>.log` beside the run.
+        """
+        result = self._run(module, [*self.overrides, f"run_dir={quoted(run_dir or self.directory)}", *overrides], num_ranks)
+        log = self.directory.with_name(f"{module}.log")
+        log.write_text(result.stdout + result.stderr)
+        if result.returncode:
+            last = next(filter(str.strip, reversed(result.stderr.splitlines())), "it printed no error")
+            raise RuntimeError(f"{module} must end with 0, but ended with {result.returncode}: {last}; see {log}")
+        return result.stdout
+
+    def prompts(self) -> Finding:
+        self.program("data_prep.prompts")
+        manifest = json.loads((self.directory / "prompts/manifest.json").read_text())
+        return measured(", ".join(f"{name} {value:,}" for name, value in manifest.items() if isinstance(value, int)))
+
+    def extraction(self) -> Finding:
+        """The states of the transformers backend, beside those of a plain forward in fp32."""
+        self.program("data_prep.hidden_states", num_ranks=self.num_ranks)
+        store = HiddenStore.open(self.directory / "hidden_states")
+        target = load_target(self._target_dir(), torch.float32, self.device)
+        found, wanted = [], []
+        for index in range(min(COMPARED_DOCUMENTS, store.num_documents)):
+            document = store.document(index)
+            tokens = document.input_ids[None].long().to(self.device)
+            positions = torch.arange(tokens.shape[1], device=self.device)[None]
+            plain = target.forward(tokens, positions, PositionCache(tokens.shape[1])).hidden_states[0]
+            wanted.append(plain.cpu())
+            found.append(target.parts.final_norm(stored_states(store, index).to(self.device)).cpu())
+        return at_most(relative_error(torch.cat(found), torch.cat(wanted)), self._store_bound(), "error of states")
+
+    def extraction_by_vllm(self, tensor_parallel_size: int) -> Finding:
+        """The states of vLLM beside those of transformers."""
+        if reason := self.vllm_is_missing():
+            return skipped(reason)
+        if tensor_parallel_size > 1 and torch.cuda.device_count() < tensor_parallel_size:
+            return skipped(f"needs {tensor_parallel_size} GPUs, and there are {torch.cuda.device_count()}")
+        run_dir = self._sibling(f"vllm_tp{tensor_parallel_size}", "prompts")
+        parallel = f"hidden_states.tensor_parallel_size={tensor_parallel_size}"
+        self.program("data_prep.hidden_states", "hidden_states.backend=vllm", parallel, run_dir=run_dir)
+        ours, theirs = (HiddenStore.open(each / "hidden_states") for each in (self.directory, run_dir))
+        indices = range(min(COMPARED_DOCUMENTS, ours.num_documents))
+        states = [torch.cat([stored_states(store, index) for index in indices]) for store in (theirs, ours)]
+        return at_most(relative_error(*states), 2 * self._store_bound(), "difference from transformers")
+
+    def training(self) -> Finding:
+        self.program("mtptrain.train", num_ranks=self.num_ranks)
+        found = losses(self.directory)
+        first, last = found[0], found[-1]
+        return judged(last < first, f"loss {first:.3f} to {last:.3f} in {len(found)} steps", "falls", "the loss did not fall")
+
+    def resumed_training(self) -> Finding:
+        """A run that is killed after a checkpoint and started again, beside the run that was left alone."""
+        run_dir = self._sibling("resumed", "prompts", "hidden_states")
+        arguments = [*self.overrides, f"run_dir={quoted(run_dir)}"]
+        killed_at = kill_after_a_checkpoint(command_of("mtptrain.train", arguments, self.num_ranks), run_dir)
+        self.program("mtptrain.train", run_dir=run_dir, num_ranks=self.num_ranks)
+        ours, theirs = losses(run_dir), losses(self.directory)
+        if len(ours) != len(theirs) or killed_at >= len(theirs):
+            return Finding(Outcome.failed, reason=f"killed after {killed_at} of {len(theirs)} steps, and ended with {len(ours)}")
+        error = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+        return at_most(
+            error, LOSS_ERROR if self.device.type == "cuda" else 0.0, f"killed after step {killed_at}, largest error of a loss"
+        )
+
+    def acceptance(self) -> Finding:
+        self.program("eval.acceptance")
+        report = json.loads((self.directory / "acceptance/report.json").read_text())
+        length = report["acceptance_length"]
+        return judged(length > 1.0, f"acceptance length {length:.3f}", "above 1", "no draft was accepted")
+
+    def greedy(self, dtype: torch.dtype) -> Finding:
+        """Answers decoded with drafts beside plain ones; a difference counts as a fault unless both tokens have nearly equal logits."""
+        settings, target_dir = self.config.acceptance, self._target_dir()
+        target = load_target(target_dir, dtype, self.device)
+        head = trained_or_initial_head(self.directory / "train/best", self.config.head, target_dir, dtype, self.device).head
+        prompts = list(read_prompts(self.config, target_dir).input_ids.values())
+
+        def answers(drafter: HeadDrafter | NoDrafter) -> list[list[int]]:
+            generations = generate_in_batches(
+                target,
+                drafter,
+                prompts,
+                num_speculative_tokens=drafter.draft_slots,
+                max_new_tokens=settings.max_new_tokens,
+                sampler=Sampler(),
+                eos_token_ids=eos_token_ids(target),
+                batch_size=settings.batch_size,
+            )
+            return [generation.tokens for generation in generations]
+
+        plain, drafted = answers(NoDrafter()), answers(HeadDrafter(head, target.parts, settings.num_speculative_tokens))
+        divergences = [
+            first_answer_divergence(target, [each[0]], [each[1]], [each[2]]) for each in zip(prompts, plain, drafted, strict=True)
+        ]
+        gaps = [abs(each.logit_gap) / max(1.0, abs(each.logit)) for each in divergences if each is not None]
+        figure = f"{len(plain) - len(gaps)} of {len(plain)} answers equal, largest gap {max(gaps, default=0.0):.2g} of the logit"
+        return judged(
+            max(gaps, default=0.0) <= NEAR_TIE[dtype],
+            figure,
+            f"gap at most {NEAR_TIE[dtype]:.2g}",
+            "another token than plain decoding's",
+        )
+
+    def export(self) -> Finding:
+        self.program("mtptrain.export", "export.engine=vllm")
+        return measured("proposals equal after reloading")
+
+    def serving(self) -> Finding:
+        """eval.serving_check has its own bounds, and fails beyond them."""
+        if reason := self.vllm_is_missing():
+            return skipped(reason)
+        self.program("eval.serving_check")
+        report = json.loads((self.directory / "serving_check/report.json").read_text())
+        ours, theirs = (report[side]["acceptance_length"] for side in ("ours", "theirs"))
+        bound = "equal" if report["dtype"] == "float32" else "2 % of the acceptance length"
+        return Finding(Outcome.passed, f"acceptance length {ours:.3f} here, {theirs:.3f} served by vLLM {report['version']}", bound)
+
+    def vllm_is_missing(self) -> str:
+        """Why vLLM cannot be asked; empty where it can."""
+        try:
+            find_python(self.config.serving.python)
+        except (FileNotFoundError, ValueError) as missing:
+            return f"vLLM IS NOT INSTALLED: {missing}"
+        return ""
+
+    def _target_dir(self) -> Path:
+        return resolve_target(self.config.target.path, self.config.target.revision)
+
+    def _store_bound(self) -> float:
+        return STORE_ERROR[getattr(torch, self.config.hidden_states.dtype)]
+
+    def _sibling(self, name: str, *stages: str) -> Path:
+        """Another run folder with the same output of some stages."""
+        run_dir = self.directory.with_name(name)
+        shutil.rmtree(run_dir, ignore_errors=True)
+        for stage in stages:
+            shutil.copytree(self.directory / stage, run_dir / stage)
+        return run_dir
+
+
+def stored_states(store: HiddenStore, index: int) -> torch.Tensor:
+    """States of a document before the final norm, f32[n, H]."""
+    document = store.document(index)
+    states, _ = pack_states([document], [len(document.input_ids)], "hidden_states", True, None)
+    assert states is not None
+    return states.float()
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Of every step that is recorded; a last line that is being written is left out."""
+    path = run_dir / "train" / METRICS
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.is_file() else []
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def kill_after_a_checkpoint(command: list[str], run_dir: Path) -> int:
+    """Start training, kill it as soon as it has a checkpoint, and return the steps that it had recorded.
+
+    Raises:
+        RuntimeError: it ended by itself.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started = time.monotonic()
+    try:
+        while not complete_checkpoints(run_dir / "train/checkpoints"):
+            if process.poll() is not None or time.monotonic() - started > LIMIT_S:
+                raise RuntimeError(
+                    "training must be killed after its first checkpoint, but ended or hung before; run it by hand to see why"
+                )
+            time.sleep(0.01)
+    finally:
+        if process.poll() is None:
+            kill_tree(process.pid)
+        process.wait()
+    return len(losses(run_dir))

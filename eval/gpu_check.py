@@ -1,0 +1,148 @@
+"""What tests on a CPU cannot show, on one machine with GPUs in a few minutes and without a download: that every stage runs there, that
+its figures are right within the rounding of bf16, and how fast it is.
+
+Runs the programs of the demo recipe with little text as users run them, in `run_dir/gpu_check/`; compares attention, loss and decoding
+with their definitions; kills a run and resumes it; then runs the benches at the dimensions of an 8B target with random weights. Ends with
+a table and `run_dir/gpu_check/report.json`; the exit code is 1 if a check failed. What cannot be checked, for want of vLLM, of the other
+trainer or of a second GPU, is a row that says so.
+
+    make gpu-check
+    python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check
+    python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check check.size=tiny      # on a CPU
+"""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import hydra
+import torch
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from rich.console import Console
+
+from eval.checks.benches import bench_extraction, bench_peer, bench_step
+from eval.checks.numerics import check_attention, check_decode, check_loss
+from eval.checks.rows import Check, Outcome, Row, print_rows, run_check
+from eval.checks.stages import RunProgram, Stages, run_in_process
+from mtptrain.config import RECIPES, CheckSize, PipelineConfig, load_config
+from mtptrain.distributed import device_name, init_ranks
+from mtptrain.fusing import fuse
+from mtptrain.run_dir import command, quoted, write_json
+
+COMMON = ("train.log_every=1", "train.tracker=none", "train.validate_every=0", "train.warmup_steps=5")
+SIZES = {
+    CheckSize.full: (
+        "prompts.max_train_tokens=200000",
+        "train.max_steps=80",
+        "train.save_every=20",
+        "train.validation_prompts=8",
+        "train.micro_batches_per_step=2",
+        "acceptance.dtype=bfloat16",
+        "acceptance.num_prompts=16",
+        "acceptance.max_new_tokens=32",
+    ),
+    CheckSize.tiny: (
+        "prompts.max_train_tokens=20000",
+        "hidden_states.dtype=float32",
+        "deepspeed=zero0",
+        "train.max_steps=24",
+        "train.save_every=2",
+        "train.validation_prompts=0",
+        "train.compile=false",
+        "head.start_from_target=false",
+        "acceptance.num_prompts=4",
+        "acceptance.max_new_tokens=8",
+    ),
+}
+
+
+@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    device = init_ranks().device
+    if config.check.size is CheckSize.full and device.type != "cuda":
+        raise ValueError(
+            "check.size: must be tiny where there is no GPU, but is full; its benches take hours on a CPU; run it on a machine with a GPU"
+        )
+    overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
+    directory = config.stage_dir("gpu_check")
+    inner = load_config(compose("pipeline", [*overrides, f"run_dir={quoted(directory / 'run')}"]))
+    rows = run_all(inner, overrides, config.check.size, device, run_in_process)
+    sys.exit(report(rows, directory, device))
+
+
+def forwarded(given: Sequence[str]) -> list[str]:
+    """The overrides of this program that the others take too, the recipe among them."""
+    return [override for override in given if not override.lstrip("+~").startswith(("check.", "run_dir="))]
+
+
+def run_all(config: PipelineConfig, overrides: Sequence[str], size: CheckSize, device: torch.device, run: RunProgram) -> list[Row]:
+    """Run every check in order, and print each as it ends."""
+    directory = Path(config.run_dir)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    fuse(size is CheckSize.full)
+    rows = []
+    for name, check in checks_of(Stages(config, overrides, device, run), size, device).items():
+        row = run_check(name, check)
+        print(f"{row.outcome:8}{name}: {row.figure} {row.reason}".rstrip(), flush=True)
+        rows.append(row)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for the programs that run next
+    return rows
+
+
+def checks_of(stages: Stages, size: CheckSize, device: torch.device) -> dict[str, Check]:
+    """Every check by its name; later stages need the output of earlier ones."""
+    is_tiny = size is CheckSize.tiny
+    dtype = torch.float32 if is_tiny else torch.bfloat16
+    return {
+        "attention = dense softmax": partial(check_attention, device, dtype),
+        "loss = plain formula": partial(check_loss, device, dtype),
+        "decoding = training forward, mtp": partial(check_decode, "mtp", device, dtype),
+        "decoding = training forward, eagle3": partial(check_decode, "eagle3", device, dtype),
+        "prompts": stages.prompts,
+        "extraction = plain forward": stages.extraction,
+        "extraction by vLLM": partial(stages.extraction_by_vllm, 1),
+        "extraction by vLLM, tensor parallel": partial(stages.extraction_by_vllm, 2),
+        "training": stages.training,
+        "killed and resumed": stages.resumed_training,
+        "acceptance": stages.acceptance,
+        "greedy answers, float32": partial(stages.greedy, torch.float32),
+        **({} if is_tiny else {"greedy answers, bfloat16": partial(stages.greedy, torch.bfloat16)}),
+        "export": stages.export,
+        "served by vLLM": stages.serving,
+        "bench of extraction": partial(bench_extraction, stages, is_tiny),
+        "bench of the step": partial(bench_step, stages, is_tiny),
+        "step beside vLLM Speculators": partial(bench_peer, stages, is_tiny),
+    }
+
+
+def report(rows: list[Row], directory: Path, device: torch.device) -> int:
+    """Print the table, write the JSON, and return the exit code."""
+    num_failed = sum(row.outcome is Outcome.failed for row in rows)
+    facts = {
+        "command": command(),
+        "device": device_name(device),
+        "gpus": torch.cuda.device_count(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "failed": num_failed,
+        "seconds": round(sum(row.seconds for row in rows), 1),
+    }
+    print_rows(rows, f"GPU check, {device_name(device)}, torch {torch.__version__}")
+    for row in rows:
+        if row.outcome is Outcome.skipped:
+            print(f"*** SKIPPED {row.name}: {row.reason} ***")
+    write_json(directory / "report.json", {**facts, "rows": [asdict(row) for row in rows]})
+    Console().print(f"{num_failed} of {len(rows)} checks failed; {directory / 'report.json'}", soft_wrap=True, highlight=False)
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    main()

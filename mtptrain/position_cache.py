@@ -1,0 +1,97 @@
+"""Keys and values of decoding, each in the slot of its position."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Rows of one forward that hang behind a sequence as a tree: rows at equal positions, each in a slot of its own."""
+
+    root: torch.Tensor  # i64[B], the first slot of the tree; every row sees all slots before it
+    first: int  # the rows lie in slots root + first, root + first + 1, ...
+    sees: torch.Tensor  # bool[B, S, first + S], which slots of the tree each row sees
+
+
+class PositionCache(Cache):
+    """Keys and values in the slot of their position, per row.
+
+    Writing a position again replaces it, and a query sees the slots up to its own position only: going back after a rejected
+    draft is done by continuing at an earlier position, with no copy and no crop, and each row has its own length. A tree lies in
+    the slots behind the sequence until `keep` moves the branch that is accepted to the slots of its positions.
+
+    Each layer's keys and values are on the device of that layer; slot indices are copied to a device once per forward.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.num_slots = num_slots
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._written: dict[torch.device, torch.Tensor] = {}  # slots [B, S], by device
+        self._used_slots = 0
+
+    def begin(self, positions: torch.Tensor, tree: TreeRows | None = None) -> torch.Tensor | None:
+        """Say at which positions the next forward writes.
+
+        Args:
+            positions: [B, S]. The first forward is that of the prompts: its positions must be 0 .. S - 1 in every row.
+            tree: where the rows are those of a tree.
+
+        Returns:
+            The mask [B, 1, S, slots in use], True where seen. None for prompts: plain causal attention serves them, since no row of a
+            prompt sees the padding behind it.
+        """
+        is_prompt = self._used_slots == 0
+        assert not (is_prompt and tree is not None), "a tree needs a prompt before it"
+        written = positions
+        if tree is not None:
+            written = tree.root[:, None] + tree.first + torch.arange(positions.shape[1], device=positions.device)
+        self._written = {positions.device: written}
+        highest = positions.shape[1] - 1 if is_prompt else int(written.max())
+        self._used_slots = max(self._used_slots, highest + 1)
+        assert self._used_slots <= self.num_slots, "positions beyond the cache"
+        if is_prompt:
+            return None
+        slots = torch.arange(self._used_slots, device=positions.device)
+        if tree is None:
+            return slots <= positions[:, None, :, None]  # [B, 1, S, slots]
+        inside = slots - tree.root[:, None]  # [B, slots]
+        index = inside.clamp(0, tree.sees.shape[2] - 1)[:, None].expand(-1, positions.shape[1], -1)
+        is_seen = tree.sees.gather(2, index) & (inside < tree.sees.shape[2])[:, None]
+        return torch.where((inside < 0)[:, None], True, is_seen)[:, None]
+
+    def keep(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Copy what lies in slots [B, S] to those of their positions [B, S]."""
+        places: dict[torch.device, tuple[torch.Tensor, ...]] = {}
+        for tensor in (*self._keys.values(), *self._values.values()):
+            if tensor.device not in places:
+                rows = torch.arange(len(slots), device=tensor.device)[:, None]
+                places[tensor.device] = rows, slots.to(tensor.device), positions.to(tensor.device)
+            rows, of_slots, of_positions = places[tensor.device]
+            tensor[rows, :, of_positions] = tensor[rows, :, of_slots]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [B, heads, S, head_dim] into the slots of `begin`; returns all slots in use."""
+        if layer_idx not in self._keys:
+            batch, heads = key_states.shape[:2]
+            self._keys[layer_idx] = key_states.new_zeros(batch, heads, self.num_slots, key_states.shape[-1])
+            self._values[layer_idx] = value_states.new_zeros(batch, heads, self.num_slots, value_states.shape[-1])
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        written = self._written_on(keys.device)
+        rows = torch.arange(keys.shape[0], device=keys.device)[:, None]  # [B, 1]
+        keys[rows, :, written] = key_states.transpose(1, 2)
+        values[rows, :, written] = value_states.transpose(1, 2)
+        return keys[:, :, : self._used_slots], values[:, :, : self._used_slots]
+
+    def _written_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._written:
+            self._written[device] = next(iter(self._written.values())).to(device)
+        return self._written[device]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._used_slots

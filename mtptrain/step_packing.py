@@ -1,0 +1,145 @@
+"""Which documents each step of training packs, and how its micro-batches share them.
+
+The loss of a step is divided by the step's own drafts, so a token of a small step weighs more than one of a large step. Steps are
+therefore filled evenly: a document that fits nowhere waits for the next step while shorter ones fill this one, and the last steps of
+an epoch share what is left.
+"""
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+Step = list[list[int]]
+"""Document indices of each micro-batch."""
+_Document = tuple[int, int, float]
+"""Index, tokens and cost."""
+
+LOOK_AHEAD = 8
+"""Most documents that wait for the next step, for each micro-batch of a step. It bounds the work and how far the order leaves the
+shuffled one."""
+FULL_SHARE = 0.99
+"""A step is full once its documents take this share of its tokens."""
+EVENED_STEPS = 8
+"""Last steps of an epoch that share their documents."""
+
+
+def shuffled(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Returns the indices of all documents in the order of an epoch, from 0."""
+    return np.random.default_rng([seed, epoch]).permutation(num_documents)
+
+
+def pack_documents(
+    lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, micro_batches: int, order: NDArray[np.int64]
+) -> list[Step]:
+    """Returns the document indices of every micro-batch of every step of an epoch.
+
+    Documents come in the given order, `shuffled` or that of a streamed store. Each goes to the cheapest micro-batch of the step that has room. One that
+    fits nowhere waits and is among the first that the next step takes. Documents that cost nothing are left out, and so is a last
+    step that does not reach every micro-batch.
+
+    Args:
+        lengths: tokens of each document [D].
+        costs: cost of each document [D].
+        batch_tokens: most tokens of one micro-batch.
+        micro_batches: number of micro-batches of a step.
+        order: indices of the documents.
+
+    Raises:
+        ValueError: a document is longer than a batch.
+    """
+    if lengths.max() > batch_tokens:
+        raise ValueError(
+            f"train.batch_tokens: must be at least the longest document, {lengths.max()} tokens, but is {batch_tokens}; raise it or "
+            "lower prompts.max_document_tokens and run data_prep.prompts and data_prep.hidden_states again"
+        )
+    order = order[costs[order] > 0]
+    coming = zip(order.tolist(), lengths[order].tolist(), costs[order].tolist(), strict=True)
+    shortest = int(lengths[order].min(initial=batch_tokens))
+    steps: list[Step] = []
+    waiting: list[_Document] = []
+    while True:
+        step = _Filling(batch_tokens, micro_batches)
+        waiting = [document for document in waiting if not step.take(*document)]
+        while len(waiting) < LOOK_AHEAD * micro_batches and not step.is_full(shortest):
+            if (document := next(coming, None)) is None:
+                break
+            if not step.take(*document):
+                waiting.append(document)
+        if not step.tokens:
+            break
+        steps.append(step.documents)
+    if steps and not all(steps[-1]):
+        steps.pop()
+    return steps[:-EVENED_STEPS] + _evened(steps[-EVENED_STEPS:], lengths, costs, batch_tokens)
+
+
+class _Filling:
+    """A step that takes documents."""
+
+    def __init__(self, batch_tokens: int, micro_batches: int) -> None:
+        self.documents: Step = [[] for _ in range(micro_batches)]
+        self.tokens = 0
+        self._full_tokens = FULL_SHARE * batch_tokens * micro_batches
+        self._room = [batch_tokens] * micro_batches
+        self._most_room = batch_tokens
+        self._by_cost = [(0.0, micro_batch) for micro_batch in range(micro_batches)]  # a heap
+
+    def is_full(self, shortest: int) -> bool:
+        """Returns whether the step should take no more, or cannot because even a document of `shortest` tokens fits nowhere."""
+        return self.tokens >= self._full_tokens or self._most_room < shortest
+
+    def take(self, index: int, length: int, cost: float) -> bool:
+        """Puts a document into the cheapest micro-batch that has room, and returns whether one has."""
+        if length > self._most_room:
+            return False
+        passed_over = []
+        spent, chosen = heapq.heappop(self._by_cost)
+        while self._room[chosen] < length:
+            passed_over.append((spent, chosen))
+            spent, chosen = heapq.heappop(self._by_cost)
+        for micro_batch in [*passed_over, (spent + cost, chosen)]:
+            heapq.heappush(self._by_cost, micro_batch)
+        self.documents[chosen].append(index)
+        self.tokens += length
+        self._room[chosen] -= length
+        self._most_room = max(self._room)
+        return True
+
+
+def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> list[Step]:
+    """Returns as many steps with the same documents, the longest first to the step with the fewest tokens; the steps as they are
+    where that does not raise the tokens of the smallest one, or something does not fit."""
+    indices = [index for step in steps for documents in step for index in documents]
+    evened = [_Filling(batch_tokens, len(step)) for step in steps]
+    for index in sorted(indices, key=lambda index: -lengths[index]):
+        document = index, int(lengths[index]), float(costs[index])
+        if not any(step.take(*document) for step in sorted(evened, key=lambda step: step.tokens)):
+            return steps
+    least = min((int(lengths[np.concatenate(step)].sum()) for step in steps), default=0)
+    is_better = all(step.tokens > least and all(step.documents) for step in evened)
+    return [step.documents for step in evened] if is_better else steps
+
+
+def balance(step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64) -> Step:
+    """The same documents, swapped between the dearest micro-batch and a cheaper one while that brings the two nearer."""
+    parts = [list(indices) for indices in step]
+    for _ in range(swaps):
+        dear, *others = sorted(parts, key=lambda part: -costs[part].sum())
+        if not any(_swap(dear, cheap, lengths, costs, batch_tokens) for cheap in reversed(others)):
+            break
+    return parts
+
+
+def _swap(dear: list[int], cheap: list[int], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> bool:
+    """Swap the pair of documents that brings two micro-batches nearest, where one does so by a hundredth of their difference."""
+    gap = costs[dear].sum() - costs[cheap].sum()
+    moved = costs[dear][:, None] - costs[cheap]  # from dear to cheap, by each swap
+    longer = lengths[dear][:, None] - lengths[cheap]
+    fits = (longer <= batch_tokens - lengths[cheap].sum()) & (-longer <= batch_tokens - lengths[dear].sum())
+    left = np.where(fits, np.abs(gap - 2 * moved), np.inf)
+    i, j = np.unravel_index(left.argmin(), left.shape)
+    if left[i, j] > 0.99 * gap:
+        return False
+    dear[i], cheap[j] = cheap[j], dear[i]
+    return True

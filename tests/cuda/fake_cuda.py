@@ -1,0 +1,84 @@
+"""CUDA devices without a GPU: within `fake_cuda()` new tensors have a device, a shape and a dtype, but no data."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from data_prep.planning.meter import Meter
+from tests.cuda import guard
+
+__all__ = ["H100", "Meter", "fake_cuda", "place"]
+
+NUM_DEVICES = 8
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=85 * 10**9, multi_processor_count=132, warp_size=32
+)
+"""What torch.cuda.get_device_properties says within `fake_cuda()`."""
+
+
+class FakeEvent:
+    """An event that has always happened: `PhaseClock` records them around each phase."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return 1.0
+
+    def synchronize(self) -> None:
+        raise RuntimeError("the host must not wait for the device during a rehearsal")
+
+
+@contextmanager
+def fake_cuda() -> Iterator[FakeTensorMode]:
+    """Make new tensors fake, with eight CUDA devices to put them on; skips the test where that cannot be done.
+
+    Tensors on the CPU that exist already keep their data and may meet fake ones.
+    """
+    if guard.LIBRARY is None:
+        pytest.skip(f"*** REHEARSALS ON FAKE CUDA DEVICES ARE SKIPPED: {guard.WHY_NOT} ***")
+    answers = {
+        "device_count": lambda: NUM_DEVICES,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_name": lambda device=None: H100.name,
+        "get_device_properties": lambda device=None: H100,
+        "get_device_capability": lambda device=None: (H100.major, H100.minor),
+        "Event": FakeEvent,
+    }
+    with ExitStack() as stack:
+        stack.callback(guard.LIBRARY.fake_cuda_switch, False)
+        guard.LIBRARY.fake_cuda_switch(True)
+        stack.enter_context(patch.multiple(torch.cuda, **answers))
+        yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+
+
+def place(module: nn.Module, device: str | dict[str, str] = "cuda:0", dtype: torch.dtype | None = torch.bfloat16) -> nn.Module:
+    """Replace the weights of a module by fake ones on a device, or on that of the longest prefix of their module's name.
+
+    `Module.to` moves data and cannot be used; buffers keep their dtype, and so do weights where `dtype` is None.
+    """
+    for name, part in module.named_modules():
+        where = device if isinstance(device, str) else _device_of(name, device)
+        for key, weight in part._parameters.items():
+            if weight is not None:
+                empty = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=where)
+                part._parameters[key] = nn.Parameter(empty, requires_grad=weight.requires_grad)
+        for key, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=where)
+    return module
+
+
+def _device_of(name: str, devices: dict[str, str]) -> str:
+    prefixes = [prefix for prefix in devices if name == prefix or name.startswith(f"{prefix}.")]
+    return devices[max(prefixes, key=len)] if prefixes else "cuda:0"

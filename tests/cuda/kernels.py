@@ -1,0 +1,42 @@
+"""What is known of a Triton kernel from its source: the memory traffic that it causes."""
+
+import re
+from dataclasses import dataclass
+
+NUM_DEPTHS, VOCAB_SIZE, HIDDEN_SIZE = 3, 128_256, 4096
+"""Of the step that `tests.cuda.inductor` compiles: an 8B Llama's."""
+BYTES = {"fp32": 4, "bf16": 2, "i64": 8, "i32": 4, "i1": 1, "u8": 1}
+
+
+@dataclass
+class Kernel:
+    """One Triton kernel that Inductor wrote, and what Triton made of it."""
+
+    function: str
+    """Name of the fused function."""
+    is_backward: bool
+    source: str
+    bytes_per_element: int
+    """Read and written for each element of the rows that the kernel goes over; what a row or a column shares is left out."""
+    target: str = ""
+    """The architecture that its PTX names."""
+    cubin_bytes: int = 0
+
+
+def bytes_per_element(source: str) -> int:
+    """Counts the loads and stores of a kernel whose address names both a row and a place in it, or was itself loaded.
+
+    A load in each of two loops over a row counts twice. In a reduction rows are `x` and places `r0_`; a pointwise kernel has one index.
+    """
+    signature = re.search(r"'signature': \{(.*?)\}", source)
+    assert signature is not None
+    dtypes = dict(re.findall(r"'(\w+)': '\*(\w+)'", signature[1]))
+    is_reduction = "r0_index" in source
+    flat = set(re.findall(r"(\w+) = xindex$", source, re.MULTILINE))
+    num_bytes = 0
+    for pointer, address in re.findall(r"tl\.(?:load|store)\((\w+) \+ \((.*?)\), ", source):
+        names = set(re.findall(r"[a-z]\w*", address))
+        is_place = any(name.startswith("r0_") for name in names) and any(name.startswith("x") for name in names)
+        if any(name.startswith("tmp") for name in names) or (is_place if is_reduction else bool(names & flat)):
+            num_bytes += BYTES[dtypes[pointer]]
+    return num_bytes

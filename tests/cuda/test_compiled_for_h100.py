@@ -1,0 +1,89 @@
+"""Every function that `train.compile` fuses on a GPU, compiled for an H100 without one: see `tests.cuda.inductor`."""
+
+import ast
+import inspect
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mtptrain import losses
+from mtptrain.heads import attention, base
+from tests.cuda import guard
+from tests.cuda.kernels import HIDDEN_SIZE, NUM_DEPTHS, VOCAB_SIZE, Kernel
+
+OWN_VOCABULARY = 32_000
+CASES = {"mtp": ("mtp", None, "kl"), "eagle3": ("eagle3", OWN_VOCABULARY, "lk")}
+"""Head, draft vocabulary and loss of each step that is compiled."""
+NOT_IN_STEPS = {"_softmax", "_of_own_vocabulary", "_project"}
+"""Fused functions that a training step on a GPU does not call: the teacher's on a CPU, and that of decoding."""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Kernel]]:
+    """The kernels of each case; the cases are compiled at the same time."""
+    why_not = guard.WHY_NOT if guard.LIBRARY is None else "" if find_spec("triton") else "triton is not installed; run `make setup`"
+    if why_not:
+        pytest.skip(f"*** NO FUSED FUNCTION IS COMPILED FOR GPUS: {why_not} ***")
+    cache = tmp_path_factory.mktemp("compiled")
+    processes = {}
+    for name, case in CASES.items():
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/{name}", "TRITON_CACHE_DIR": f"{cache}/{name}/triton"}
+        command = [sys.executable, "-m", "tests.cuda.inductor", case[0], json.dumps(case[1]), case[2]]
+        with Path(f"{cache}/{name}.err").open("w") as errors:
+            processes[name] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+    found = {name: process.communicate()[0] for name, process in processes.items()}
+    for name, process in processes.items():
+        assert process.returncode == 0, Path(f"{cache}/{name}.err").read_text()[-3000:]
+    return {name: [Kernel(**kernel) for kernel in json.loads(text)] for name, text in found.items()}
+
+
+def fused_functions() -> set[str]:
+    """Names of the functions of the loss, the heads and their attention that are decorated with `fused`."""
+    names = set()
+    for module in (losses, base, attention):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.FunctionDef) and any(ast.unparse(decorator) == "fused" for decorator in node.decorator_list):
+                names.add(node.name)
+    return names
+
+
+def test_every_fused_function_of_a_step_becomes_machine_code_for_an_h100(kernels: dict[str, list[Kernel]]) -> None:
+    every = [kernel for found in kernels.values() for kernel in found]
+    assert {kernel.target for kernel in every} == {".target sm_90a"}
+    assert min(kernel.cubin_bytes for kernel in every) > 1000
+    assert fused_functions() - {kernel.function for kernel in every} == NOT_IN_STEPS
+
+
+def test_functions_with_gradients_are_compiled_backward_too(kernels: dict[str, list[Kernel]]) -> None:
+    backward = {kernel.function for found in kernels.values() for kernel in found if kernel.is_backward}
+    assert {"_project_terms", "_finish", "_keys_values", "_joint_weights"} <= backward
+
+
+def bytes_of(kernels: list[Kernel], function: str) -> int:
+    """For each element of the matrix of logits that a function of the loss goes over."""
+    return sum(kernel.bytes_per_element for kernel in kernels if kernel.function == function)
+
+
+def test_the_loss_moves_at_most_12_bytes_for_each_drafted_logit(kernels: dict[str, list[Kernel]]) -> None:
+    """In bf16 drafts' logits are read twice, the teacher's once at each depth and once before all, and the gradient is written.
+
+    Copies of rows of states, 24 bytes for each of H, come to 0.8 bytes for each logit here.
+    """
+    at_depths, before = (bytes_of(kernels["mtp"], name) for name in ("_rows_and_grad", "_totals"))
+    assert (at_depths, before) == (2 + 2 + 2 + 2, 2)
+    assert at_depths + before / NUM_DEPTHS + 24 * HIDDEN_SIZE / VOCAB_SIZE < 12
+
+
+def test_the_lk_loss_reads_rows_once_more(kernels: dict[str, list[Kernel]]) -> None:
+    """Its gradient needs a sum over the row, which needs the row's softmax."""
+    assert bytes_of(kernels["eagle3"], "_rows_and_grad") == 2 + (2 + 2) + (2 + 2 + 2)
+
+
+def test_a_vocabulary_of_the_heads_own_is_gathered_once_for_all_depths(kernels: dict[str, list[Kernel]]) -> None:
+    assert bytes_of(kernels["eagle3"], "_totals") == 2
+    assert bytes_of(kernels["eagle3"], "_own_logits") <= 6

