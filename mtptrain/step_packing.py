@@ -34,9 +34,9 @@ def pack_documents(
 ) -> list[Step]:
     """Returns the document indices of every micro-batch of every step of an epoch.
 
-    Documents come in the given order, `shuffled` or that of a streamed store. Each goes to the cheapest micro-batch of the step that has room. One that
-    fits nowhere waits and is among the first that the next step takes. Documents that cost nothing are left out, and so is a last
-    step that does not reach every micro-batch.
+    Documents come in the given order, `shuffled` or that of a streamed store. Each goes to the cheapest micro-batch of the step that
+    has room. One that fits nowhere waits and is among the first that the next step takes. Documents that cost nothing are left out,
+    and so is a last step that does not reach every micro-batch.
 
     Args:
         lengths: tokens of each document [D].
