@@ -5,6 +5,7 @@ backend, transformers in this process or vLLM in one of its own, and are written
 continues with any number of ranks, and the finished store is byte for byte that of an undisturbed run.
 
     torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart
+    torchrun --nproc-per-node 4 -m data_prep.hidden_states recipe=quickstart train.stream=true     # while mtptrain.train reads and deletes
     python -m data_prep.hidden_states recipe=quickstart plan=true     # what it will need; nothing is run
     torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart verify=true     # compare every byte of the store
 """
@@ -15,6 +16,7 @@ import shutil
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 
 import hydra
@@ -33,6 +35,7 @@ from mtptrain.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
 from mtptrain.heads import HEADS
 from mtptrain.hidden_store import Manifest, expected_identity
 from mtptrain.hidden_store_writer import begin_store, finish_store, has_shard, shard_ranges
+from mtptrain.hidden_stream import OPEN_WINDOWS, POLL_S, missing_open_shards, shard_windows
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
@@ -93,14 +96,20 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         return
     missing = missing_shards(store_dir, own, ranks)
     layout = (target_config.hidden_size, len(capture_layers), settings.store_dtype)
+    windows = shard_windows(len(shards), config.train.stream_shards, config.seed) if config.train.stream else []
     if ranks.is_first:
         unwritten = [i for i in range(len(shards)) if i in missing or (i not in own and not has_shard(store_dir, i))]
+        unwritten = fullest_windows(windows, documents, shards) if windows else unwritten
         scratch = scratch_bytes(config, shards, documents, target_config.hidden_size, 1 + len(capture_layers), ranks)
         announce(store_dir, documents, [shards[i] for i in unwritten], *layout, scratch)
         hint_ranks(ranks)
         if settings.part == 0:
             write_provenance(store_dir, config)
 
+    if windows:
+        with open_backend(config, target_dir, target_config, capture_layers, int(documents.lengths.max()), ranks) as streams:
+            follow_training(config, streams, documents, shards, windows, layout, ranks)
+        return
     started = time.monotonic()
     mine = {index: shards[index] for index in missing[ranks.rank :: ranks.world_size]}
     if mine:
@@ -112,6 +121,38 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         manifest = finish_store(store_dir, identity, settings.shard_tokens, target_config.hidden_size, len(shards))
         computed_tokens = num_tokens(documents, [shards[i] for i in missing])
         report(store_dir, manifest, config, len(shards), computed_tokens, time.monotonic() - started)
+
+
+def fullest_windows(windows: list[list[int]], documents: Documents, shards: list[range]) -> list[int]:
+    """Returns the shards of the windows that take the most disk together while training follows."""
+    together = [list(chain.from_iterable(windows[i : i + OPEN_WINDOWS])) for i in range(len(windows))]
+    return max(together, key=lambda indices: num_tokens(documents, [shards[i] for i in indices]))
+
+
+def follow_training(
+    config: PipelineConfig,
+    streams: Streams,
+    documents: Documents,
+    shards: list[range],
+    windows: list[list[int]],
+    layout: tuple[int, int, StoreDtype],
+    ranks: Ranks,
+) -> None:
+    """Write shards in the order of training, as far ahead as the disk may hold them, until training has released all of them.
+
+    Ranks share the shards by their places in that order, and do not wait for each other.
+    """
+    store_dir, who = config.stage_dir("hidden_states"), f"rank {ranks.rank} of {ranks.world_size}"
+    own = set(list(chain.from_iterable(windows))[ranks.rank :: ranks.world_size])
+    while (missing := missing_open_shards(store_dir, windows)) is not None:
+        mine = {index: shards[index] for index in missing if index in own}
+        if mine:
+            fill_shards(streams, documents, mine, store_dir, *layout, who, ranks.is_first, config.hidden_states.writer_threads)
+        else:
+            time.sleep(POLL_S)
+    ranks.barrier()
+    if ranks.is_first:
+        print(f"{store_dir}: training has read the hidden states of all {len(documents):,} documents", flush=True)
 
 
 def open_backend(

@@ -17,7 +17,7 @@ from mtptrain.fp8 import decode, decode_into
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_store import HiddenStore, StoredDocument
 from mtptrain.shard_format import scales_of
-from mtptrain.step_packing import Step, balance, pack_documents
+from mtptrain.step_packing import Step, balance, pack_documents, shuffled
 
 X = TypeVar("X")
 
@@ -229,8 +229,21 @@ class BatchSchedule:
         micro_batches_per_step: int,
         seed: int,
         for_gpu: bool = True,
+        order: NDArray[np.int64] | None = None,
     ) -> None:
+        """Pack the first epoch.
+
+        Args:
+            store: of the documents.
+            ttt_steps: T.
+            batch_tokens: of one micro-batch at most.
+            micro_batches_per_step: over all ranks.
+            seed: shuffles the documents of each epoch.
+            for_gpu: read ahead in a thread, into pinned memory.
+            order: of the documents of the only epoch, where the store asks for one.
+        """
         self.store = store
+        self.order = order
         self.for_gpu = for_gpu
         self.ttt_steps = ttt_steps
         self.batch_tokens = batch_tokens
@@ -250,7 +263,13 @@ class BatchSchedule:
 
     def _pack(self, epoch: int) -> list[Step]:
         lengths = self.store.document_lengths
-        return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, self.seed, epoch)
+        order = shuffled(len(lengths), self.seed, epoch) if self.order is None else self.order
+        return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, order)
+
+    @property
+    def first_epoch(self) -> list[Step]:
+        """Returns the document indices of every micro-batch of every step of the first epoch."""
+        return self._packed if self._epoch == 0 else self._pack(0)
 
     def documents_of(self, step: int) -> Step:
         """Document indices of each micro-batch of a step, counted over all epochs."""
@@ -289,5 +308,6 @@ class BatchSchedule:
                 for batch in ready:
                     self._buffers.give_back(batch)
         finally:
+            self.store.close()
             if reader is not None:
                 reader.shutdown()

@@ -226,6 +226,11 @@ class TrainConfig:
     """Of `loss=lk`: how fast the weight goes from KL to the chance of rejection while that falls."""
     feature_weight: float = 0.0
     """Of the smooth L1 distance between the head's states and the target's post-norm states, beside the loss (EAGLE-1's)."""
+    stream: bool = False
+    """Train while data_prep.hidden_states, started at the same time with the same settings, extracts: shards are deleted once they are
+    trained on, so that the disk holds a few of them. One epoch."""
+    stream_shards: int = 16
+    """`stream`: shards of a window. Documents are shuffled within a window, and the disk holds three windows at most."""
     loss_chunk_rows: int = 1536
     """Rows of one [rows, V] block of logits: of all depths that the same positions teach."""
     compile: bool | None = None
@@ -504,6 +509,7 @@ def _check(config: PipelineConfig) -> None:
         "train.batch_tokens": (config.train.batch_tokens, 1),
         "train.micro_batches_per_step": (config.train.micro_batches_per_step, 1),
         "train.loss_chunk_rows": (config.train.loss_chunk_rows, 1),
+        "train.stream_shards": (config.train.stream_shards, 1),
         "train.log_every": (config.train.log_every, 1),
         "train.keep_checkpoints": (config.train.keep_checkpoints, 1),
         "train.warmup_steps": (config.train.warmup_steps, 0),
@@ -570,6 +576,16 @@ def _check(config: PipelineConfig) -> None:
             "both training and validation need documents"
         )
     _check_acceptance(config.acceptance)
+    _check_stream(config)
+
+
+def _check_stream(config: PipelineConfig) -> None:
+    for name, value in {"train.epochs": config.train.epochs, "hidden_states.num_parts": config.hidden_states.num_parts}.items():
+        if config.train.stream and value != 1:
+            raise ValueError(
+                f"{name}: must be 1 with train.stream=true, which reads every shard once and deletes it, but is {value}; set {name}=1, "
+                "or train.stream=false"
+            )
 
 
 def _check_acceptance(settings: AcceptanceConfig) -> None:

@@ -176,12 +176,19 @@ class HiddenStore:
         _, shard, local = self._locate(index)
         return _document(shard, local, _tensors_of(shard, local))
 
+    def close(self) -> None:
+        """Unmap all shards: nothing is read from now on."""
+        self._mapped.clear()
+
     def _locate(self, index: int) -> tuple[Path, dict[str, torch.Tensor], int]:
         """Returns the shard of a document, its path, and the document's index in it."""
         assert 0 <= index < self.num_documents, "document index out of range"
         shard_index = int(np.searchsorted(self._first_documents, index, side="right")) - 1
-        path = self.directory / self.manifest.shards[shard_index].file
+        path = self.directory / self._record(shard_index).file
         return path, self._shard(shard_index), index - int(self._first_documents[shard_index])
+
+    def _record(self, index: int) -> ShardRecord:
+        return self.manifest.shards[index]
 
     def _shards(self) -> list[dict[str, torch.Tensor]]:
         with ThreadPoolExecutor(OPENING_THREADS) as pool:
@@ -189,7 +196,7 @@ class HiddenStore:
 
     def _shard(self, index: int) -> dict[str, torch.Tensor]:
         if index not in self._mapped:
-            record = self.manifest.shards[index]
+            record = self._record(index)
             _check_length(self.directory, index, record)
             _check_index(self.directory, index, record)
             # Closing the file keeps the mapping: no file descriptor stays open per shard.

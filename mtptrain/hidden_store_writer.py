@@ -90,7 +90,7 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, sha
 
 def _remove_leftovers(directory: Path, shards: Collection[int]) -> None:
     """Remove unfinished files of these shards, shards without a record, and records whose shard is missing or truncated."""
-    indices = {_shard_path(directory, index).stem: index for index in shards}
+    indices = {shard_path(directory, index).stem: index for index in shards}
     for path in list(directory.glob("shard_*")):
         index = indices.get(path.name.split(".")[0])
         if index is not None and (path.suffix == ".tmp" or not has_shard(directory, index)):
@@ -103,7 +103,7 @@ def has_shard(directory: Path, index: int) -> bool:
     Its record was written after its bytes were on the disk; they are not read again here. Training checks every document that it
     reads, and `verify` all of them.
     """
-    if _read_record(directory, index) is not None:
+    if read_record(directory, index) is not None:
         return True
     if not (directory / MANIFEST).exists():
         return False
@@ -133,7 +133,7 @@ class ShardFile:
         Raises:
             OSError: the disk has no room for it.
         """
-        self._path = _shard_path(directory, index)
+        self._path = shard_path(directory, index)
         self._temporary = _temporary_path(self._path)
         self._tokens, self._num_captured, self._dtype = tokens, num_captured, dtype
         self._hidden_size = hidden_size
@@ -202,7 +202,7 @@ class ShardFile:
             index_checksum=index_checksum(index, bytes_of(self._tokens["loss_mask"])),
         )
         publish(self._temporary, self._path)
-        _write_json(_record_path(self._path), asdict(record))
+        _write_json(record_path(self._path), asdict(record))
 
     def discard(self) -> None:
         """Give the space back."""
@@ -233,7 +233,7 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
 
     One process of a part calls it, after the part's shards are written. Parts that end together write the same bytes.
     """
-    records = [record for index in range(num_shards) if (record := _read_record(directory, index)) is not None]
+    records = [record for index in range(num_shards) if (record := read_record(directory, index)) is not None]
     if len(records) < num_shards:
         if not (directory / MANIFEST).exists():
             return None
@@ -257,11 +257,11 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
     return manifest
 
 
-def _read_record(directory: Path, index: int) -> ShardRecord | None:
+def read_record(directory: Path, index: int) -> ShardRecord | None:
     """Returns the record of a shard that has its full length."""
-    path = _shard_path(directory, index)
+    path = shard_path(directory, index)
     try:
-        record = ShardRecord(**read_json(_record_path(path)))
+        record = ShardRecord(**read_json(record_path(path)))
     except FileNotFoundError:
         return None
     return record if has_length(path, record) else None
@@ -271,7 +271,7 @@ def _reopen(directory: Path, manifest: Manifest) -> None:
     """Make a finished store that lost a shard an unfinished one; the manifest goes last, so that a kill in between is harmless."""
     for record in manifest.shards:
         if has_length(directory / record.file, record):
-            _write_json(_record_path(directory / record.file), asdict(record))
+            _write_json(record_path(directory / record.file), asdict(record))
     _write_plan(directory, manifest.identity, manifest.shard_tokens)
     _remove(directory, MANIFEST)
 
@@ -280,12 +280,12 @@ def _write_plan(directory: Path, identity: StoreIdentity, shard_tokens: int) -> 
     _write_json(directory / PLAN, {"identity": asdict(identity), "shard_tokens": shard_tokens})
 
 
-def _shard_path(directory: Path, index: int) -> Path:
+def shard_path(directory: Path, index: int) -> Path:
     return directory / f"shard_{index:05d}.safetensors"
 
 
-def _record_path(shard_path: Path) -> Path:
-    return shard_path.with_suffix(".json")
+def record_path(shard: Path) -> Path:
+    return shard.with_suffix(".json")
 
 
 def _temporary_path(path: Path) -> Path:

@@ -26,22 +26,26 @@ EVENED_STEPS = 8
 """Last steps of an epoch that share their documents."""
 
 
+def shuffled(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Returns the indices of all documents in the order of an epoch, from 0."""
+    return np.random.default_rng([seed, epoch]).permutation(num_documents)
+
+
 def pack_documents(
-    lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, micro_batches: int, seed: int, epoch: int
+    lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, micro_batches: int, order: NDArray[np.int64]
 ) -> list[Step]:
     """Returns the document indices of every micro-batch of every step of an epoch.
 
-    Documents come in an order shuffled by seed and epoch. Each goes to the cheapest micro-batch of the step that has room. One that
-    fits nowhere waits and is among the first that the next step takes. Documents that cost nothing are left out, and so is a last
-    step that does not reach every micro-batch.
+    Documents come in the given order, `shuffled` or that of a streamed store. Each goes to the cheapest micro-batch of the step that
+    has room. One that fits nowhere waits and is among the first that the next step takes. Documents that cost nothing are left out,
+    and so is a last step that does not reach every micro-batch.
 
     Args:
         lengths: tokens of each document [D].
         costs: cost of each document [D].
         batch_tokens: most tokens of one micro-batch.
         micro_batches: number of micro-batches of a step.
-        seed: seed of the run.
-        epoch: number of the epoch, from 0.
+        order: indices of the documents.
 
     Raises:
         ValueError: a document is longer than a batch.
@@ -51,7 +55,6 @@ def pack_documents(
             f"train.batch_tokens: must be at least the longest document, {lengths.max()} tokens, but is {batch_tokens}; raise it or "
             "lower prompts.max_document_tokens and run data_prep.prompts and data_prep.hidden_states again"
         )
-    order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
     order = order[costs[order] > 0]
     coming = zip(order.tolist(), lengths[order].tolist(), costs[order].tolist(), strict=True)
     shortest = int(lengths[order].min(initial=batch_tokens))

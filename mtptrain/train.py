@@ -33,15 +33,16 @@ from mtptrain.checkpoint import (
     newest_whole_checkpoint,
     save_checkpoint,
 )
-from mtptrain.config import RECIPES, PipelineConfig, Resume, load_config
+from mtptrain.config import RECIPES, PipelineConfig, Resume, TrainConfig, load_config
 from mtptrain.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
 from mtptrain.draft_vocab import d2t_sha256, read_draft_vocab
 from mtptrain.flops import StepFlops, matmul_peak
 from mtptrain.head_files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.base import Head, HeadConfig
-from mtptrain.hidden_store import MANIFEST, HiddenStore, expected_identity, open_store
-from mtptrain.identity import file_sha256
-from mtptrain.prompt_files import Split
+from mtptrain.hidden_store import MANIFEST, PLAN, HiddenStore, expected_identity, open_store
+from mtptrain.hidden_stream import Releases, StreamedStore, open_stream
+from mtptrain.identity import StoreIdentity, file_sha256
+from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.step_packing import PACKING_VERSION
 from mtptrain.target import FrozenParts, load_frozen_parts, read_target_config, resolve_target
@@ -78,6 +79,8 @@ class Run:
     resume_facts: dict[str, object]
     head_facts: dict[str, object]
     """Kept with every head: the target that it belongs to."""
+    releases: Releases | None = None
+    """Frees the disk where the store is streamed."""
 
 
 def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
@@ -100,7 +103,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), identity.prompts_sha256)
     else:
         head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
-    store = open_store(config.stage_dir("hidden_states"), identity)
+    store = open_hidden_states(config, identity, prompts_file)
     facts = resume_facts(config, store, head)
     checkpoint = newest_whole_checkpoint(config.stage_dir("train") / "checkpoints", ranks)
     if checkpoint is not None:
@@ -113,17 +116,45 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         config.train.micro_batches_per_step,
         config.seed,
         for_gpu=ranks.device.type == "cuda",
+        order=store.order if isinstance(store, StreamedStore) else None,
     )
+    releases = Releases(store, schedule.first_epoch) if isinstance(store, StreamedStore) else None
     if ranks.is_first:
         write_provenance(config.stage_dir("train"), config)
     ranks.barrier()
-    num_steps = config.train.max_steps or config.train.epochs * schedule.steps_per_epoch
+    num_steps = count_steps(config.train, schedule.steps_per_epoch)
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
     flops = StepFlops.of(head, len(parts.lm_head), config.head.ttt_steps)
     meter = Meter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}
-    return Run(schedule, num_steps, trainer, meter, validation, progress, facts, head_facts)
+    if releases is not None:
+        releases.release(progress.step, progress.step == num_steps, ranks.is_first)
+    return Run(schedule, num_steps, trainer, meter, validation, progress, facts, head_facts, releases)
+
+
+def open_hidden_states(config: PipelineConfig, identity: StoreIdentity, prompts_file: Path) -> HiddenStore:
+    """Open the finished store, or with `train.stream` the one that is being written."""
+    store_dir = config.stage_dir("hidden_states")
+    if not config.train.stream:
+        return open_store(store_dir, identity)
+    documents = Documents.load(prompts_file)
+    return open_stream(store_dir, identity, documents, config.hidden_states.shard_tokens, config.train.stream_shards, config.seed)
+
+
+def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
+    """Returns the number of steps of the run.
+
+    Raises:
+        ValueError: they are more than streaming can give.
+    """
+    num_steps = settings.max_steps or settings.epochs * steps_per_epoch
+    if settings.stream and num_steps > steps_per_epoch:
+        raise ValueError(
+            f"train.max_steps: must be at most {steps_per_epoch}, the steps of one epoch, with train.stream=true, but is {num_steps}; "
+            "lower it, or set train.stream=false"
+        )
+    return num_steps
 
 
 def check_one_start(config: HeadConfig) -> None:
@@ -157,9 +188,19 @@ def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict
         "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),
         "seed": config.seed,
         **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},
-        "the sha256 of the hidden states' manifest": file_sha256(store.directory / MANIFEST),
         "the version of the packing of documents": PACKING_VERSION,
+        **identifying_facts(store),
     }
+
+
+def identifying_facts(store: HiddenStore) -> dict[str, object]:
+    """Returns what says which documents the store holds, in which order they are trained on."""
+    if isinstance(store, StreamedStore):
+        return {
+            "the sha256 of the hidden states' plan": file_sha256(store.directory / PLAN),
+            "train.stream_shards": len(store.windows[0]),
+        }
+    return {"the sha256 of the hidden states' manifest": file_sha256(store.directory / MANIFEST)}
 
 
 OPTIMISATION_SETTINGS = (
@@ -210,8 +251,9 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             if tracking is not None:
                 tracking.write(progress.step, record)
         stopped_by = None if is_last else stop.agreed()
-        is_kept = is_last or stopped_by or any(is_due(progress.step, n) for n in (settings.validate_every, settings.save_every))
-        if is_kept:
+        frees_disk = run.releases is not None and run.releases.is_due(progress.step)
+        is_saved = is_last or stopped_by or frees_disk or is_due(progress.step, settings.save_every)
+        if is_saved or is_due(progress.step, settings.validate_every):
             run.trainer.check_weights(progress.step, batches)
         if is_last or is_due(progress.step, settings.validate_every):
             progress, measured = (
@@ -219,9 +261,11 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             )
             shown |= measured
             run.meter.restart()
-        if is_last or stopped_by or is_due(progress.step, settings.save_every):
+        if is_saved:
             checkpoint_dir = stage_dir / "checkpoints"
             save_checkpoint(run.trainer.engine, checkpoint_dir, progress, run.resume_facts, settings.keep_checkpoints, ranks)
+            if run.releases is not None:
+                run.releases.release(progress.step, is_last, ranks.is_first)
             run.meter.restart()
         if stopped_by:
             if ranks.is_first:

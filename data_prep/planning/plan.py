@@ -23,7 +23,7 @@ from mtptrain.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.heads import HEADS
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
-from mtptrain.step_packing import pack_documents
+from mtptrain.step_packing import pack_documents, shuffled
 from mtptrain.target import DEMO, HUB_ERRORS, read_target_config, resolve_target, unknown_target, weight_files
 
 FITTING_SHARE = 0.8
@@ -294,7 +294,9 @@ def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
         return trained_tokens // (train.batch_tokens * train.micro_batches_per_step)
     costs = lengths.astype(np.float64)
     return train.epochs * len(
-        pack_documents(lengths, costs, train.batch_tokens, train.micro_batches_per_step, config.seed, epoch=0)
+        pack_documents(
+            lengths, costs, train.batch_tokens, train.micro_batches_per_step, shuffled(len(lengths), config.seed, epoch=0)
+        )
     )
 
 

@@ -5,13 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtptrain.step_packing import EVENED_STEPS, LOOK_AHEAD, Step, balance, pack_documents
+from mtptrain.step_packing import EVENED_STEPS, LOOK_AHEAD, Step, balance, pack_documents, shuffled
 
 MICRO_BATCHES, BATCH_TOKENS = 8, 32_768
 
 
 def pack(lengths: np.ndarray, micro_batches: int = 1, epoch: int = 0, costs: np.ndarray | None = None) -> list[list[list[int]]]:
-    return pack_documents(lengths, lengths.astype(float) if costs is None else costs, 64, micro_batches, seed=0, epoch=epoch)
+    return pack_documents(
+        lengths, lengths.astype(float) if costs is None else costs, 64, micro_batches, shuffled(len(lengths), 0, epoch)
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -36,7 +38,7 @@ def test_the_micro_batches_of_a_step_cost_about_the_same() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 12, 2000)
     costs = np.where(rng.random(2000) < 0.1, 20.0, 1.0) * rng.random(2000)
-    steps = pack_documents(lengths, costs, 256, 8, seed=0, epoch=0)
+    steps = pack_documents(lengths, costs, 256, 8, shuffled(len(lengths), 0, 0))
     for step in steps:
         balanced = balance(step, lengths, costs, 256)
         assert sorted(i for indices in balanced for i in indices) == sorted(i for indices in step for i in indices)
@@ -95,14 +97,14 @@ def fill_of(steps: list[Step], lengths: np.ndarray) -> np.ndarray:
 def test_long_documents_leave_no_step_unfilled(share_long: float) -> None:
     """A step was closed by the first document that fitted nowhere: 0.6 full on the average, and the least a fifth."""
     lengths = lengths_of(share_long, num_steps=60)
-    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, seed=0, epoch=0)
+    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0))
     fill = fill_of(steps, lengths)
     assert len(steps) <= 62 and fill.mean() > 0.97 and fill.min() > 0.9
 
 
 def test_where_long_documents_need_a_micro_batch_each_no_step_more_is_made_than_they_need() -> None:
     lengths = lengths_of(0.5, num_steps=60)
-    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, seed=0, epoch=0)
+    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0))
     assert len(steps) <= np.count_nonzero(lengths > BATCH_TOKENS // 2) / MICRO_BATCHES + 2
     assert fill_of(steps, lengths).min() > 0.6
 
@@ -111,7 +113,9 @@ def test_where_long_documents_need_a_micro_batch_each_no_step_more_is_made_than_
 def test_the_last_step_is_not_a_small_one(num_steps: float) -> None:
     lengths = np.random.default_rng(0).integers(16, 4000, 10_000)
     lengths = lengths[: np.searchsorted(lengths.cumsum(), num_steps * MICRO_BATCHES * BATCH_TOKENS)]
-    fill = fill_of(pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, 0, 0), lengths)
+    fill = fill_of(
+        pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0)), lengths
+    )
     assert fill.min() > 0.93 * fill.mean()
     assert fill.sum() == pytest.approx(lengths.sum() / (MICRO_BATCHES * BATCH_TOKENS))
 
@@ -119,7 +123,7 @@ def test_the_last_step_is_not_a_small_one(num_steps: float) -> None:
 def test_a_document_that_fits_nowhere_waits_a_few_steps_only() -> None:
     """The order stays close to the shuffled one; the last steps, which share their documents, aside."""
     lengths = lengths_of(0.17, num_steps=60)
-    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, seed=3, epoch=1)
+    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 3, 1))
     step_of = {i: number for number, step in enumerate(steps) for indices in step for i in indices}
     order = np.random.default_rng([3, 1]).permutation(len(lengths))
     taken = np.array([step_of.get(i, len(steps)) for i in order])
