@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from mtptrain.fusing import fused
+from mtptrain.fusing import fused, of_fixed_width
 
 
 class LossKind(StrEnum):
@@ -168,7 +168,7 @@ def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher
 
 def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
     """Returns a teacher that holds logits."""
-    largest, total, smallest, tokens = _totals(logits)
+    largest, total, smallest, tokens = _totals(of_fixed_width(logits))
     log_total = largest + total.log() + 0 * smallest  # NaN where a logit is -inf, which a sum of exponentials does not show
     if draft_token_ids is None:
         return Teacher(logits, log_total, None, tokens, None)
@@ -183,7 +183,8 @@ def _totals(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     """
     wide = logits.float()
     largest = wide.amax(-1, keepdim=True)
-    return largest[:, 0], (wide - largest).exp().sum(-1), wide.amin(-1), wide.argmax(-1)
+    total = (wide - largest).exp().sum(-1, keepdim=True)  # keepdim as the compiler's pattern of a softmax has it
+    return largest[:, 0], total[:, 0], wide.amin(-1), wide.argmax(-1)
 
 
 @fused
@@ -255,7 +256,7 @@ def compare(
     mass = None if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
     weights = counts * scale.repeat_interleave(len(counts) // num_depths)
     largest, total, product, overlap, grad = _rows_and_grad(
-        logits, teacher.values, teacher.log_total, tokens, mass, weights, num_depths, kind, lk_eta
+        of_fixed_width(logits), of_fixed_width(teacher.values), teacher.log_total, tokens, mass, weights, num_depths, kind, lk_eta
     )
     log_total, at_token = total.log(), logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].float()
     cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product
