@@ -95,7 +95,8 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
     Raises:
         RuntimeError: there are checkpoints, but every one is torn.
     """
-    chosen, faults = ranks.gather(_first_whole(directory) if ranks.is_first else (None, {}))[0]
+    found: tuple[Path | None, dict[Path, str]] = _first_whole(directory) if ranks.is_first else (None, {})
+    chosen, faults = ranks.gather(found)[0]
     if faults and chosen is None:
         raise RuntimeError(
             f"{directory}: at least one checkpoint must be whole, but none is ({'; '.join(faults.values())}); restore one, or remove "

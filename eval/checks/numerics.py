@@ -39,8 +39,8 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
     results = []
     for attention, work_dtype in ((depth_attention, dtype), (dense_attention, torch.float32)):
         leaves = [x.to(work_dtype, copy=True).requires_grad_() for x in inputs]
-        own = leaves[3:]
-        out = attention(*leaves[:3], own[: DEPTHS - 1], own[DEPTHS - 1 :], packing)
+        query, key, value, *own = leaves
+        out = attention(query, key, value, own[: DEPTHS - 1], own[DEPTHS - 1 :], packing)
         results.append([out, *torch.autograd.grad((out.float() * weights).sum(), leaves)])
     return at_most(
         max(relative_error(*pair) for pair in zip(*results, strict=True)), BOUNDS[dtype], "largest error of states and gradients"
@@ -62,8 +62,8 @@ def dense_attention(
     itself = torch.eye(len(query), dtype=torch.bool, device=key.device)
     mask = torch.cat([is_seen, *[itself] * len(own_keys)], dim=1)
     keys, values = torch.cat([key[packing.places], *own_keys]), torch.cat([value[packing.places], *own_values])
-    heads_first = (x.transpose(0, 1)[None] for x in (query, keys, values))
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))  # [1, heads, ..., head_dim]
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:
