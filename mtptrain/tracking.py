@@ -82,7 +82,9 @@ class Meter:
         """
         phases = self.clock.read()
         seconds = time.perf_counter() - self._started
-        counts = [self._tokens, self._drafts, self._flops, self._data_wait_s, *(phases.get(name, 0.0) for name in PHASES)]
+        # The host may wait while a GPU still works on what is queued: only time outside all phases can be lost.
+        data_wait_s = min(self._data_wait_s, max(0.0, seconds - sum(phases.values())))
+        counts = [self._tokens, self._drafts, self._flops, data_wait_s, *(phases.get(name, 0.0) for name in PHASES)]
         tokens, drafts, flops, data_wait_s, *phase_s = ranks.sum(
             torch.tensor(counts, dtype=torch.float64, device=self.device)
         ).tolist()

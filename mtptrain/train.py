@@ -11,11 +11,16 @@ goes on from there.
 """
 
 import json
+import os
 import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+# Sizes differ from step to step, which fragments a GPU's memory. Torch reads this when memory of a GPU is first taken. Not for all
+# programs: vLLM's workers would inherit it, and cannot share such memory with each other.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
 
 import hydra
 import torch

@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,11 +65,9 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "aten" and func._overloadpacket not in flop_registry:
-            with self:  # what inference mode hands over whole: `linear`, `matmul` and the like
-                decomposed = func.decompose(*args, **kwargs)
-            if decomposed is not NotImplemented:
-                return decomposed
+        if _is_composite(func):  # what inference mode hands over whole: `linear`, `matmul` and the like
+            with self:
+                return func.decompose(*args, **kwargs)
         name = func._overloadpacket.__name__
         self.num_calls[name] += 1
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -144,6 +142,16 @@ class Meter(TorchDispatchMode):
             self.bytes_of[name] += num_bytes
 
 
+@cache
+def _is_composite(func: Any) -> bool:
+    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+    return (
+        func.namespace == "aten"
+        and func._overloadpacket not in flop_registry
+        and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit)
+    )
+
+
 class _Fused(torch.autograd.Function):
     """A function whose backward pass is one kernel as well; weights that it reads beside its arguments get their gradients."""
 
@@ -162,7 +170,7 @@ class _Fused(torch.autograd.Function):
         outs = ctx.out if isinstance(ctx.out, tuple) else (ctx.out,)
         pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
         with ctx.meter.fusing():
-            torch.autograd.backward(*zip(*pairs, strict=True))
+            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
         found = [x.grad if isinstance(x, torch.Tensor) else None for x in ctx.args]
         moved = [
             *(grad for _, grad in pairs),
@@ -211,7 +219,7 @@ def _lengths(offsets: torch.Tensor, longest: int) -> list[int]:
     if isinstance(offsets, FakeTensor):
         return [longest] * (len(offsets) - 1)
     with unset_fake_temporarily():
-        return offsets.diff().tolist()  # type: ignore[no-any-return]
+        return offsets.diff().tolist()
 
 
 def _moved(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
