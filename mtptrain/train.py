@@ -10,13 +10,10 @@ On SIGTERM or SIGUSR1 it ends the step that it is in, saves a checkpoint and exi
 goes on from there.
 """
 
-import json
 import os
-import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 # Sizes differ from step to step, which fragments a GPU's memory. Torch reads this when memory of a GPU is first taken. Not for all
 # programs: vLLM's workers would inherit it, and cannot share such memory with each other.
@@ -25,8 +22,6 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_C
 import hydra
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from mtptrain.batches import BatchSchedule
@@ -51,7 +46,8 @@ from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.step_packing import PACKING_VERSION
 from mtptrain.target import FrozenParts, load_frozen_parts, read_target_config, resolve_target
-from mtptrain.tracking import METRICS, PHASES, Meter, Tracer, Tracking
+from mtptrain.tracking import Meter, Tracer, Tracking
+from mtptrain.train_summary import in_progress_bar, print_summary
 from mtptrain.trainer import Trainer, check_batch_ranks, check_deepspeed, check_device
 from mtptrain.validation import Validation
 from mtptrain.warm_start import load_init, start_from_target
@@ -283,17 +279,6 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
     return progress
 
 
-def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
-    return {
-        "loss": f"{record['loss']:.3f}",
-        "tok/s": f"{record['tokens_per_s']:,.0f}",
-        "supervised/s": f"{record['supervised_tokens_per_s']:,.0f}",
-        "data": f"{record['data_wait_share']:.0%}",
-        "limit": f"{record['share_of_limit']:.0%}",
-        "GB": f"{record['peak_bytes'] / 1e9:.1f}",
-    }
-
-
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -331,45 +316,6 @@ def keep_unmeasured(config: PipelineConfig, run: Run, progress: Progress, ranks:
         for name in ("last", "best") if not progress.best_acceptance_length else ("last",):
             save_head(config.stage_dir("train") / name, head_state, config.head, {"step": progress.step, **run.head_facts})
     return progress, {}
-
-
-def print_summary(stage_dir: Path, progress: Progress) -> None:
-    best = progress.best_acceptance_length
-    table = Table(title="mtptrain.train", show_header=False)
-    table.add_row("steps", f"{progress.step:,}")
-    table.add_row("best acceptance length", f"{best:.3f}" if best else "not measured: run eval.acceptance")
-    for name, value in speed_rows(stage_dir / METRICS):
-        table.add_row(name, value)
-    table.add_row("best head", str(stage_dir / "best"))
-    table.add_row("metrics", str(stage_dir / METRICS))
-    Console().print(table)
-
-
-def speed_rows(metrics: Path) -> list[tuple[str, str]]:
-    """What the run did with its time, from its records: the medians over the run, and what limits it."""
-    records = [record for line in metrics.read_text().splitlines() if "tokens_per_s" in (record := json.loads(line))]
-    median = {name: statistics.median(record[name] for record in records) for name in records[-1] if name in MEASURED}
-    shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}
-    longest = max(shares, key=lambda name: shares[name])
-    shown = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares.items())
-    return [
-        ("tokens", f"{sum(record['tokens'] for record in records):,.0f}"),
-        ("tokens/s", f"{median['tokens_per_s']:,.0f}, {median['supervised_tokens_per_s']:,.0f} supervised"),
-        ("of the matmul peak", f"{median['share_of_limit']:.1%}"),
-        ("time", shown),
-        ("limited by", LIMITS[longest]),
-        ("peak memory", f"{records[-1]['peak_bytes'] / 1e9:.2f} GB"),
-    ]
-
-
-MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "share_of_limit", "data_wait_share", *(f"{name}_share" for name in PHASES))
-LIMITS = {
-    "data_wait": "reading: a faster disk, or hidden_states.store_dtype=fp8",
-    "forward": "the head's layer",
-    "loss": "products with the vocabulary: a draft vocabulary (eagle3) would shorten them",
-    "backward": "the head's layer, backward",
-    "optimizer": "the optimizer: larger train.batch_tokens, or more micro-batches per step",
-}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from data_prep.planning.costs import StepCosts, TargetCosts, head_parameters, step_costs, target_costs
 from data_prep.planning.speed import Speed, TokenCosts, estimate
 from data_prep.planning.validation_costs import validation_bytes
+from data_prep.planning.writing import writer_tokens_per_s
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.export_proof import proof_bytes
 from mtptrain.extraction.vllm_streams import check_vllm_can_extract
@@ -113,6 +114,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         FileNotFoundError: the target does not exist.
         ValueError: the target's family is not supported, or not by the backend, or the head does not fit the target.
     """
+    settings = config.hidden_states
     target_dir = plan_target_dir(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     if config.hidden_states.backend is Backend.vllm:
@@ -160,15 +162,15 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             TokenCosts(
                 flops=target.flops_per_token(workload.mean_tokens),
                 traffic_bytes=target.traffic_bytes_per_token,
-                pcie_bytes=max(scratch_bytes, _itemsize(config.hidden_states.dtype.value) * writer_values(target_config, captured)),
+                pcie_bytes=max(scratch_bytes, _itemsize(settings.dtype.value) * (1 + len(captured)) * target_config.hidden_size),
                 disk_bytes=stored_bytes + scratch_bytes,
-                writer_values=writer_values(target_config, captured),
+                writer_s=1
+                / writer_tokens_per_s(target_config.hidden_size, len(captured), settings.store_dtype, settings.writer_threads),
             ),
             config.planner.hidden_states_peak_share,
             1 if is_spread else config.planner.num_gpus,
             1 if is_spread else config.planner.num_gpus // _gpus_per_rank(config),
             getattr(torch, config.hidden_states.dtype.value),
-            config.hidden_states.store_dtype,
         ),
         train=estimate(
             config.planner,
@@ -184,7 +186,6 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             config.planner.num_gpus,
             config.planner.num_gpus,
             _train_dtype(config),
-            config.hidden_states.store_dtype,
         ),
         export_bytes=proof_bytes(
             target_config.vocab_size, target_config.hidden_size, num_parameters, 1 if target_config.tie_word_embeddings else 2
@@ -195,12 +196,6 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
 def _gpus_per_rank(config: PipelineConfig) -> int:
     is_vllm = config.hidden_states.backend is Backend.vllm
     return min(config.planner.num_gpus, config.hidden_states.tensor_parallel_size) if is_vllm else 1
-
-
-def writer_values(target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
-    """Values of a token's hidden states: the captured streams and the last."""
-    hidden_size: int = target_config.hidden_size
-    return (len(captured) + 1) * hidden_size
 
 
 def scratch_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:

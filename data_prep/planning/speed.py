@@ -6,19 +6,12 @@ from functools import cache
 
 import torch
 
-from mtptrain.config import PlannerConfig, StoreDtype
+from mtptrain.config import PlannerConfig
 
 MEMORY_SHARE = 0.78
 """Of a GPU's memory bandwidth, what elementwise kernels reach."""
 PCIE_BYTES_PER_S = 50e9
 """Between a GPU and the machine's memory: PCIe 5 with 16 lanes, in one direction."""
-WRITER_THREADS = 1
-"""CPU threads of each rank that check, encode and write states."""
-
-
-def writer_values_per_s(store_dtype: StoreDtype) -> float:
-    """Values of hidden states that the CPU threads of one rank write, as measured on one core of a server."""
-    return WRITER_THREADS * (3e8 if store_dtype is StoreDtype.bfloat16 else 6.9e7)
 
 
 @dataclass(frozen=True)
@@ -43,13 +36,13 @@ class TokenCosts:
     """Through a GPU's memory, outside matrix products and attention."""
     pcie_bytes: float
     disk_bytes: float
-    writer_values: float = 0.0
-    """That CPU threads check and encode; 0 where nothing is written."""
+    writer_s: float = 0.0
+    """Seconds that a rank's CPU threads take to check, encode, write and hash it; 0 where nothing is written."""
 
 
 def estimate(
     planner: PlannerConfig, tokens: int, given: float, costs: TokenCosts, share: float, gpus_at_work: int, num_ranks: int,
-    dtype: torch.dtype, store_dtype: StoreDtype,
+    dtype: torch.dtype,
 ) -> Speed:  # fmt: skip
     """Time of `tokens`: at the tokens/s given, else at those of the slowest of what each token needs."""
     if given:
@@ -61,8 +54,8 @@ def estimate(
         memory = MEMORY_SHARE * bandwidth / max(1.0, costs.traffic_bytes)
         rates["memory traffic"] = memory
         rates["PCIe"] = gpus_at_work * PCIE_BYTES_PER_S / max(1.0, costs.pcie_bytes)
-        if costs.writer_values:
-            rates["the CPU that writes states"] = num_ranks * writer_values_per_s(store_dtype) / costs.writer_values
+        if costs.writer_s:
+            rates["the CPU that writes states"] = num_ranks / costs.writer_s
     if planner.disk_gb_per_s:
         rates[f"a disk of {planner.disk_gb_per_s:g} GB/s"] = planner.disk_gb_per_s * 1e9 / costs.disk_bytes
     return _slowest(tokens, rates, costs.flops)
