@@ -12,6 +12,7 @@ from rich.table import Table
 from data_prep.planning.plan import ENGINE_SHARE, FITTING_SHARE, Plan, TrainMemory, make_plan
 from data_prep.planning.speed import Speed
 from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
+from mtptrain.hidden_stream import OPEN_WINDOWS
 
 
 def print_plan(config: PipelineConfig) -> Plan:
@@ -51,6 +52,7 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
     return [
         ("documents", _describe_workload(plan, config)),
         ("hidden states", f"{sizes.pop(chosen)}; " + "; ".join(sizes.values())),
+        *([("streamed", f"{_gb(streamed_bytes(plan, config))} at a time")] * config.train.stream),
         *([("scratch", f"{plan.scratch_bytes_per_token:,} bytes/token of vLLM's files, gone with each shard")] * is_vllm),
         ("target", f"{target}, {config.hidden_states.backend}"),
         *([extraction] * is_vllm),
@@ -111,15 +113,27 @@ def plan_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
 
 
 def _disk_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
-    size = plan.store_bytes[config.hidden_states.store_dtype]
+    streamed = streamed_bytes(plan, config)
+    size = streamed if config.train.stream else plan.store_bytes[config.hidden_states.store_dtype]
     if size <= plan.free_bytes:
         return []
     eight_bits = config.hidden_states.store_dtype is not StoreDtype.fp8
     smaller = f"hidden_states.store_dtype=fp8 ({_gb(plan.store_bytes[StoreDtype.fp8])}), " if eight_bits else ""
+    if streamed <= plan.free_bytes:
+        smaller += f"train.stream=true ({_gb(streamed)} at a time, one epoch), "
+    elif config.train.stream:
+        smaller += "a lower train.stream_shards, "
     return [
         f"run_dir: {_gb(size)} must be free for the hidden states, but {_gb(plan.free_bytes)} are in {config.run_dir}; set {smaller}"
         "run_dir to a larger disk, or a lower prompts.max_train_tokens"
     ]
+
+
+def streamed_bytes(plan: Plan, config: PipelineConfig) -> int:
+    """Returns the most that the store takes at a time with `train.stream`: its open windows."""
+    settings = config.hidden_states
+    window_tokens = OPEN_WINDOWS * config.train.stream_shards * settings.shard_tokens
+    return min(plan.store_bytes[settings.store_dtype], window_tokens * plan.bytes_per_token[settings.store_dtype])
 
 
 def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:

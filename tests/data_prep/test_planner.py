@@ -275,12 +275,25 @@ def test_settings_that_do_not_fit_are_warned_of(
     assert message in warnings_for(make_plan(config), config)
 
 
+WINDOWS = ("train.stream_shards=2", "hidden_states.shard_tokens=100_000")
+"""Three windows of two shards: 600,000 of a million tokens."""
+
+
 def test_a_disk_that_is_too_small_is_warned_of(config_for: Callable[..., PipelineConfig]) -> None:
     config = config_for(*FITTING, "prompts.max_train_tokens=1_000_000")
     plan = make_plan(config, free_bytes=100_000_000)
     assert "0.133 GB must be free for the hidden states, but 0.1 GB are" in warnings_for(plan, config)
     assert "set hidden_states.store_dtype=fp8 (0.073 GB)" in warnings_for(plan, config)
     assert warnings_for(replace(plan, free_bytes=133_000_000), config) == ""
+
+
+def test_streaming_is_planned_and_offered_where_the_store_does_not_fit(config_for: Callable[..., PipelineConfig]) -> None:
+    streamed = config_for(*FITTING, "prompts.max_train_tokens=1_000_000", "train.stream=true", "train.epochs=1", *WINDOWS)
+    small = make_plan(streamed, free_bytes=100_000_000)
+    assert not [warning for warning in plan_warnings(small, streamed) if "must be free" in warning]
+    assert ("streamed", "X GB at a time") in plan_rows(small, streamed)
+    plain = config_for(*FITTING, "prompts.max_train_tokens=1_000_000", *WINDOWS)
+    assert "train.stream=true (X GB at a time, one epoch)" in warnings_for(make_plan(plain, free_bytes=100_000_000), plain)
 
 
 def test_the_disk_of_a_folder_that_does_not_exist_yet_is_found(config_for: Callable[..., PipelineConfig], tmp_path: Path) -> None:
