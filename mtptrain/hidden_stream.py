@@ -100,11 +100,11 @@ class StreamedStore(HiddenStore):
         self._is_closed = False
 
     @property
-    def document_lengths(self) -> NDArray[np.int64]:  # type: ignore[override]
+    def document_lengths(self) -> NDArray[np.int64]:
         return self.documents.lengths
 
     @property
-    def document_ids(self) -> NDArray[np.int64]:  # type: ignore[override]
+    def document_ids(self) -> NDArray[np.int64]:
         return self.documents.document_ids
 
     def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:

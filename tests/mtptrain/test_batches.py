@@ -162,6 +162,9 @@ class Store:
     def loss_masks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield np.concatenate([document.loss_mask for document in self.documents]), np.cumsum([0, *self.document_lengths])
 
+    def close(self) -> None:
+        """Nothing is mapped."""
+
 
 @pytest.mark.parametrize("make", [fp8_document, lambda i, length: document(i, [1] * length)])
 @pytest.mark.parametrize(("for_gpu", "steps_in_memory"), [(False, 1), (True, 2)], ids=["CPU", "GPU: one step ahead"])
