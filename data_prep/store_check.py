@@ -1,4 +1,4 @@
-"""The full check of a finished store of hidden states, which the ranks share: every byte is read and compared.
+"""Checks every byte of a finished store of hidden states. The ranks divide the shards among themselves.
 
 python -m data_prep.hidden_states recipe=quickstart verify=true
 """
@@ -14,11 +14,11 @@ from mtptrain.hidden_store import HiddenStore, find_damage
 
 
 def verify_store(directory: Path, ranks: Ranks) -> None:
-    """Compare every byte of a store with the hashes in its manifest, and print a table; every rank calls this.
+    """Compare every shard of a store with its hash in the manifest, and print a table. Every rank must call this.
 
     Raises:
         FileNotFoundError: the store does not exist or is unfinished.
-        ValueError: bytes were changed, or shards are missing or truncated; each such shard is named.
+        ValueError: shards are changed, missing or truncated. The message names each of them.
     """
     store, started = HiddenStore.open(directory), time.monotonic()
     shards = range(ranks.rank, len(store.manifest.shards), ranks.world_size)

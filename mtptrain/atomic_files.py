@@ -1,18 +1,18 @@
-"""Writing files so that a kill or a lost node leaves the old file or the whole new one, never part of one."""
+"""Writes files atomically: after a kill or the loss of a node, either the old file or the whole new one is there."""
 
 import os
 from pathlib import Path
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a finished file its name, after its bytes are on the disk, and write the new directory entry to the disk too."""
+    """Flush a finished file to the disk, rename it to `path`, and flush the directory entry too."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a directory, are on the disk."""
+    """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -21,13 +21,14 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
-    """Write a text file whole or not at all.
+    """Write a text file completely or not at all.
 
     Args:
-        temporary: the name that it has meanwhile, where several processes may write the same file; `path`.tmp unless given.
+        temporary: the file's name until it is complete, `path`.tmp by default. Processes that may write the same file need names
+            of their own.
 
     Raises:
-        OSError: the disk is full, say; the temporary file is removed.
+        OSError: the file could not be written, for instance because the disk is full. The temporary file is removed.
     """
     temporary = temporary or path.with_name(path.name + ".tmp")
     try:

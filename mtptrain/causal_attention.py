@@ -1,4 +1,4 @@
-"""Causal attention over whole sequences that makes no [S, S] mask, and the attention that a `Target` runs with."""
+"""Causal attention over whole sequences without an [S, S] mask, and the attention function that `Target` uses."""
 
 import torch
 import torch.nn.functional as F
@@ -6,8 +6,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 CAUSAL_OR_MASKED = "mtptrain_causal_or_masked"
-"""Name of `causal_or_masked_attention` among the attentions of transformers. It has no mask function there, so that transformers hands
-on the mask of `PositionCache`, or None, as it is."""
+"""The name under which `causal_or_masked_attention` is registered with transformers. No mask function is registered for it, so that
+transformers passes on the mask of `PositionCache`, or None, unchanged."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -20,8 +20,8 @@ def causal_attention(
         query: sequences of one length [B, heads, S, head_dim].
         key: [B, kv heads, S, head_dim].
         value: [B, kv heads, S, value head_dim].
-        scaling: of the scores; 1 / sqrt(head_dim) unless given.
-        window: tokens that are seen, the reading one included; None for all.
+        scaling: factor of the scores; 1 / sqrt(head_dim) unless given.
+        window: number of tokens that each token sees, itself included; None for all.
 
     Returns:
         [B, heads, S, value head_dim].
@@ -29,16 +29,16 @@ def causal_attention(
     length = query.shape[2]
     is_whole = window is None or length <= window
     has_grouped_kernel = is_whole and query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
-    if not has_grouped_kernel:  # with grouped keys, which other CUDA kernels lack, SDPA would keep scores [B, heads, S, S]
+    if not has_grouped_kernel:  # only flash takes grouped keys on CUDA; SDPA would otherwise store scores [B, heads, S, S]
         key, value = (_for_each_head(x, query.shape[1]) for x in (key, value))
     if window is None or length <= window:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
         )
     outs = []
-    for start in range(0, length, window):  # a block of rows sees two windows of keys at most
+    for start in range(0, length, window):  # a block of rows sees at most two windows of keys
         end, first = min(start + window, length), max(0, start + 1 - window)
-        distance = torch.arange(start, end)[:, None] - torch.arange(first, end)  # from a row back to a key [rows, keys]
+        distance = torch.arange(start, end)[:, None] - torch.arange(first, end)  # from each row back to each key [rows, keys]
         mask = ((distance >= 0) & (distance < window)).to(query.device)
         keys, values = key[:, :, first:end], value[:, :, first:end]
         outs.append(F.scaled_dot_product_attention(query[:, :, start:end], keys, values, attn_mask=mask, scale=scaling))
@@ -60,20 +60,20 @@ def causal_or_masked_attention(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attends by the mask where there is one, causally where there is none, as transformers calls it.
+    """Applies the mask if there is one and causal attention otherwise, with the signature that transformers expects.
 
     Args:
         module: the layer's attention.
         query: [B, heads, S, head_dim].
-        key: [B, kv heads, slots, head_dim]; as many slots as rows where there is no mask.
+        key: [B, kv heads, slots, head_dim]. Without a mask there must be S slots.
         value: [B, kv heads, slots, value head_dim].
-        attention_mask: bool[B, 1, S, slots], True where seen, the layer's sliding window included.
-        scaling: of the scores.
-        sliding_window: of the layer.
-        kwargs: further arguments of transformers, which have no meaning here.
+        attention_mask: bool[B, 1, S, slots], True for slots that a row sees. The layer's sliding window is already applied.
+        scaling: factor of the scores.
+        sliding_window: the layer's window; used only without a mask.
+        kwargs: further arguments of transformers, which are ignored.
 
     Returns:
-        [B, S, heads, value head_dim], and no attention weights.
+        The attention output [B, S, heads, value head_dim], and None in place of attention weights.
     """
     if attention_mask is not None:
         masked: torch.Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)[0]

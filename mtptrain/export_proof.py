@@ -1,7 +1,7 @@
-"""Proof that an exported head drafts what the trained one does, without the target's decoder layers.
+"""Proves that an exported head drafts the same tokens as the trained one, without running the target's decoder layers.
 
-Both heads draft in fp32 on the CPU from the same hidden states: of the store of the run, or random ones where there is none. That takes
-the target's embeddings, final norm and lm_head, whatever the size of the rest (`proof_bytes`).
+Both heads draft in fp32 on the CPU from the same hidden states, which come from the run's store or are random if there is none. Only
+the target's embeddings, final norm and lm_head are loaded, so the memory (`proof_bytes`) does not depend on its decoder layers.
 """
 
 from pathlib import Path
@@ -17,19 +17,22 @@ from mtptrain.target import FrozenParts, TargetStates, load_frozen_parts
 
 PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
 TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
-"""Of a document that the heads draft for."""
+"""The number of tokens used of each document."""
 
 
 def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tables: int) -> int:
-    """Memory of the proof: the embeddings and lm_head (`num_tables` is 1 where they are tied) as read and in fp32, and two heads."""
+    """Returns the memory of the proof: the embeddings and lm_head, both in bf16 as read and in fp32, and two heads in fp32.
+
+    Tied embeddings and lm_head count as one table (`num_tables`).
+    """
     return num_tables * vocab_size * hidden_size * (2 + 4) + 2 * head_parameters * 4
 
 
 def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloaded: Head) -> int:
-    """Draft for the same documents with both heads in fp32; returns the number of proposed tokens that were compared.
+    """Drafts for the same documents with both heads in fp32, and returns the number of proposed tokens that were compared.
 
     Raises:
-        RuntimeError: the exported head proposes something else.
+        RuntimeError: the exported head proposes other tokens than the trained one.
     """
     parts = load_frozen_parts(target_dir).to(torch.device("cpu"), torch.float32)
     documents = stored_documents(store_dir, head, parts) or [random_document(head, parts)]
@@ -46,11 +49,11 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
 
 
 Document = tuple[torch.Tensor, TargetStates]
-"""Tokens [B, S + 1], and the states of the first S of them [B, S, H], with what the head captures [B, S, L, H]."""
+"""Tokens [B, S + 1], and the normed states [B, S, H] and captured layers [B, S, L, H] of the first S of them."""
 
 
 def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Document]:
-    """The first documents of the store that are long enough; none where there is no store of this head's layers."""
+    """Returns the first documents of the store that are long enough, or none without a store of this head's captured layers."""
     if not (store_dir / MANIFEST).is_file():
         return []
     store = HiddenStore.open(store_dir)
@@ -72,7 +75,7 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
 
 
 def random_document(head: Head, parts: FrozenParts) -> Document:
-    """Random tokens and states, after the final norm of the size that the target's own have."""
+    """Returns random tokens and states. The states pass through the final norm, which gives them the scale of real ones."""
     generator = torch.Generator().manual_seed(0)
     vocab_size, hidden_size = parts.embed_tokens.shape
     tokens = torch.randint(0, vocab_size, (DOCUMENTS, TOKENS + 1), generator=generator)
@@ -83,7 +86,7 @@ def random_document(head: Head, parts: FrozenParts) -> Document:
 
 @torch.no_grad()
 def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> torch.Tensor:
-    """What a head drafts in rounds of which every draft is accepted: after the prompt, then after each K + 1 tokens more [B, rounds, K]."""
+    """Returns what a head drafts [B, rounds, K] after the prompt and after every further K + 1 tokens, as if all drafts were accepted."""
     batch_size = len(tokens)
     drafter = HeadDrafter(head, parts, DRAFTS)
     drafter.start(batch_size, TOKENS + DRAFTS + 1)

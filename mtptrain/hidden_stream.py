@@ -1,9 +1,9 @@
 """Streaming: extraction and training run at the same time, over a store that never holds more than a few windows of shards.
 
-The seed shuffles the shards, and every `train.stream_shards` of them form a window. data_prep.hidden_states writes the shards of the
-first `OPEN_WINDOWS` windows that training has not released. mtptrain.train waits for the shards that its next step reads; after a
-checkpoint it releases the windows that no later step reads, which deletes their shards. `stream.json` in the folder of the store
-holds the number of released windows. The two programs tell each other nothing else.
+The seed shuffles the shards, which are then divided into windows of `train.stream_shards` shards. data_prep.hidden_states writes the
+shards of the first `OPEN_WINDOWS` windows that training has not released. mtptrain.train waits for the shards that its next step
+reads. After a checkpoint it releases the windows that no later step reads, which deletes their shards. The two programs communicate
+only through files in the store's folder: `stream.json` holds the number of released windows.
 """
 
 import time
@@ -23,23 +23,23 @@ from mtptrain.run_dir import write_json
 
 STREAM = "stream.json"
 OPEN_WINDOWS = 3
-"""Windows on disk at once: the last documents of one are still read, one is trained on, and one is written."""
+"""The most windows on disk at once: training finishes one and reads the next while extraction writes the third."""
 POLL_S = 0.2
-"""Seconds between two looks at what the other program has done."""
+"""Seconds between two checks of the other program's progress."""
 SAID_AFTER_S = 10.0
-"""Seconds of waiting before the program says what it waits for."""
+"""Seconds of waiting before a program prints what it is waiting for."""
 SHARD_ORDER, DOCUMENT_ORDER = 1_000_001, 1_000_002
-"""Keep the random numbers of the two orders apart from those of the epochs."""
+"""These seed components give the two orders random numbers that differ from those of the epochs."""
 
 
 def shard_windows(num_shards: int, window_shards: int, seed: int) -> list[list[int]]:
-    """Returns the shards of each window, in the order of training. It depends on the seed alone, never on the number of ranks."""
+    """Returns the shards of each window, in the order of training. The order does not depend on the number of ranks."""
     order = np.random.default_rng([seed, SHARD_ORDER]).permutation(num_shards).tolist()
     return [order[first : first + window_shards] for first in range(0, num_shards, window_shards)]
 
 
 def document_order(windows: Sequence[Sequence[int]], shards: Sequence[range], seed: int) -> NDArray[np.int64]:
-    """Returns all documents [D], window after window, shuffled within each."""
+    """Returns the indices of all documents [D], window by window, shuffled within each window."""
     generator = np.random.default_rng([seed, DOCUMENT_ORDER])
     return np.concatenate([generator.permutation(np.concatenate([shards[shard] for shard in window])) for window in windows])
 
@@ -51,19 +51,19 @@ def released_windows(store_dir: Path) -> int:
 
 
 def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> list[int] | None:
-    """Returns the shards that extraction has to write now; None once training has released every window."""
+    """Returns the shards that extraction has to write now, or None once training has released every window."""
     while True:
         released = released_windows(store_dir)
         if released >= len(windows):
             return None
         shards = chain.from_iterable(windows[released : released + OPEN_WINDOWS])
         missing = [shard for shard in shards if read_record(store_dir, shard) is None]
-        if released_windows(store_dir) == released:  # else some may be missing because they were just released
+        if released_windows(store_dir) == released:  # otherwise some may be missing because they were just released
             return missing
 
 
 def wait_until(is_done: Callable[[], bool], waiting_for: str) -> None:
-    """Returns once the other program has done its part; says what is missing where that takes a while."""
+    """Waits until `is_done()` is true, and prints what it is waiting for if that takes more than `SAID_AFTER_S`."""
     started, is_said = time.monotonic(), False
     while not is_done():
         if not is_said and time.monotonic() - started > SAID_AFTER_S:
@@ -73,20 +73,20 @@ def wait_until(is_done: Callable[[], bool], waiting_for: str) -> None:
 
 
 class StreamedStore(HiddenStore):
-    """A store whose shards appear and disappear while it is read. Lengths and loss masks come from the prompts."""
+    """A store whose shards are written and deleted while it is read. Document lengths and loss masks come from the prompts."""
 
     def __init__(
         self, directory: Path, identity: StoreIdentity, documents: Documents, shard_tokens: int, window_shards: int, seed: int
     ) -> None:
-        """Describe a store without looking at it; `open_stream` checks what is on the disk.
+        """Describe a store without reading the disk; `open_stream` checks the files.
 
         Args:
-            directory: of the store.
-            identity: what the states belong to.
+            directory: the store's folder.
+            identity: the target, prompts and captured layers that the states belong to.
             documents: the prompts that the states are extracted from.
             shard_tokens: as in `shard_ranges`.
             window_shards: `train.stream_shards`.
-            seed: of the run.
+            seed: the run's seed.
         """
         self.documents = documents
         self.ranges = shard_ranges(documents.lengths, shard_tokens)
@@ -111,7 +111,7 @@ class StreamedStore(HiddenStore):
         yield self.documents.loss_mask, self.documents.document_offsets
 
     def _record(self, index: int) -> ShardRecord:
-        """Returns the record of a shard, once extraction has finished it."""
+        """Waits until extraction has finished a shard, and returns its record."""
         if index not in self._records:
             path = shard_path(self.directory, index)
             wait_until(
@@ -125,12 +125,12 @@ class StreamedStore(HiddenStore):
         return self._records[index]
 
     def close(self) -> None:
-        """Unmap all shards, and wait for no further one: a thread that reads ahead then ends."""
+        """Unmap all shards and stop waiting for new ones, so that a thread that reads ahead can end."""
         self._is_closed = True
         super().close()
 
     def forget(self, windows: Sequence[Sequence[int]]) -> None:
-        """Unmaps the shards of windows: a deleted file takes its space until nobody maps it."""
+        """Unmaps the shards of these windows: a deleted file takes up disk space as long as a process maps it."""
         for shard in chain.from_iterable(windows):
             self._mapped.pop(shard, None)
             self._records.pop(shard, None)
@@ -139,10 +139,10 @@ class StreamedStore(HiddenStore):
 def open_stream(
     directory: Path, expected: StoreIdentity, documents: Documents, shard_tokens: int, window_shards: int, seed: int
 ) -> StreamedStore:
-    """Open a store that extraction fills while it is read, once extraction has begun it.
+    """Wait until extraction has created the store, and open it for reading while extraction fills it.
 
     Raises:
-        ValueError: the store is a finished one, or belongs to something else.
+        ValueError: the store is finished, or belongs to other settings.
     """
     if (directory / MANIFEST).exists():
         raise ValueError(
@@ -157,17 +157,17 @@ def open_stream(
 
 
 class Releases:
-    """Knows after which steps the windows of a store are no longer read, and releases them."""
+    """Releases the windows of a store once no later step reads them."""
 
     def __init__(self, store: StreamedStore, steps: Sequence[Sequence[Sequence[int]]]) -> None:
         """Find the first and the last step of every window.
 
         Args:
-            store: that the steps read.
+            store: the store that the steps read.
             steps: the documents of every micro-batch of every step.
 
         Raises:
-            ValueError: a step reads documents of more windows than may be on disk.
+            ValueError: the steps need more than `OPEN_WINDOWS` windows on disk at once.
         """
         self.store = store
         window_of = _window_of_documents(store)
@@ -176,7 +176,7 @@ class Releases:
             read = np.unique(window_of[list(chain.from_iterable(micro_batches))])
             first[read] = np.minimum(first[read], step)
             last[read] = step + 1
-        self._unread_after = np.maximum.accumulate(last)  # steps [W] after which neither a window nor one before it is read
+        self._unread_after = np.maximum.accumulate(last)  # [W] steps after which a window and all before it are unread
         if (self._unread_after[:-OPEN_WINDOWS] > first[OPEN_WINDOWS:]).any():
             raise ValueError(
                 f"train.stream_shards: {OPEN_WINDOWS} windows must hold all documents of a step, but those of "
@@ -184,17 +184,17 @@ class Releases:
             )
 
     def num_unread(self, step: int) -> int:
-        """Returns the number of windows that no step from `step` on reads."""
+        """Returns the number of leading windows that are no longer read once `step` steps are done."""
         return int(np.searchsorted(self._unread_after, step, side="right"))
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the step just done, number `step` from 1, was the last to read a window: a checkpoint then frees disk."""
+        """Returns whether step number `step`, counted from 1, is the last to read a window; a checkpoint then frees disk space."""
         return self.num_unread(step) > self.num_unread(step - 1)
 
     def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:
-        """Deletes the shards that no step after a checkpoint at `step` reads, all of them after the last one.
+        """Deletes the shards that no step after a checkpoint at `step` reads, or all shards after the last step.
 
-        A run that goes on from an earlier step than it had reached takes releases back: extraction writes these windows again.
+        A run that resumes from an earlier step lowers the number of released windows, so that extraction writes them again.
         """
         count = len(self.store.windows) if is_last else self.num_unread(step)
         self.store.forget(self.store.windows[:count])
@@ -207,7 +207,7 @@ class Releases:
 
 
 def _window_of_documents(store: StreamedStore) -> NDArray[np.int64]:
-    """Returns the window of each document [D]."""
+    """Returns the index of each document's window [D]."""
     windows = np.empty(store.num_documents, np.int64)
     for number, window in enumerate(store.windows):
         for shard in window:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from mtptrain.fusing import fused, of_fixed_width
+from mtptrain.fusing import fused, fused_by_recomputing, of_fixed_width
 
 
 class LossKind(StrEnum):
@@ -275,7 +275,7 @@ def compare(
     return rows.unflatten(1, (num_depths, -1)).sum(-1), grad
 
 
-@fused
+@fused_by_recomputing
 def _rows_and_grad(
     logits: torch.Tensor,
     teacher_values: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Keys and values of decoding, each in the slot of its position."""
+"""The cache of keys and values for decoding, in which position p has slot p."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Rows of one forward that hang behind a sequence as a tree: rows at equal positions, each in a slot of its own."""
+    """Rows of one forward that continue a sequence as a tree: rows may share a position, but each has a slot of its own."""
 
     root: torch.Tensor  # i64[B], the first slot of the tree; every row sees all slots before it
-    first: int  # the rows lie in slots root + first, root + first + 1, ...
+    first: int  # the rows use slots root + first, root + first + 1, ...
     sees: torch.Tensor  # bool[B, S, first + S], which slots of the tree each row sees
 
 
 class PositionCache(Cache):
-    """Keys and values in the slot of their position, per row.
+    """A cache that stores the key and value of position p in slot p of each row.
 
-    Writing a position again replaces it, and a query sees the slots up to its own position only: going back after a rejected
-    draft is done by continuing at an earlier position, with no copy and no crop, and each row has its own length. A tree lies in
-    the slots behind the sequence until `keep` moves the branch that is accepted to the slots of its positions.
+    Writing a position again overwrites it, and a query sees only the slots up to its own position. After a rejected draft, decoding
+    therefore continues at an earlier position, without copying or cropping the cache. Each row has its own length. A tree occupies
+    the slots after the sequence until `keep` copies the accepted branch to the slots of its positions.
 
     Each layer's keys and values are on the device of that layer; slot indices are copied to a device once per forward.
     """
@@ -34,15 +34,15 @@ class PositionCache(Cache):
         self._used_slots = 0
 
     def begin(self, positions: torch.Tensor, tree: TreeRows | None = None) -> torch.Tensor | None:
-        """Say at which positions the next forward writes.
+        """Set the positions that the next forward writes.
 
         Args:
-            positions: [B, S]. The first forward is that of the prompts: its positions must be 0 .. S - 1 in every row.
-            tree: where the rows are those of a tree.
+            positions: [B, S]. The first forward is the prompts' and must have positions 0 .. S - 1 in every row.
+            tree: the slots and mask of the rows, if they form a tree.
 
         Returns:
-            The mask [B, 1, S, slots in use], True where seen. None for prompts: plain causal attention serves them, since no row of a
-            prompt sees the padding behind it.
+            The mask [B, 1, S, slots in use], True for slots that a row sees. None for prompts, for which causal attention is enough:
+            it never looks ahead at the padding after a prompt.
         """
         is_prompt = self._used_slots == 0
         assert not (is_prompt and tree is not None), "a tree needs a prompt before it"
@@ -64,7 +64,7 @@ class PositionCache(Cache):
         return torch.where((inside < 0)[:, None], True, is_seen)[:, None]
 
     def keep(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Copy what lies in slots [B, S] to those of their positions [B, S]."""
+        """Copy the keys and values in `slots` [B, S] to the slots of `positions` [B, S]."""
         places: dict[torch.device, tuple[torch.Tensor, ...]] = {}
         for tensor in (*self._keys.values(), *self._values.values()):
             if tensor.device not in places:
@@ -76,7 +76,7 @@ class PositionCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, S, head_dim] into the slots of `begin`; returns all slots in use."""
+        """Writes keys and values [B, heads, S, head_dim] into the slots that `begin` set, and returns those of all slots in use."""
         if layer_idx not in self._keys:
             batch, heads = key_states.shape[:2]
             self._keys[layer_idx] = key_states.new_zeros(batch, heads, self.num_slots, key_states.shape[-1])

@@ -1,7 +1,7 @@
-"""Which conversations ask the same question: they fall on one side of every split, whatever their ids and answers are.
+"""Finds conversations that ask the same question, which every split keeps together whatever their ids and answers are.
 
-A question is the first turn of the user together with the system prompt before it. Texts are compared after the Unicode
-normalisation NFKC and case folding, with every run of white space as one space.
+A question is the first turn of the user together with the system prompt before it. Texts are compared after Unicode
+normalisation (NFKC), case folding, and replacing every run of white space by one space.
 """
 
 import hashlib
@@ -13,25 +13,25 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def normalise(text: str) -> str:
-    """Returns the text in the form in which it is compared."""
+    """Returns the normalised text, which comparisons use."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def text_hash(text: str) -> str:
-    """Returns 16 hexadecimal digits that are equal for texts that normalise alike."""
+    """Returns a hash of 16 hexadecimal digits, which is the same for texts that are equal after normalisation."""
     return hashlib.sha256(normalise(text).encode()).hexdigest()[:16]
 
 
 def first_user_turn(messages: Sequence[Mapping[str, str]]) -> int | None:
-    """Returns the place of the user's first message; None where the user says nothing."""
+    """Returns the index of the user's first message, or None if there is none."""
     return next((place for place, message in enumerate(messages) if message["role"] == "user"), None)
 
 
 def question_group(messages: Sequence[Mapping[str, str]]) -> str:
     """Returns the name of the group of conversations that ask the same question.
 
-    It is the hash of the first user turn, followed by a dot and the hash of the system prompt where there is one. A conversation in
-    which the user says nothing shares its group with its copies alone.
+    The name is the hash of the first user turn, followed by a dot and the hash of the system prompt if there is one. A conversation
+    without a user turn is grouped only with exact copies of itself.
     """
     place = first_user_turn(messages)
     if place is None:

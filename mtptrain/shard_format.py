@@ -1,7 +1,7 @@
-"""The layout of a shard of hidden states, its size, and the checksum of each document in it.
+"""Defines the layout and size of a shard of hidden states, and the checksum of each document in it.
 
-The tensors and their meaning are in mtptrain/hidden_store.py. The header and the tables of the documents come first in the file and
-the loss mask last, so that opening a shard reads these two ends alone.
+mtptrain/hidden_store.py describes the tensors. The header and the tables of documents come first in the file and the loss mask
+comes last, so that opening a shard reads only the two ends of the file.
 """
 
 import json
@@ -18,12 +18,12 @@ HIDDEN_STATES, AUX_HIDDEN_STATES = "hidden_states", "aux_hidden_states"
 CHECKSUMS = "document_checksums"
 CHECKSUM_BYTES = 16
 DOCUMENT_BYTES = 16 + CHECKSUM_BYTES
-"""The size of a document's id, offset and checksum."""
+"""The bytes that each document adds to the tables: its id, offset and checksum."""
 ITEM_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 
 
 def scales_of(name: str) -> str:
-    """The tensor of scales that goes with one of e4m3 values."""
+    """Returns the name of the tensor that holds the scales of an e4m3 tensor."""
     return f"{name}_scales"
 
 
@@ -33,12 +33,12 @@ CHECKED = ("input_ids", "loss_mask", HIDDEN_STATES, *OPTIONAL)
 
 
 def is_fp8(dtype: StoreDtype, name: str) -> bool:
-    """Whether a store keeps the states `name` in eight bits."""
+    """Returns whether a store of this dtype keeps the tensor `name` in eight bits."""
     return dtype is StoreDtype.fp8 or (dtype is StoreDtype.fp8_aux and name == AUX_HIDDEN_STATES)
 
 
 def check_store_dtype(dtype: StoreDtype, capture_layers: Collection[int]) -> None:
-    """Raises ValueError where a dtype for captured layers is asked for and there are none."""
+    """Raises ValueError for `fp8_aux` if no layers are captured."""
     if dtype is StoreDtype.fp8_aux and not capture_layers:
         raise ValueError(
             "hidden_states.store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux, which keeps "
@@ -47,9 +47,9 @@ def check_store_dtype(dtype: StoreDtype, capture_layers: Collection[int]) -> Non
 
 
 def bytes_per_token(hidden_size: int, num_captured: int, dtype: StoreDtype) -> int:
-    """Returns the bytes of a token on disk: its id, its mask, and the states of every layer with their scales.
+    """Returns the bytes of a token on disk: its id, its loss mask, and the states of every stored layer with their scales.
 
-    Each document costs `DOCUMENT_BYTES` besides.
+    Each document takes another `DOCUMENT_BYTES`.
     """
     last, aux = (hidden_size + 4 if is_fp8(dtype, name) else 2 * hidden_size for name in (HIDDEN_STATES, AUX_HIDDEN_STATES))
     return last + num_captured * aux + 4 + 1
@@ -57,7 +57,7 @@ def bytes_per_token(hidden_size: int, num_captured: int, dtype: StoreDtype) -> i
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where the parts of a shard are in its file."""
+    """The position of each part of a shard in its file."""
 
     header: bytes
     """The safetensors header."""
@@ -70,7 +70,7 @@ class ShardLayout:
 
     @staticmethod
     def of(tokens: Mapping[str, torch.Tensor], hidden_size: int, num_captured: int, dtype: StoreDtype) -> "ShardLayout":
-        """Lay out a shard that holds `tokens`, as `ShardFile` takes them."""
+        """Returns the layout of a shard that holds `tokens`, which are the same tensors as `ShardFile` takes."""
         num_tokens, num_documents = len(tokens["input_ids"]), len(tokens["document_ids"])
         states = {HIDDEN_STATES: [num_tokens, hidden_size]}
         if num_captured:
@@ -101,15 +101,15 @@ class ShardLayout:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor in row-major order, without a copy where it is contiguous on the CPU."""
+    """Returns the bytes of a tensor in row-major order, without a copy if the tensor is contiguous and on the CPU."""
     return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def document_checksum(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Returns the XXH3-128 of a document's tensors, which are on the CPU.
 
-    It finds damage, not intent, at the speed of memory: a core hashes ten times as many bytes as with SHA-256, so that every read
-    can be checked.
+    It detects damage, not deliberate changes. A core hashes ten times as many bytes as with SHA-256, so that every read can be
+    checked.
     """
     digest = xxhash.xxh3_128()
     for name in CHECKED:
@@ -119,7 +119,7 @@ def document_checksum(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def index_checksum(index: bytes | memoryview, loss_mask: bytes | memoryview) -> str:
-    """Returns the XXH3-128, in hexadecimal, of what opening a shard reads: header and tables of documents, and the loss mask."""
+    """Returns the XXH3-128, in hexadecimal, of what opening a shard reads: `index` (header and tables) and the loss mask."""
     digest = xxhash.xxh3_128(index)
     digest.update(loss_mask)
     return digest.hexdigest()

@@ -1,8 +1,8 @@
-"""Which documents each step of training packs, and how its micro-batches share them.
+"""Chooses the documents of each training step and divides them among its micro-batches.
 
-The loss of a step is divided by the step's own drafts, so a token of a small step weighs more than one of a large step. Steps are
-therefore filled evenly: a document that fits nowhere waits for the next step while shorter ones fill this one, and the last steps of
-an epoch share what is left.
+The loss of a step is divided by the number of drafts in that step, so a token of a small step weighs more than one of a large
+step. Steps are therefore filled evenly: a document that does not fit waits for the next step while shorter ones fill this one, and
+the last steps of an epoch divide their documents evenly.
 """
 
 import heapq
@@ -13,21 +13,22 @@ from numpy.typing import NDArray
 Step = list[list[int]]
 """Document indices of each micro-batch."""
 _Document = tuple[int, int, float]
-"""Index, tokens and cost."""
+"""Index, number of tokens, and cost."""
 
 PACKING_VERSION = 2
-"""A checkpoint of another version is not resumed: its step number stands for other documents. Raise it with every change of the order."""
+"""Raise this whenever the order of documents changes. A checkpoint with another version is not resumed, because its step number
+stands for other documents."""
 LOOK_AHEAD = 8
-"""Most documents that wait for the next step, for each micro-batch of a step. It bounds the work and how far the order leaves the
-shuffled one."""
+"""The most documents that may wait for the next step, per micro-batch. This bounds the work, and how far the order departs from the
+given one."""
 FULL_SHARE = 0.99
-"""A step is full once its documents take this share of its tokens."""
+"""A step is full once its documents fill this share of its token budget."""
 EVENED_STEPS = 8
-"""Last steps of an epoch that share their documents."""
+"""The number of steps at the end of an epoch whose documents are redistributed evenly."""
 
 
 def shuffled(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns the indices of all documents in the order of an epoch, from 0."""
+    """Returns the indices of all documents in the order of an epoch. Epochs count from 0."""
     return np.random.default_rng([seed, epoch]).permutation(num_documents)
 
 
@@ -36,19 +37,19 @@ def pack_documents(
 ) -> list[Step]:
     """Returns the document indices of every micro-batch of every step of an epoch.
 
-    Documents come in the given order, `shuffled` or that of a streamed store. Each goes to the cheapest micro-batch of the step that
-    has room. One that fits nowhere waits and is among the first that the next step takes. Documents that cost nothing are left out,
-    and so is a last step that does not reach every micro-batch.
+    Documents are taken in the given order, which is that of `shuffled` or of a streamed store. Each goes to the cheapest
+    micro-batch of the step that has room. A document that does not fit waits, and the next step takes waiting documents first.
+    Documents that cost nothing are left out. So is the last step if one of its micro-batches stays empty.
 
     Args:
         lengths: tokens of each document [D].
         costs: cost of each document [D].
-        batch_tokens: most tokens of one micro-batch.
+        batch_tokens: the most tokens of one micro-batch.
         micro_batches: number of micro-batches of a step.
-        order: indices of the documents.
+        order: document indices in the order in which they are taken.
 
     Raises:
-        ValueError: a document is longer than a batch.
+        ValueError: a document is longer than `batch_tokens`.
     """
     if lengths.max() > batch_tokens:
         raise ValueError(
@@ -77,7 +78,7 @@ def pack_documents(
 
 
 class _Filling:
-    """A step that takes documents."""
+    """A step that is being filled with documents."""
 
     def __init__(self, batch_tokens: int, micro_batches: int) -> None:
         self.documents: Step = [[] for _ in range(micro_batches)]
@@ -88,11 +89,11 @@ class _Filling:
         self._by_cost = [(0.0, micro_batch) for micro_batch in range(micro_batches)]  # a heap
 
     def is_full(self, shortest: int) -> bool:
-        """Returns whether the step should take no more, or cannot because even a document of `shortest` tokens fits nowhere."""
+        """Returns whether the step has reached `FULL_SHARE`, or has no room for even a document of `shortest` tokens."""
         return self.tokens >= self._full_tokens or self._most_room < shortest
 
     def take(self, index: int, length: int, cost: float) -> bool:
-        """Puts a document into the cheapest micro-batch that has room, and returns whether one has."""
+        """Adds a document to the cheapest micro-batch that has room. Returns False if no micro-batch has room."""
         if length > self._most_room:
             return False
         passed_over = []
@@ -110,8 +111,10 @@ class _Filling:
 
 
 def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> list[Step]:
-    """Returns as many steps with the same documents, the longest first to the step with the fewest tokens; the steps as they are
-    where that does not raise the tokens of the smallest one, or something does not fit."""
+    """Redistributes the documents over as many steps: longest first, each to the step with the fewest tokens that has room.
+
+    Returns the steps unchanged if a document does not fit, a micro-batch stays empty, or the smallest step does not gain tokens.
+    """
     indices = [index for step in steps for documents in step for index in documents]
     evened = [_Filling(batch_tokens, len(step)) for step in steps]
     for index in sorted(indices, key=lambda index: -lengths[index]):
@@ -124,7 +127,7 @@ def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.flo
 
 
 def balance(step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64) -> Step:
-    """The same documents, swapped between the dearest micro-batch and a cheaper one while that brings the two nearer."""
+    """Swaps documents between the most expensive micro-batch and cheaper ones while that evens their costs; returns the new step."""
     parts = [list(indices) for indices in step]
     for _ in range(swaps):
         dear, *others = sorted(parts, key=lambda part: -costs[part].sum())
@@ -134,9 +137,12 @@ def balance(step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], 
 
 
 def _swap(dear: list[int], cheap: list[int], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> bool:
-    """Swap the pair of documents that brings two micro-batches nearest, where one does so by a hundredth of their difference."""
+    """Swaps the pair of documents that evens the costs of two micro-batches best.
+
+    Returns False, without a swap, if no pair reduces the difference by at least a hundredth.
+    """
     gap = costs[dear].sum() - costs[cheap].sum()
-    moved = costs[dear][:, None] - costs[cheap]  # from dear to cheap, by each swap
+    moved = costs[dear][:, None] - costs[cheap]  # cost that each swap moves from dear to cheap
     longer = lengths[dear][:, None] - lengths[cheap]
     fits = (longer <= batch_tokens - lengths[cheap].sum()) & (-longer <= batch_tokens - lengths[dear].sum())
     left = np.where(fits, np.abs(gap - 2 * moved), np.inf)

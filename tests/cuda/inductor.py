@@ -131,11 +131,12 @@ class Writer:
         self._written = ""
         GraphLowering.compile_to_module = lambda graph: self._stop_with_code(graph)  # type: ignore[method-assign]
 
-    def compile(self, function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    def compile(self, function: Callable[..., Any], dynamic: bool, options: dict[str, Any] | None) -> Callable[..., Any]:
         """Stands in for torch.compile."""
 
         def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-            return compile_fx.compile_fx(module, inputs, inner_compile=partial(self._compile_graph, function.__name__))
+            with inductor_config.patch(options or {}):
+                return compile_fx.compile_fx(module, inputs, inner_compile=partial(self._compile_graph, function.__name__))
 
         return TORCH_COMPILE(function, dynamic=dynamic, backend=backend)
 

@@ -47,7 +47,7 @@ def fused_functions() -> set[str]:
     names = set()
     for module in (losses, base, attention):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.FunctionDef) and any(ast.unparse(decorator) == "fused" for decorator in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any(ast.unparse(name).startswith("fused") for name in node.decorator_list):
                 names.add(node.name)
     return names
 
@@ -79,9 +79,9 @@ def test_the_loss_moves_at_most_12_bytes_for_each_drafted_logit(kernels: dict[st
     assert at_depths + before / NUM_DEPTHS + 16 * HIDDEN_SIZE / VOCAB_SIZE < 12
 
 
-def test_the_lk_loss_moves_at_most_20_bytes_for_each_drafted_logit(kernels: dict[str, list[Kernel]]) -> None:
-    """Its gradient needs sums over the row that need the row's softmax, so rows are read more often than with the other losses."""
-    assert bytes_of(kernels["eagle3"], "_rows_and_grad") <= 20
+def test_the_lk_loss_moves_12_bytes_for_each_drafted_logit_and_reads_the_teacher_once(kernels: dict[str, list[Kernel]]) -> None:
+    """Its gradient needs sums over the row that need the row's softmax: logits are read three times, the teacher's twice."""
+    assert bytes_of(kernels["eagle3"], "_rows_and_grad") == 3 * 2 + 2 * 2 + 2
 
 
 def test_a_vocabulary_of_the_heads_own_is_gathered_once_for_all_depths(kernels: dict[str, list[Kernel]]) -> None:
