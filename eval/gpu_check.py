@@ -1,10 +1,10 @@
-"""What tests on a CPU cannot show, on one machine with GPUs in a few minutes and without a download: that every stage runs there, that
-its figures are right within the rounding of bf16, and how fast it is.
+"""Checks on a machine with GPUs what CPU tests cannot show: that every stage runs, that its results are right within the rounding
+of bf16, and how fast it is. Takes a few minutes and downloads nothing.
 
-Runs the programs of the demo recipe with little text as users run them, in `run_dir/gpu_check/`; compares attention, loss and decoding
-with their definitions; kills a run and resumes it; then runs the benches at the dimensions of an 8B target with random weights. Ends with
-a table and `run_dir/gpu_check/report.json`; the exit code is 1 if a check failed. What cannot be checked, for want of vLLM, of the other
-trainer or of a second GPU, is a row that says so.
+It runs the programs of the recipe as users do, with little text, in `run_dir/gpu_check/`. It compares attention, loss and decoding
+with their definitions, and kills and resumes a training run. Then it runs the benches at the dimensions of an 8B target with random
+weights. It prints a table and writes `run_dir/gpu_check/report.json`; the exit code is 1 if a check failed. A check that needs
+vLLM, the other trainer, a second GPU or more GPU memory is skipped where that is missing, and its row says so.
 
     make gpu-check
     python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check
@@ -77,12 +77,12 @@ def main(cfg: DictConfig) -> None:
 
 
 def forwarded(given: Sequence[str]) -> list[str]:
-    """The overrides of this program that the others take too, the recipe among them."""
+    """Returns the overrides, the recipe among them, that are passed on to the programs under check."""
     return [override for override in given if not override.lstrip("+~").startswith(("check.", "run_dir="))]
 
 
 def run_all(config: PipelineConfig, overrides: Sequence[str], size: CheckSize, device: torch.device, run: RunProgram) -> list[Row]:
-    """Run every check in order, and print each as it ends."""
+    """Runs every check in order, prints each result as it comes, and returns all rows."""
     directory = Path(config.run_dir)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -93,12 +93,12 @@ def run_all(config: PipelineConfig, overrides: Sequence[str], size: CheckSize, d
         print(f"{row.outcome:8}{name}: {row.figure} {row.reason}".rstrip(), flush=True)
         rows.append(row)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # for the programs that run next
+            torch.cuda.empty_cache()  # the programs that run next need the memory
     return rows
 
 
 def checks_of(stages: Stages, size: CheckSize, device: torch.device) -> dict[str, Check]:
-    """Every check by its name; later stages need the output of earlier ones."""
+    """Returns the checks by name, in order: later stages need the output of earlier ones."""
     is_tiny = size is CheckSize.tiny
     dtype = torch.float32 if is_tiny else torch.bfloat16
     return {

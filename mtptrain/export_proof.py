@@ -1,7 +1,7 @@
 """Proves that an exported head drafts the same tokens as the trained one, without running the target's decoder layers.
 
-Both heads draft in fp32 on the CPU from the same hidden states, which come from the run's store or are random if there is none. Only
-the target's embeddings, final norm and lm_head are loaded, so the memory (`proof_bytes`) does not depend on its decoder layers.
+Both heads draft in fp32 on the CPU from the same hidden states, which come from the run's store or are random if there is none.
+Only the target's embeddings, final norm and lm_head are loaded, so `proof_bytes` does not depend on its decoder layers.
 """
 
 from pathlib import Path
@@ -86,7 +86,7 @@ def random_document(head: Head, parts: FrozenParts) -> Document:
 
 @torch.no_grad()
 def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> torch.Tensor:
-    """Returns what a head drafts [B, rounds, K] after the prompt and after every further K + 1 tokens, as if all drafts were accepted."""
+    """Returns what a head drafts [B, rounds, K] after the prompt and every K + 1 more tokens, as if all drafts were accepted."""
     batch_size = len(tokens)
     drafter = HeadDrafter(head, parts, DRAFTS)
     drafter.start(batch_size, TOKENS + DRAFTS + 1)

@@ -41,8 +41,8 @@ class PositionCache(Cache):
             tree: the slots and mask of the rows, if they form a tree.
 
         Returns:
-            The mask [B, 1, S, slots in use], True for slots that a row sees. None for prompts, for which causal attention is enough:
-            it never looks ahead at the padding after a prompt.
+            The mask [B, 1, S, slots in use], True for slots that a row sees. None for prompts: causal
+            attention is enough there, because it never looks at the padding after a prompt.
         """
         is_prompt = self._used_slots == 0
         assert not (is_prompt and tree is not None), "a tree needs a prompt before it"

@@ -127,7 +127,7 @@ def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.flo
 
 
 def balance(step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64) -> Step:
-    """Swaps documents between the most expensive micro-batch and cheaper ones while that evens their costs; returns the new step."""
+    """Swaps documents between the most expensive micro-batch and cheaper ones while that evens costs; returns the new step."""
     parts = [list(indices) for indices in step]
     for _ in range(swaps):
         dear, *others = sorted(parts, key=lambda part: -costs[part].sum())

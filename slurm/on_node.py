@@ -1,10 +1,10 @@
-"""Starts torchrun on one node of a job that spans several, with the address and the network interface by which the others reach it.
+"""Starts torchrun on one node of a multi-node job, with the address and the network interface at which the other nodes reach it.
 
 torchrun and gloo look up the node's own host name, which on many machines is a loopback address (127.0.1.1 on Debian) that no other
-node can reach. This asks the kernel instead which address it uses to reach another node of the job. GLOO_SOCKET_IFNAME and
-NCCL_SOCKET_IFNAME are left alone where they are set. It runs inside the container where there is one, so it needs no Slurm command.
+node can reach. This program instead asks the kernel which address it uses to reach another node of the job. It does not change
+GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME if they are set. It uses no Slurm command, because it may run inside a container.
 
-    srun python slurm/on_node.py ADDRESS,ADDRESS[,...] TORCHRUN_ARGUMENTS     # of every node, in the order of SLURM_NODEID
+    srun python slurm/on_node.py ADDRESS,ADDRESS[,...] TORCHRUN_ARGUMENTS     # addresses of all nodes, in the order of SLURM_NODEID
 """
 
 import os
@@ -19,7 +19,7 @@ def own_address(addresses: list[str], index: int) -> str:
 
     Args:
         addresses: host name or IP address of every node of the job, at least two.
-        index: which of them this node is.
+        index: index of this node in `addresses`.
     """
     peer = addresses[1 if index == 0 else 0]
     family, kind, protocol, _, peer_address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
@@ -32,7 +32,7 @@ def interface_with(address: str) -> str:
     """Returns the name of the network interface that has this address.
 
     Raises:
-        RuntimeError: no interface has it.
+        RuntimeError: no interface has this address.
     """
     for name, found in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in found):
@@ -50,7 +50,8 @@ def main(addresses: list[str], arguments: list[str]) -> None:
         interface = interface_with(address)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this name, not every name that begins with it
-    # torchrun compares the head node's address with what the host name resolves to, so it is told which node hosts the store.
+    # torchrun would compare the head node's address with this node's host name, which may resolve to a loopback address. `is_host`
+    # tells it instead whether this node hosts the rendezvous store.
     own = ["--local-addr", address, "--rdzv-conf", f"is_host={int(index == 0)}"]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *own, *arguments])
 

@@ -1,4 +1,4 @@
-"""Counts what operators do, on tensors with or without data: memory, FLOPs, bytes moved, and waits of the host for the device."""
+"""Counts memory, FLOPs, bytes moved and host-device synchronisations of operators, on tensors with or without data."""
 
 import traceback
 import weakref
@@ -27,27 +27,27 @@ WAITING = frozenset(
         "unique_consecutive",
     )
 )
-"""Operators whose result, or its shape, the host must read."""
+"""Operators after which the host must read the result or its shape."""
 MASKED = frozenset(("index", "index_put", "index_put_"))
-"""Operators that do so where an index is a mask."""
+"""Operators after which the host must read a shape if an index is a boolean mask."""
 WRITING = frozenset(("fill", "fill_", "zero_", "zeros_like", "full_like", "ones_like", "zeros", "full", "ones", "arange"))
-"""Operators that read no tensor of their result's size."""
+"""Operators that write their result without reading a tensor of its size."""
 FLASH_OF_CPUS = frozenset(("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"))
 ATTENTION = FLASH_OF_CPUS | {"_flash_attention_forward", "_flash_attention_backward"}
 PART_READING = frozenset(("index", "index_select", "gather", "embedding"))
-"""Operators that read as much of their first tensor as they write."""
+"""Operators that read only as many bytes of their first tensor as they write."""
 
 
 class Meter(TorchDispatchMode):
-    """Counts the operators that are dispatched while it is entered.
+    """Counts the operators that are dispatched inside its `with` block.
 
-    An operator reads its inputs from memory and writes its outputs there once, as eager kernels do. Views and `empty` move nothing.
+    Each operator counts as reading its inputs and writing its outputs once, as eager kernels do. Views and `empty` move nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = Counter[str]()
-        """The most that is alive at once on each device, of what operators made and what was passed to `hold`."""
+        """The most memory alive at once on each device. Counts the outputs of operators and the tensors passed to `hold`."""
         self.matmul_flops = 0
         self.matmul_bytes = 0
         self.attention_flops = 0
@@ -55,23 +55,23 @@ class Meter(TorchDispatchMode):
         self.elementwise_bytes = 0
         """Bytes moved by operators that are neither matrix products nor flash attention."""
         self.bytes_of = Counter[str]()
-        """The same by the operator's name."""
+        """`elementwise_bytes` by the operator's name, without the operators inside `fused`."""
         self.num_calls = Counter[str]()
         self.syncs = Counter[str]()
-        """Waits of the host for a CUDA device, by operator and line of the code that calls it."""
+        """How often the host waits for a CUDA device, by operator and calling line."""
         self._alive_bytes = Counter[str]()
         self._alive: set[int] = set()
         self._is_fused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_composite(func):  # what inference mode hands over whole: `linear`, `matmul` and the like
+        if _is_composite(func):  # inference mode dispatches `linear`, `matmul` and the like undivided
             with self:
                 return func.decompose(*args, **kwargs)
         name = func._overloadpacket.__name__
         self.num_calls[name] += 1
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if _waits(name, args, kwargs, inputs):  # asked before the call, for a tensor without data raises there
+        if _waits(name, args, kwargs, inputs):  # before the call, which raises for a tensor without data
             self.syncs[f"{name} at {_caller()}"] += 1
         if name == "_flash_attention_backward":
             self._count_peak(args[1].device, flash_scratch_bytes(args))
@@ -83,7 +83,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def hold(self, *tensors: torch.Tensor) -> None:
-        """Count the memory of tensors for as long as something else keeps them."""
+        """Count the memory of tensors until it is freed, without keeping them alive."""
         for tensor in tensors:
             storage, device = tensor.untyped_storage(), str(tensor.device)
             key, num_bytes = storage._cdata, storage.nbytes()
@@ -98,10 +98,10 @@ class Meter(TorchDispatchMode):
         self.peak_bytes[name] = max(self.peak_bytes[name], self._alive_bytes[name] + scratch_bytes)
 
     def fused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function and count what the kernels of a compiler would move, for `mtptrain.fusing.fused_through`.
+        """Run a function and count the bytes that compiled kernels would move. Used with `mtptrain.fusing.fused_through`.
 
-        They read the arguments and write the results, in the backward pass likewise, and move what goes into a matrix product and comes
-        out of it; nothing in between reaches memory.
+        Compiled kernels read the arguments and write the results, in the forward and in the backward pass, and move the inputs and
+        outputs of matrix products. Other intermediate tensors never reach memory.
         """
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, torch.Tensor)):
@@ -114,7 +114,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def fusing(self) -> Iterator[None]:
-        """Within, operators belong to one kernel."""
+        """Inside this context, all operators count as one kernel."""
         self._is_fused = True
         try:
             yield
@@ -153,7 +153,7 @@ def _is_composite(func: Any) -> bool:
 
 
 class _Fused(torch.autograd.Function):
-    """A function whose backward pass is one kernel as well; weights that it reads beside its arguments get their gradients."""
+    """A function whose backward pass is also one kernel. Weights that it uses but does not take as arguments get gradients too."""
 
     @staticmethod
     def forward(ctx: Any, meter: Meter, function: Callable[..., Any], *args: Any) -> Any:
@@ -183,9 +183,10 @@ class _Fused(torch.autograd.Function):
 
 
 def attention_flops(name: str, args: Any) -> int:
-    """FLOPs of a flash kernel: two products of each query and key that it sees in the forward pass, five in the backward pass.
+    """Returns the FLOPs of a flash kernel.
 
-    Of segments whose offsets have no data, each is taken for as long as the longest.
+    For each query and each key that it sees, these are two products in the forward pass and five in the backward pass. If the
+    segment offsets have no data, every segment counts as being as long as the longest one.
     """
     products, tensors = (2, args) if "backward" not in name else (5, args[1:])
     query, key = tensors[:2]
@@ -201,16 +202,16 @@ def attention_flops(name: str, args: Any) -> int:
 
 
 def flash_scratch_bytes(args: Any) -> int:
-    """What flash attention's backward pass allocates inside of itself, besides its results, which no operator shows.
+    """Returns the memory that flash attention's backward pass allocates: its results, and scratch that the dispatcher does not see.
 
-    The query's gradient in fp32 and a sum for each row, both with 128 rows more for each segment; and with fewer key heads than query
-    heads, gradients of keys and values for each query head (`mha_varlen_bwd` of FlashAttention 2).
+    The scratch is the query's gradient in fp32 and one sum per row, both padded by 128 rows per segment. With fewer key heads than
+    query heads it also holds gradients of keys and values for each query head (`mha_varlen_bwd` of FlashAttention 2).
     """
     query, key, offsets = args[1], args[2], args[6]
     num_heads, head_dim = query.shape[1:]
     padded_rows = query.shape[0] + 128 * (len(offsets) - 1)
     of_each_head = 2 * key.shape[0] * num_heads * head_dim * key.element_size() if key.shape[1] != num_heads else 0
-    # At the end of the kernel the results are there as well.
+    # At the end of the kernel the results are allocated too.
     results = num_bytes_of(query) + 2 * num_bytes_of(key)
     return int(padded_rows * num_heads * (-(-head_dim // 32) * 32 + 1) * 4 + of_each_head + results)
 
@@ -236,7 +237,7 @@ def _moved(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -
 
 
 def num_bytes_of(x: torch.Tensor) -> int:
-    """Bytes of a tensor; what is expanded is there once."""
+    """Returns the bytes of a tensor; expanded dimensions count once."""
     count = x.element_size()
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride else 1
@@ -244,7 +245,7 @@ def num_bytes_of(x: torch.Tensor) -> int:
 
 
 def _waits(name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-    """Whether the host waits for a CUDA device: to read a value or a shape, or for a copy that is not asked to go on by itself."""
+    """Returns whether the host waits for a CUDA device: to read a value or a shape, or for a copy that is not `non_blocking`."""
     devices = {x.device.type for x in inputs}
     if name in ("_to_copy", "copy_"):
         is_free = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])

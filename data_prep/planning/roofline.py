@@ -1,4 +1,4 @@
-"""Writes docs/results/roofline.md: how long a training step takes at least on an H100, by what bounds it. Needs no GPU.
+"""Writes docs/results/roofline.md: a lower bound on the time of a training step on an H100, and what it consists of. Needs no GPU.
 
 python -m data_prep.planning.roofline
 """
@@ -16,7 +16,7 @@ from mtptrain.heads.base import HeadConfig
 
 PAGE = Path("docs/results/roofline.md")
 FLOPS_PER_S, BYTES_PER_S = 989e12, 3.35e12
-"""An H100 SXM: dense bf16, and its memory."""
+"""Peak rates of an H100 SXM: dense bf16 FLOP/s and memory bandwidth."""
 TOKENS, DEPTHS = 8192, 3
 _LLAMA: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
 TARGETS = {
@@ -28,9 +28,9 @@ TEXT = f"""# Roofline of the training step
 
 Forward, loss and backward of one micro-batch on one H100 at its peaks, {FLOPS_PER_S / 1e12:.0f} TFLOP/s in bf16 and
 {BYTES_PER_S / 1e12:.2f} TB/s: one document of {TOKENS:,} tokens, all supervised, T = {DEPTHS}, `train.loss_chunk_rows={{chunk_rows}}`.
-No GPU takes part: operators are counted on tensors without data. `eager` reads and writes every operator's tensors. `compiled`
-(`train.compile=true`) reads each fused function's arguments and writes its results once, so that it is the least that fused kernels move.
-A GPU reaches a share of these rates.
+No GPU is used: operators are counted on tensors without data. `eager` counts the tensors that every operator reads and writes.
+`compiled` (`train.compile=true`) counts the arguments and results of each fused function once, which is the least that fused
+kernels can move. A real GPU reaches only a share of these rates.
 
 | target | head | elementwise | matmul s | elementwise s | attention s | tokens/s at most | elementwise traffic |
 |---|---|---|---|---|---|---|---|
@@ -63,7 +63,7 @@ def costs(target: str, head: HeadConfig, compiled: bool) -> StepCosts:
 
 
 def row(target: str, head: str, kind: str, step: StepCosts) -> str:
-    """One line of the table."""
+    """Returns one line of the table."""
     attention = step.attention_flops / FLOPS_PER_S
     matmul, elementwise = step.flops / FLOPS_PER_S - attention, step.elementwise_bytes / BYTES_PER_S
     rate = TOKENS / (matmul + elementwise + attention)

@@ -1,4 +1,4 @@
-"""How long a stage takes: at the tokens/s that were given, else by FLOPs and the peak of the GPUs."""
+"""Estimates the time of a stage from tokens/s if they are given, otherwise from its costs per token and the hardware's rates."""
 
 import time
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import torch
 from mtptrain.config import PlannerConfig
 
 MEMORY_SHARE = 0.78
-"""Of a GPU's memory bandwidth, what elementwise kernels reach."""
+"""The share of a GPU's memory bandwidth that elementwise kernels reach."""
 PCIE_BYTES_PER_S = 50e9
-"""Between a GPU and the machine's memory: PCIe 5 with 16 lanes, in one direction."""
+"""Bandwidth between a GPU and host memory in one direction: PCIe 5 with 16 lanes."""
 
 
 @dataclass(frozen=True)
@@ -19,32 +19,32 @@ class Speed:
     """An estimate of a stage's time."""
 
     tokens_per_s: float
-    """Of all GPUs together."""
+    """Tokens per second of all GPUs together."""
     seconds: float
     flops_per_token: float
-    """0 where tokens/s were given."""
+    """0 if tokens/s were given."""
     basis: str
-    """What the estimate stands on."""
+    """What the estimate is based on, in words."""
 
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """What one token of a stage needs."""
+    """The costs of one token in a stage."""
 
     flops: float
     traffic_bytes: float
-    """Through a GPU's memory, outside matrix products and attention."""
+    """Bytes read from and written to GPU memory, except by matrix products and attention."""
     pcie_bytes: float
     disk_bytes: float
     writer_s: float = 0.0
-    """Seconds that a rank's CPU threads take to check, encode, write and hash it; 0 where nothing is written."""
+    """Seconds that a rank's CPU threads take to check, encode, write and hash the token's states; 0 if none are written."""
 
 
 def estimate(
     planner: PlannerConfig, tokens: int, given: float, costs: TokenCosts, share: float, gpus_at_work: int, num_ranks: int,
     dtype: torch.dtype,
 ) -> Speed:  # fmt: skip
-    """Time of `tokens`: at the tokens/s given, else at those of the slowest of what each token needs."""
+    """Returns the estimate for `tokens`, from `given` tokens/s if it is not 0, and otherwise from the slowest resource."""
     if given:
         return Speed(given, tokens / given, 0.0, "as given")
     peak, of_what = device_peak(planner, gpus_at_work, dtype)
@@ -62,7 +62,10 @@ def estimate(
 
 
 def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Speed:
-    """Products and memory traffic take turns on a GPU, so that their times add up; all else runs at the same time."""
+    """Returns the estimate for the slowest resource.
+
+    Matrix products and memory traffic alternate on a GPU, so their times add up. Everything else overlaps with them.
+    """
     *_, (products, product_rate) = [item for item in rates.items() if item[0].startswith("matrix products")]
     memory_rate = rates.get("memory traffic", float("inf"))
     on_gpu = 1 / (1 / product_rate + 1 / memory_rate)
@@ -77,7 +80,7 @@ def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Sp
 
 
 def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s of all GPUs at work, and what they are; CPU ranks share what was measured once."""
+    """Returns the FLOP/s of all GPUs at work, and a description of them. CPU ranks share one CPU, so its rate is not multiplied."""
     if planner.gpu_tflops:
         return gpus_at_work * planner.gpu_tflops * 1e12, f"{gpus_at_work} x {planner.gpu_tflops:g} TFLOP/s"
     if torch.cuda.is_available():
@@ -89,7 +92,7 @@ def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -
 
 @cache
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> float:
-    """Peak of matrix products on this device: the fastest of those that fit into `seconds`."""
+    """Returns the peak FLOP/s of this device: that of the fastest matrix product in `seconds` of repeated runs."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     fastest, end = float("inf"), time.perf_counter() + seconds

@@ -1,4 +1,4 @@
-"""Memory of validation beside the target's weights: keys and values of the prompts that are decoded together, and reading them."""
+"""Estimates the memory of validation besides the target's weights: the caches of a batch, and the forward over its prompts."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,26 +15,26 @@ from mtptrain.target import TargetStates
 
 
 def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
-    """Returns the most bytes that validation needs at once on a GPU, beside the target's and the head's weights.
+    """Returns the most bytes that validation needs at once on a GPU, in addition to the target's and the head's weights.
 
-    An upper bound: the largest batch that the settings allow, all of it prompts. Later rounds read a few rows a sequence, and need
-    less than reading the prompts does.
+    This is an upper bound: it assumes the largest batch that the settings allow, and that all of its tokens are prompts. Later
+    rounds process only a few rows per sequence and need less memory than the prompts do.
 
     Args:
-        config: of the run.
-        target_config: of the target.
-        longest_tokens: of the longest document.
+        config: the run's settings.
+        target_config: the target's config.
+        longest_tokens: tokens of the longest document.
     """
     dtype = getattr(torch, config.acceptance.dtype.value)
     prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
-    drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)  # what `speculate` adds to prompt and answer
+    drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)  # slots that `speculate` adds to prompt and answer
     cached = (tokens + drafted_slots) * cached_values(target_config) * dtype.itemsize
     by_target = tokens * forward_values(target_config) * dtype.itemsize
     return cached + max(by_target, head_prompt_bytes(config.head, target_config, dtype, tokens))
 
 
 def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
-    """Returns how many prompts validation decodes together on a GPU at most, and how many tokens, with answers and padding."""
+    """Returns the most prompts that validation decodes together on a GPU, and their tokens including answers and padding."""
     new_tokens = config.train.validation_new_tokens
     is_text = config.prompts.source is PromptSource.text_files
     prompt_tokens = min(longest_tokens, config.acceptance.prompt_tokens) if is_text else longest_tokens
@@ -44,8 +44,8 @@ def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: i
 
 
 def cached_values(target_config: PreTrainedConfig) -> int:
-    """Returns how many values the target's cache keeps of a token, in all layers."""
-    if target_config.model_type == "deepseek_v2":  # what keys and values of all heads are made from
+    """Returns the number of values that the target's cache holds per token, over all layers."""
+    if target_config.model_type == "deepseek_v2":  # the cache holds the latent from which all heads' keys and values are made
         of_layer = target_config.kv_lora_rank + target_config.qk_rope_head_dim
     else:
         head_dim = getattr(target_config, "head_dim", None) or target_config.hidden_size // target_config.num_attention_heads
@@ -54,16 +54,16 @@ def cached_values(target_config: PreTrainedConfig) -> int:
 
 
 def forward_values(target_config: PreTrainedConfig) -> int:
-    """Returns how many values of a token are alive at once in the target's widest layer, its MLP: about."""
+    """Returns about how many values per token are alive at once in the MLP, the widest part of a decoder layer."""
     hidden_size = target_config.hidden_size
     dense = 3 * target_config.intermediate_size
     experts_size = getattr(target_config, "moe_intermediate_size", None)
     routed = target_config.num_experts_per_tok * (3 * experts_size + 2 * hidden_size) if experts_size else 0
-    return int(max(dense, routed) + 4 * hidden_size)  # and the residual stream, its norm, and what both are added up in
+    return int(max(dense, routed) + 4 * hidden_size)  # plus the residual stream, its norm, and their sums
 
 
 def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
-    """Returns the peak of a head's depth 0 over a prompt: the target's states, the head's keys and values, and what it computes."""
+    """Returns the peak bytes of a head's depth 0 over a prompt: the target's states, and the head's cache and activations."""
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype), torch.no_grad():
         head, parts = build_head(config, target_config), _frozen_parts(target_config)

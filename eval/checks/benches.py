@@ -1,4 +1,4 @@
-"""The benches at the dimensions of an 8B target with random weights, or at tiny ones: figures, which nothing bounds."""
+"""Runs the benches at the dimensions of an 8B target with random weights, or at tiny ones. Their figures have no bounds."""
 
 import json
 from collections.abc import Sequence
@@ -38,11 +38,12 @@ STEP_TINY = (
 
 
 NEEDED_GB = {"extraction": 30, "step": 60, "peer": 75}
-"""Memory of one GPU at 8B's dimensions; the peer runs beside our step and beside the plain formula, which keeps all logits."""
+"""GB of GPU memory that each bench needs at the dimensions of 8B. The peer bench also runs our step and the plain formula, which
+keeps all logits."""
 
 
 def too_small(bench: str) -> str:
-    """Why a bench at 8B's dimensions cannot run here; empty where it can."""
+    """Returns why a bench at the dimensions of 8B cannot run on this GPU, or an empty string if it can."""
     found = torch.cuda.get_device_properties(0).total_memory / 1e9
     return "" if found >= NEEDED_GB[bench] else f"needs {NEEDED_GB[bench]} GB of memory on a GPU, and there are {found:.0f}"
 
@@ -80,7 +81,7 @@ def describe_case(case: dict[str, Any]) -> str:
 
 
 def bench_peer(stages: Stages, is_tiny: bool) -> Finding:
-    """Our step and that of vLLM Speculators in turns, in one run."""
+    """Times our step and that of vLLM Speculators alternately in one run."""
     python = Path(stages.config.bench.peer_python)
     if not python.exists():
         return skipped(f"SPECULATORS IS NOT INSTALLED: {python} does not exist; run `make .venv-peer/.installed`")

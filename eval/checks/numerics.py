@@ -1,4 +1,4 @@
-"""What is computed on this device beside its definition, on random tensors: attention, loss, and decoding beside the training forward."""
+"""Compares attention and loss on this device with their definitions, and decoding with the training forward, on random tensors."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,10 @@ from mtptrain.losses import LossSettings, draft_losses
 from mtptrain.target import FrozenParts, PositionCache
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-"""Of the relative error, by the dtype of the arithmetic. bf16 rounds to 2^-9, several times in a row."""
+"""The largest relative error allowed, by the dtype of the arithmetic. bf16 rounds to 2^-9, and several roundings add up."""
 DEPTHS = 3
 LENGTHS, PROMPTS = [129, 40, 300], [30, 0, 100]
-"""Tokens of the documents, and of their prompts."""
+"""Tokens of each document, and of its prompt."""
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -28,7 +28,7 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
-    """Attention of a depth with its gradients, beside one softmax over a dense mask in fp32."""
+    """Compares the attention of a depth and its gradients with one softmax over a dense mask in fp32."""
     generator = torch.Generator(device).manual_seed(0)
     spans = [(i, prompt, length - prompt) for i, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True))]
     packing = map_tensors(Packing.of(LENGTHS, spans), lambda x: x.to(device))
@@ -55,7 +55,7 @@ def dense_attention(
     own_values: Sequence[torch.Tensor],
     packing: Packing,
 ) -> torch.Tensor:
-    """The definition of `depth_attention`: one mask over all pairs of rows and keys."""
+    """Computes `depth_attention` by its definition, with one mask over all pairs of rows and keys."""
     document = (packing.positions == 0).cumsum(0)  # [N]
     tokens = torch.arange(len(key), device=key.device)
     is_seen = (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])  # [M, N]
@@ -67,7 +67,7 @@ def dense_attention(
 
 
 def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:
-    """A head for a small target of random weights, and a packed batch for it."""
+    """Returns a small target's case, a head for it, the target's frozen parts with random weights, and a packed batch."""
     torch.manual_seed(0)
     case = case_of(hidden_size=256, vocab_size=512, depths=DEPTHS, head=head)
     settings = {"capture_layers": [2, 4, 6]} if head == "eagle3" else {}
@@ -78,14 +78,14 @@ def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Ca
 
 @torch.no_grad()
 def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding:
-    """The states that serving computes, draft by draft over its cache, beside those of the packed training forward."""
+    """Compares the states of serving, computed draft by draft over a cache, with those of the packed training forward."""
     _, built, parts, batch = random_case(head, device, dtype)
     embeddings = parts.embed(batch.next_ids)  # [N, H]
     reads = parts.final_norm(batch.hidden_states) if batch.aux_hidden_states is None else batch.aux_hidden_states
     trained = built(reads, embeddings, batch.packing, DEPTHS)  # [T, M, H]
     fused = built.fuse(reads)
     found, wanted = [], []
-    for row in (0, 20, 100):  # of the first document
+    for row in (0, 20, 100):  # positions in the first document
         cache, position = PositionCache(LENGTHS[0]), torch.arange(row + 1, device=device)[None]
         states, recycled = built.decode(fused[None, : row + 1], embeddings[None, : row + 1], position, cache)
         for depth in range(DEPTHS):
@@ -99,7 +99,7 @@ def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding
 
 
 def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
-    """KL and the gradient of the states, in blocks, beside the formula over all logits in fp32."""
+    """Compares the blockwise KL loss and its gradient with respect to the states with the formula over all logits in fp32."""
     _, _, parts, batch = random_case("mtp", device, dtype)
     is_draft = batch.is_draft
     states = torch.randn(*is_draft.shape, parts.embed_tokens.shape[1], device=device).to(dtype)
@@ -117,7 +117,7 @@ def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
 def plain_kl(
     states: torch.Tensor, parts: FrozenParts, taught: torch.Tensor, is_draft: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Forward KL by its definition: depth k of row i is taught where depth 0 of row i + k is."""
+    """Computes the forward KL by its definition: depth k of row i has the same teacher as depth 0 of row i + k."""
     teacher = parts.logits(taught).log_softmax(-1)  # [M, V]
     total = torch.zeros((), device=states.device)
     for depth, counts in enumerate(is_draft):

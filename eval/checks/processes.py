@@ -1,4 +1,4 @@
-"""Ending a program with everything that it has started, torchrun's ranks among them, which have sessions of their own."""
+"""Kills a program with all its descendants. A process group is not enough: torchrun's ranks are in POSIX sessions of their own."""
 
 import contextlib
 import os
@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all its descendants, as the loss of a node does. Linux."""
+    """Sends SIGKILL to a process and all its descendants, which has the effect of losing the node. Works on Linux only."""
     for each in [pid, *descendants(pid)]:
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             os.kill(each, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that `pid` has started, those that these have started, and so on."""
+    """Returns the ids of the children of `pid`, of their children, and so on."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended in the meantime
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
     found = [pid]
     for each in found:

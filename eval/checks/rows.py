@@ -1,4 +1,4 @@
-"""Results of checks: one row each, which says what was found and what was allowed."""
+"""Defines the results of checks. Each check has one row with its measured figure and its bound."""
 
 import time
 from collections.abc import Callable
@@ -17,13 +17,13 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check returns."""
+    """The result of a check."""
 
     outcome: Outcome
     figure: str = ""
-    """What was measured."""
+    """The measured figure, in words."""
     bound: str = ""
-    """What was allowed; empty for a figure that nothing bounds."""
+    """The bound on the figure; empty if there is none."""
     reason: str = ""
     """Why a check failed or was skipped."""
 
@@ -44,7 +44,7 @@ def skipped(reason: str) -> Finding:
 
 
 def measured(figure: str) -> Finding:
-    """A figure without a bound."""
+    """Returns a passed check for a figure without a bound."""
     return Finding(Outcome.passed, figure)
 
 
@@ -57,7 +57,7 @@ def at_most(value: float, bound: float, what: str) -> Finding:
 
 
 def run_check(name: str, check: Check) -> Row:
-    """Run one check; an error of any kind is its result, so that the others still run."""
+    """Runs one check. Any error makes it a failed row, so that the other checks still run."""
     started = time.perf_counter()
     try:
         found = check()

@@ -1,4 +1,4 @@
-"""The programs of the pipeline on one machine, started as users start them, and what they leave behind beside what it must be."""
+"""Runs the programs of the pipeline on one machine as users do, and checks their output."""
 
 import json
 import shutil
@@ -30,16 +30,17 @@ from mtptrain.tracking import METRICS
 from mtptrain.warm_start import trained_or_initial_head
 
 RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
-"""Runs `python -m module arguments` on so many ranks to its end."""
+"""Takes a module, its arguments and a number of ranks, runs `python -m module arguments` on them, and returns when it has ended."""
 LIMIT_S = 600
-"""Of one program: a check that hangs must not keep the others from running."""
+"""Time limit of one program, so that a check that hangs does not keep the others from running."""
 COMPARED_DOCUMENTS = 8
 STORE_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
-"""Of stored states, by the dtype that they were computed in; they are stored in bf16."""
+"""Relative error allowed in stored states, by the dtype that they were computed in. They are stored in bf16."""
 LOSS_ERROR = 0.02
-"""Of the losses of a resumed run on a GPU: FlashAttention's backward adds in an order that changes from run to run."""
+"""Relative error allowed in each loss of a resumed run on a GPU. FlashAttention's backward pass sums in an order that changes from
+run to run."""
 NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}
-"""Gap of two logits over the larger one, below which rounding chooses between them."""
+"""The gap of two logits, relative to the logit, up to which rounding may decide between them."""
 
 
 def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
@@ -48,7 +49,7 @@ def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[st
 
 
 def run_in_process(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
-    """`RunProgram` as a user starts it; one that hangs is killed with all its ranks."""
+    """Runs a program as a user does. If it exceeds the time limit, it is killed with all its ranks."""
     command = command_of(module, arguments, num_ranks)
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:
@@ -61,13 +62,15 @@ def run_in_process(module: str, arguments: list[str], num_ranks: int) -> subproc
 
 
 class Stages:
-    """The recipe in a folder of its own, its programs run one after the other."""
+    """Runs the programs of the recipe one after the other, in a folder of their own."""
 
     def __init__(self, config: PipelineConfig, overrides: Sequence[str], device: torch.device, run: RunProgram) -> None:
         """
         Args:
-            config: what `overrides` compose, with the run_dir that the programs write to.
-            overrides: of every program, run_dir left out.
+            config: the settings that `overrides` give, with the run_dir that the programs write to.
+            overrides: command-line overrides of every program, without run_dir.
+            device: where the checks compute.
+            run: runs one program.
         """
         self.config, self.overrides, self.device, self._run = config, list(overrides), device, run
         self.directory = Path(config.run_dir)
@@ -77,7 +80,8 @@ class Stages:
         """Run a program and return what it printed.
 
         Raises:
-            RuntimeError: it failed; with its last line. All that it printed is in `<module>.log` beside the run.
+            RuntimeError: the program failed; the message has the last line of its errors. All that it printed is in `<module>.log`
+                next to the run folder.
         """
         result = self._run(module, [*self.overrides, f"run_dir={quoted(run_dir or self.directory)}", *overrides], num_ranks)
         log = self.directory.with_name(f"{module}.log")
@@ -93,7 +97,7 @@ class Stages:
         return measured(", ".join(f"{name} {value:,}" for name, value in manifest.items() if isinstance(value, int)))
 
     def extraction(self) -> Finding:
-        """The states of the transformers backend, beside those of a plain forward in fp32."""
+        """Compares the states that the transformers backend stores with those of a plain forward in fp32."""
         self.program("data_prep.hidden_states", num_ranks=self.num_ranks)
         store = HiddenStore.open(self.directory / "hidden_states")
         target = load_target(self._target_dir(), torch.float32, self.device)
@@ -108,7 +112,7 @@ class Stages:
         return at_most(relative_error(torch.cat(found), torch.cat(wanted)), self._store_bound(), "error of states")
 
     def extraction_by_vllm(self, tensor_parallel_size: int) -> Finding:
-        """The states of vLLM beside those of transformers."""
+        """Compares the states that vLLM extracts with those of transformers."""
         if reason := self.vllm_is_missing():
             return skipped(reason)
         if tensor_parallel_size > 1 and torch.cuda.device_count() < tensor_parallel_size:
@@ -128,7 +132,7 @@ class Stages:
         return judged(last < first, f"loss {first:.3f} to {last:.3f} in {len(found)} steps", "falls", "the loss did not fall")
 
     def resumed_training(self) -> Finding:
-        """A run that is killed after a checkpoint and started again, beside the run that was left alone."""
+        """Kills a run after a checkpoint, starts it again, and compares its losses with those of the undisturbed run."""
         run_dir = self._sibling("resumed", "prompts", "hidden_states")
         arguments = [*self.overrides, f"run_dir={quoted(run_dir)}"]
         killed_at = kill_after_a_checkpoint(command_of("mtptrain.train", arguments, self.num_ranks), run_dir)
@@ -148,7 +152,7 @@ class Stages:
         return judged(length > 1.0, f"acceptance length {length:.3f}", "above 1", "no draft was accepted")
 
     def greedy(self, dtype: torch.dtype) -> Finding:
-        """Answers decoded with drafts beside plain ones; a difference counts as a fault unless both tokens have nearly equal logits."""
+        """Compares answers decoded with and without drafts. A difference is a fault unless the two logits are nearly equal."""
         settings, target_dir = self.config.acceptance, self._target_dir()
         target = load_target(target_dir, dtype, self.device)
         head = trained_or_initial_head(self.directory / "train/best", self.config.head, target_dir, dtype, self.device).head
@@ -185,7 +189,7 @@ class Stages:
         return measured("proposals equal after reloading")
 
     def serving(self) -> Finding:
-        """eval.serving_check has its own bounds, and fails beyond them."""
+        """Runs eval.serving_check, which has bounds of its own and fails if they are exceeded."""
         if reason := self.vllm_is_missing():
             return skipped(reason)
         self.program("eval.serving_check")
@@ -195,7 +199,7 @@ class Stages:
         return Finding(Outcome.passed, f"acceptance length {ours:.3f} here, {theirs:.3f} served by vLLM {report['version']}", bound)
 
     def vllm_is_missing(self) -> str:
-        """Why vLLM cannot be asked; empty where it can."""
+        """Returns why vLLM cannot be used, or an empty string if it can."""
         try:
             find_python(self.config.serving.python)
         except (FileNotFoundError, ValueError) as missing:
@@ -209,7 +213,7 @@ class Stages:
         return STORE_ERROR[getattr(torch, self.config.hidden_states.dtype)]
 
     def _sibling(self, name: str, *stages: str) -> Path:
-        """Another run folder with the same output of some stages."""
+        """Returns a new run folder next to this one, with a copy of the output of some stages."""
         run_dir = self.directory.with_name(name)
         shutil.rmtree(run_dir, ignore_errors=True)
         for stage in stages:
@@ -218,7 +222,7 @@ class Stages:
 
 
 def stored_states(store: HiddenStore, index: int) -> torch.Tensor:
-    """States of a document before the final norm, f32[n, H]."""
+    """Returns the states of a document before the final norm, f32[n, H]."""
     document = store.document(index)
     states, _ = pack_states([document], [len(document.input_ids)], "hidden_states", True, None)
     assert states is not None
@@ -226,7 +230,7 @@ def stored_states(store: HiddenStore, index: int) -> torch.Tensor:
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Of every step that is recorded; a last line that is being written is left out."""
+    """Returns the loss of every recorded step. An unfinished last line is left out."""
     path = run_dir / "train" / METRICS
     lines = path.read_text().rpartition("\n")[0].splitlines() if path.is_file() else []
     records: list[dict[str, Any]] = [json.loads(line) for line in lines]
@@ -237,7 +241,7 @@ def kill_after_a_checkpoint(command: list[str], run_dir: Path) -> int:
     """Start training, kill it as soon as it has a checkpoint, and return the steps that it had recorded.
 
     Raises:
-        RuntimeError: it ended by itself.
+        RuntimeError: training ended by itself, or made no checkpoint within `LIMIT_S`.
     """
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     started = time.monotonic()
