@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -99,9 +99,12 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     windows = shard_windows(len(shards), config.train.stream_shards, config.seed) if config.train.stream else []
     if ranks.is_first:
         unwritten = [i for i in range(len(shards)) if i in missing or (i not in own and not has_shard(store_dir, i))]
+        written = (
+            [shards[i] for i in range(len(shards)) if i not in missing] if windows else []
+        )  # on the disk until they are released
         unwritten = fullest_windows(windows, documents, shards) if windows else unwritten
         scratch = scratch_bytes(config, shards, documents, target_config.hidden_size, 1 + len(capture_layers), ranks)
-        announce(store_dir, documents, [shards[i] for i in unwritten], *layout, scratch)
+        announce(store_dir, documents, [shards[i] for i in unwritten], *layout, scratch, written)
         hint_ranks(ranks)
         if settings.part == 0:
             write_provenance(store_dir, config)
@@ -251,14 +254,20 @@ def announce(
     num_captured: int,
     dtype: StoreDtype,
     scratch: int,
+    written: Sequence[range] = (),
 ) -> None:
     """Say what will be written, and refuse where the disk cannot hold it, with the bytes that a backend leaves there meanwhile.
+
+    Where training follows, `unwritten` are the shards that lie there together, and `written` those that make room for them.
 
     Raises:
         ValueError: free space is smaller than what is still to be written.
     """
     token_bytes = bytes_per_token(hidden_size, num_captured, dtype)
-    missing_bytes = num_tokens(documents, unwritten) * token_bytes + sum(map(len, unwritten)) * DOCUMENT_BYTES
+    needed_bytes, written_bytes = (
+        num_tokens(documents, list(part)) * token_bytes + sum(map(len, part)) * DOCUMENT_BYTES for part in (unwritten, written)
+    )
+    missing_bytes = max(0, needed_bytes - written_bytes)
     free_bytes = shutil.disk_usage(store_dir).free
     total_tokens = int(documents.document_offsets[-1])
     print(

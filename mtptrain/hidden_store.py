@@ -316,7 +316,11 @@ def _check_length(directory: Path, index: int, record: ShardRecord) -> None:
 
 
 def has_length(path: Path, record: ShardRecord) -> bool:
-    return path.exists() and path.stat().st_size == record.num_bytes
+    """Returns whether a shard is there in full length; training may delete a streamed one at any moment."""
+    try:
+        return path.stat().st_size == record.num_bytes
+    except FileNotFoundError:
+        return False
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -110,6 +110,11 @@ class StreamedStore(HiddenStore):
     def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         yield self.documents.loss_mask, self.documents.document_offsets
 
+    def shards_of(self, documents: Sequence[int]) -> list[int]:
+        """Returns the shards that hold these documents."""
+        shards: list[int] = np.unique(np.searchsorted(self._first_documents, documents, side="right") - 1).tolist()
+        return shards
+
     def _record(self, index: int) -> ShardRecord:
         """Waits until extraction has finished a shard, and returns its record."""
         if index not in self._records:
@@ -170,6 +175,7 @@ class Releases:
             ValueError: the steps need more than `OPEN_WINDOWS` windows on disk at once.
         """
         self.store = store
+        self._steps = steps
         window_of = _window_of_documents(store)
         first, last = np.full(len(store.windows), len(steps)), np.zeros(len(store.windows), np.int64)
         for step, micro_batches in enumerate(steps):
@@ -182,6 +188,11 @@ class Releases:
                 f"train.stream_shards: {OPEN_WINDOWS} windows must hold all documents of a step, but those of "
                 f"{len(store.windows[0])} shards do not; raise it, or hidden_states.shard_tokens"
             )
+
+    def is_written(self, step: int) -> bool:
+        """Returns whether extraction has finished every shard that step `step`, from 0, reads."""
+        shards = self.store.shards_of(list(chain.from_iterable(self._steps[step])))
+        return all(record_path(shard_path(self.store.directory, shard)).exists() for shard in shards)
 
     def num_unread(self, step: int) -> int:
         """Returns the number of leading windows that are no longer read once `step` steps are done."""

@@ -11,6 +11,7 @@ goes on from there.
 """
 
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from mtptrain.flops import StepFlops, matmul_peak
 from mtptrain.head_files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.base import Head, HeadConfig
 from mtptrain.hidden_store import MANIFEST, PLAN, HiddenStore, expected_identity, open_store
-from mtptrain.hidden_stream import Releases, StreamedStore, open_stream
+from mtptrain.hidden_stream import Releases, StreamedStore, open_stream, wait_until
 from mtptrain.identity import StoreIdentity, file_sha256
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_provenance
@@ -236,8 +237,10 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
     bar = tqdm(total=run.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
     tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
     shown: dict[str, str] = {}
+    stopped_by = wait_for_states(run, progress.step, ranks, stop)
     run.meter.restart()
-    for batches in run.schedule.prefetch(progress.step, run.num_steps, ranks.rank, ranks.world_size):
+    last_step = progress.step if stopped_by else run.num_steps
+    for batches in run.schedule.prefetch(progress.step, last_step, ranks.rank, ranks.world_size):
         run.meter.data_arrived()
         metrics = run.trainer.step(batches)
         run.meter.step_done(batches)
@@ -268,6 +271,12 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             if run.releases is not None:
                 run.releases.release(progress.step, is_last, ranks.is_first)
             run.meter.restart()
+        if not stopped_by:  # behind the release, for which extraction may wait
+            stopped_by = wait_for_states(run, progress.step, ranks, stop)
+            if stopped_by and not is_saved:
+                run.trainer.check_weights(progress.step, batches)
+                checkpoint_dir = stage_dir / "checkpoints"
+                save_checkpoint(run.trainer.engine, checkpoint_dir, progress, run.resume_facts, settings.keep_checkpoints, ranks)
         if stopped_by:
             if ranks.is_first:
                 tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command goes on from here")
@@ -277,6 +286,26 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
     if tracking is not None:
         tracking.close()
     return progress
+
+
+def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
+    """Wait until a streamed store has what step `step`, from 0, reads; returns the signal that came to any rank meanwhile.
+
+    Ranks wait here together: in the reading of a batch, or in a step that another rank has not begun, a signal would not be seen.
+    """
+    stopped_by: signal.Signals | None = None
+
+    def is_over() -> bool:
+        nonlocal stopped_by
+        assert run.releases is not None
+        if all(ranks.gather(run.releases.is_written(step))):
+            return True
+        stopped_by = stop.agreed()
+        return stopped_by is not None
+
+    if run.releases is not None and step < run.num_steps:
+        wait_until(is_over, f"the shards of step {step + 1}, which data_prep.hidden_states with the same settings writes")
+    return stopped_by
 
 
 def is_due(step: int, every: int) -> bool:

@@ -20,15 +20,18 @@ import torch
 
 from data_prep import hidden_states
 from data_prep.hidden_states import extract_hidden_states, scratch_bytes
-from mtptrain.config import PipelineConfig
+from mtptrain.config import PipelineConfig, StoreDtype
 from mtptrain.distributed import Ranks, free_port, init_ranks
 from mtptrain.extraction import fill
+from mtptrain.extraction.fill import Streams, fill_shards
 from mtptrain.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.heads import HEADS
 from mtptrain.hidden_store import HiddenStore, verify
 from mtptrain.hidden_store_writer import has_shard
+from mtptrain.hidden_stream import missing_open_shards
 from mtptrain.identity import TokenizerIdentity
 from mtptrain.prompt_files import SCHEMA_VERSION, Documents, PromptsManifest
+from mtptrain.shard_format import DOCUMENT_BYTES
 from mtptrain.target import load_target, load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_target, program_command, run_program
 from tests.programs import FORKED, ranks_environment
@@ -446,7 +449,7 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
 ) -> None:
     config = prepared()
     usage = namedtuple("usage", "total used free")
-    needed = 267 * (2 * 64 + 5) + 10 * 16
+    needed = 267 * (2 * 64 + 5) + 10 * DOCUMENT_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed + 1, needed - 1))
     with pytest.raises(
         ValueError,
@@ -474,9 +477,40 @@ def test_what_is_there_already_needs_no_free_disk(prepared: ConfigFor, monkeypat
     extract_hidden_states(config, ONE_RANK)
     (config.stage_dir("hidden_states") / "shard_00000.safetensors").unlink()
     usage = namedtuple("usage", "total used free")
-    one_shard = (5 + 40 + 17) * 133 + 3 * 16
+    one_shard = (5 + 40 + 17) * 133 + 3 * DOCUMENT_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - one_shard, one_shard))
     extract_hidden_states(config, ONE_RANK)
+
+
+def test_streamed_shards_that_are_there_already_make_room_for_those_to_come(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk holds all open windows: extraction that is started again needs no more."""
+    config = prepared("train.stream=true", "train.stream_shards=1", "train.epochs=1", lengths=[40] * 20)
+    store_dir = config.stage_dir("hidden_states")
+
+    def write_open_windows(
+        _config: object,
+        streams: Streams,
+        documents: Documents,
+        shards: list[range],
+        windows: list[list[int]],
+        layout: tuple[int, int, StoreDtype],
+        _ranks: object,
+    ) -> None:
+        missing = missing_open_shards(store_dir, windows)
+        assert missing is not None
+        fill_shards(streams, documents, {i: shards[i] for i in missing}, store_dir, *layout, "test", show=False)
+
+    monkeypatch.setattr("data_prep.hidden_states.follow_training", write_open_windows)
+    extract_hidden_states(config, ONE_RANK)
+    assert len(list(store_dir.glob("shard_*.safetensors"))) == 3
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 0))
+    extract_hidden_states(config, ONE_RANK)
+    next(store_dir.glob("shard_*.safetensors")).unlink()
+    with pytest.raises(ValueError, match="must be free for the hidden states"):
+        extract_hidden_states(config, ONE_RANK)
 
 
 def test_without_stage_1_the_program_to_run_is_named(config_for: ConfigFor) -> None:

@@ -15,7 +15,7 @@ import torch
 from mtptrain.config import StoreDtype
 from mtptrain.fp8 import encode
 from mtptrain.hidden_store import HiddenStore, find_damage, open_store, verify
-from mtptrain.hidden_store_writer import ShardFile, begin_store, finish_store, has_shard, shard_ranges
+from mtptrain.hidden_store_writer import ShardFile, begin_store, finish_store, has_shard, read_record, shard_ranges
 from mtptrain.identity import StoreIdentity, TargetIdentity
 from mtptrain.shard_format import bytes_per_token
 
@@ -539,3 +539,11 @@ print(anonymous() - before)
     assert float(output) < 100, "megabytes"
     on_disk = sum(path.stat().st_size for path in tmp_path.glob("shard_*"))
     assert on_disk / 1_000_000 < 2 * hidden_size * 1.01 + 8
+
+
+def test_a_shard_that_training_deletes_while_it_is_looked_at_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"file": "shard_00000.safetensors", "num_documents": 1, "num_tokens": 1, "num_supervised_tokens": 1, "num_bytes": 9}
+    content = json.dumps({**record, "sha256": "", "index_bytes": 1, "index_checksum": ""})
+    (tmp_path / "shard_00000.json").write_text(content)
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it did a moment ago
+    assert read_record(tmp_path, 0) is None

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -131,6 +132,22 @@ def test_a_streamed_run_that_is_killed_goes_on_with_the_same_losses_and_a_bounde
     stream(stream_run, log)
     assert losses(run_dir) == undisturbed
     assert (run_dir / "train/last/head.safetensors").read_bytes() == head
+
+
+def test_a_signal_while_training_waits_for_extraction_saves_a_checkpoint(stream_run: Run, tmp_path: Path) -> None:
+    run_dir, overrides = stream_run
+    log = tmp_path / "log"
+    with running((*overrides, "train.save_every=0"), log) as (extraction, training):
+        while not (run_dir / "train/metrics.jsonl").exists() or not losses(run_dir):
+            assert training.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.01)
+        extraction.kill()
+        while b"waiting for the shards of step" not in log.read_bytes() and b"waiting for shard_" not in log.read_bytes():
+            assert training.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.1)
+        training.send_signal(signal.SIGTERM)
+        assert training.wait(timeout=20) == 75, log.read_text()[-3000:]
+    assert (run_dir / f"train/checkpoints/step_{len(losses(run_dir)):08d}/complete.json").is_file()
 
 
 def documents_of(lengths: list[int]) -> Documents:
