@@ -35,7 +35,7 @@ from mtptrain.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
 from mtptrain.heads import HEADS
 from mtptrain.hidden_store import Manifest, expected_identity
 from mtptrain.hidden_store_writer import begin_store, finish_store, has_shard, shard_ranges
-from mtptrain.hidden_stream import OPEN_WINDOWS, POLL_S, missing_open_shards, shard_windows
+from mtptrain.hidden_stream import OPEN_WINDOWS, POLL_S, delete_shards, missing_open_shards, shard_windows
 from mtptrain.prompt_files import Documents, Split
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
@@ -155,6 +155,7 @@ def follow_training(
             time.sleep(POLL_S)
     ranks.barrier()
     if ranks.is_first:
+        delete_shards(store_dir, windows)  # those that were still being written when training ended
         print(f"{store_dir}: training has read the hidden states of all {len(documents):,} documents", flush=True)
 
 

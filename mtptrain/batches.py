@@ -263,8 +263,9 @@ class BatchSchedule:
 
     def _pack(self, epoch: int) -> list[Step]:
         lengths = self.store.document_lengths
+        is_streamed = self.order is not None
         order = shuffled(len(lengths), self.seed, epoch) if self.order is None else self.order
-        return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, order)
+        return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, order, not is_streamed)
 
     @property
     def first_epoch(self) -> list[Step]:

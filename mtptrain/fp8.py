@@ -7,6 +7,8 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
+GPU_VALUES = 2**26
+"""Values that a GPU encodes at a time: their fp32 copy takes 256 MB, for each thread that writes states."""
 CACHED_VALUES = 2**18
 """Encoded or decoded at once on a CPU, so that every pass but the first reads its cache."""
 
@@ -23,7 +25,7 @@ def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(states.shape, dtype=FP8, device=states.device)
     scales = torch.empty(states.shape[:-1], dtype=torch.float32, device=states.device)
     row_values = max(1, states[:1].numel())
-    step = max(1, CACHED_VALUES // row_values if states.device.type == "cpu" else len(states))
+    step = max(1, (CACHED_VALUES if states.device.type == "cpu" else GPU_VALUES) // row_values)
     wide = torch.empty(min(step, len(states)), *states.shape[1:], dtype=torch.float32, device=states.device)
     for start in range(0, len(states), step):
         part = states[start : start + step]

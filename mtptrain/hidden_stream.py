@@ -44,21 +44,41 @@ def document_order(windows: Sequence[Sequence[int]], shards: Sequence[range], se
     return np.concatenate([generator.permutation(np.concatenate([shards[shard] for shard in window])) for window in windows])
 
 
-def released_windows(store_dir: Path) -> int:
-    """Returns how many windows training has released so far."""
+def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
+    """Returns how many windows training has released so far.
+
+    Raises:
+        ValueError: training reads the shards in another order, so that both programs would wait for ever.
+    """
     path = store_dir / STREAM
-    return int(read_json(path)["released_windows"]) if path.exists() else 0
+    if not path.exists():
+        return 0
+    content = read_json(path)
+    if content["windows"] != [list(window) for window in windows]:
+        raise ValueError(
+            f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in training; start "
+            f"both programs with the same seed and train.stream_shards, or delete {store_dir} to begin anew"
+        )
+    return int(content["released_windows"])
+
+
+def delete_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> None:
+    """Deletes the shards of windows, each record before its shard, so that a record never outlives its bytes."""
+    for shard in chain.from_iterable(windows):
+        path = shard_path(store_dir, shard)
+        record_path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> list[int] | None:
     """Returns the shards that extraction has to write now, or None once training has released every window."""
     while True:
-        released = released_windows(store_dir)
+        released = released_windows(store_dir, windows)
         if released >= len(windows):
             return None
         shards = chain.from_iterable(windows[released : released + OPEN_WINDOWS])
         missing = [shard for shard in shards if read_record(store_dir, shard) is None]
-        if released_windows(store_dir) == released:  # otherwise some may be missing because they were just released
+        if released_windows(store_dir, windows) == released:  # otherwise some may be missing because they were just released
             return missing
 
 
@@ -210,11 +230,8 @@ class Releases:
         count = len(self.store.windows) if is_last else self.num_unread(step)
         self.store.forget(self.store.windows[:count])
         if is_first_rank:
-            write_json(self.store.directory / STREAM, {"released_windows": count})
-            for shard in chain.from_iterable(self.store.windows[:count]):
-                path = shard_path(self.store.directory, shard)
-                record_path(path).unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
+            write_json(self.store.directory / STREAM, {"released_windows": count, "windows": self.store.windows})
+            delete_shards(self.store.directory, self.store.windows[:count])
 
 
 def _window_of_documents(store: StreamedStore) -> NDArray[np.int64]:

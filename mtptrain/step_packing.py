@@ -33,7 +33,12 @@ def shuffled(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def pack_documents(
-    lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, micro_batches: int, order: NDArray[np.int64]
+    lengths: NDArray[np.int64],
+    costs: NDArray[np.float64],
+    batch_tokens: int,
+    micro_batches: int,
+    order: NDArray[np.int64],
+    evens_last_steps: bool = True,
 ) -> list[Step]:
     """Returns the document indices of every micro-batch of every step of an epoch.
 
@@ -47,6 +52,7 @@ def pack_documents(
         batch_tokens: the most tokens of one micro-batch.
         micro_batches: number of micro-batches of a step.
         order: document indices in the order in which they are taken.
+        evens_last_steps: the last steps share their documents evenly. A streamed store has no room for the documents of all of them.
 
     Raises:
         ValueError: a document is longer than `batch_tokens`.
@@ -74,6 +80,8 @@ def pack_documents(
         steps.append(step.documents)
     if steps and not all(steps[-1]):
         steps.pop()
+    if not evens_last_steps:
+        return steps
     return steps[:-EVENED_STEPS] + _evened(steps[-EVENED_STEPS:], lengths, costs, batch_tokens)
 
 

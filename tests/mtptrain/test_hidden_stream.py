@@ -20,7 +20,9 @@ from mtptrain.hidden_stream import (
     Releases,
     StreamedStore,
     document_order,
+    missing_open_shards,
     open_stream,
+    released_windows,
     shard_windows,
 )
 from mtptrain.identity import StoreIdentity, TargetIdentity
@@ -172,7 +174,10 @@ def test_windows_are_released_after_the_last_step_that_reads_them(tmp_path: Path
     releases.release(2, is_last=False, is_first_rank=True)
     left = {int(path.stem.removeprefix("shard_")) for path in tmp_path.glob("shard_*")}
     assert left == set(range(10)) - {shard for window in store.windows[:2] for shard in window}
-    assert json.loads((tmp_path / STREAM).read_text()) == {"released_windows": 2}
+    assert released_windows(tmp_path, store.windows) == 2
+    other = streamed_store(tmp_path, num_documents=20, window_shards=1)
+    with pytest.raises(ValueError, match=r"stream\.json: the shards of each window must be \[\d+\], \.\.\., but are"):
+        missing_open_shards(tmp_path, other.windows)
     releases.release(3, is_last=True, is_first_rank=True)
     assert not list(tmp_path.glob("shard_*"))
 

@@ -130,3 +130,18 @@ def test_a_document_that_fits_nowhere_waits_a_few_steps_only() -> None:
     first_of_the_later = np.minimum.accumulate(taken[::-1])[::-1]
     waited = (taken - first_of_the_later)[taken < len(steps) - EVENED_STEPS]
     assert 0 < waited.max() <= LOOK_AHEAD
+
+
+def test_the_last_steps_of_a_streamed_store_keep_to_its_order() -> None:
+    """The documents of a step come from the order's next ones, also at its end: those of later windows are not on disk yet."""
+    lengths = np.random.default_rng(0).integers(10, 60, 200)
+    order = shuffled(len(lengths), 0, 0)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    steps = pack_documents(lengths, lengths.astype(float), 64, 2, order, evens_last_steps=False)
+    first = [min(place[index] for documents in step for index in documents) for step in steps]
+    last = [max(place[index] for documents in step for index in documents) for step in steps]
+    assert max(end - start for start, end in zip(first, last, strict=True)) < 4 * LOOK_AHEAD
+    evened = pack_documents(lengths, lengths.astype(float), 64, 2, order)
+    spread = [max(place[index] for documents in step for index in documents) for step in evened[-EVENED_STEPS:]]
+    assert min(spread) > min(last[-EVENED_STEPS:]), "steps that are evened mix the documents of several"
