@@ -6,6 +6,7 @@ from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,6 +33,11 @@ def fused_through(call: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         _through = None
+
+
+def uses_gpu_kernels(x: torch.Tensor) -> bool:
+    """Returns whether work on x is done the way of a GPU. A bf16 tensor without data belongs to a plan for GPUs, whatever its device."""
+    return x.is_cuda or (isinstance(x, FakeTensor) and x.dtype == torch.bfloat16)
 
 
 def of_fixed_shape(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from mtptrain.fusing import fused, fused_by_recomputing, of_fixed_width
+from mtptrain.fusing import fused, fused_by_recomputing, of_fixed_width, uses_gpu_kernels
 
 
 class LossKind(StrEnum):
@@ -163,7 +163,7 @@ class Teacher(NamedTuple):
 
 def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
     """Returns the teacher for the target's logits [C, V] in the form that suits their device."""
-    return teach_by_logits(logits, draft_token_ids) if logits.is_cuda else teach_by_probs(logits, draft_token_ids)
+    return teach_by_logits(logits, draft_token_ids) if uses_gpu_kernels(logits) else teach_by_probs(logits, draft_token_ids)
 
 
 def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:

@@ -95,6 +95,8 @@ OUT_OF_RANGE = {
     "acceptance.prompt_tokens": {"1": "at least 2, but is 1"},
     "acceptance.batch_size": {"0": "at least 1, but is 0"},
     "acceptance.batch_tokens": {"0": "at least 1, but is 0"},
+    "train.stream_shards": {"0": "at least 1, but is 0"},
+    "hidden_states.writer_threads": {"0": "at least 1, but is 0"},
     "acceptance.tree_nodes": {"0": "at least 1, but is 0"},
     "acceptance.tree_top_k": {"0": "at least 1, but is 0"},
     "acceptance.hybrid_min_match": {"0": "at least 1, but is 0"},

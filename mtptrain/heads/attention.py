@@ -6,10 +6,9 @@ from itertools import groupby
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
 
 from mtptrain.causal_attention import causal_attention
-from mtptrain.fusing import fused
+from mtptrain.fusing import fused, uses_gpu_kernels
 from mtptrain.heads.block_attention import block_attention, block_attention_backward
 from mtptrain.heads.packing import Packing, Places, Segments
 from mtptrain.target import PositionCache, TreeRows
@@ -134,7 +133,7 @@ def _flash(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of each segment's queries [Q, heads, head_dim] over its keys [S, kv heads, head_dim], and its lse f32[Q, heads]; then about
     the largest score of each row before scaling f32[Q, heads], for a backward pass in blocks."""
-    if _uses_gpu_kernels(query):
+    if uses_gpu_kernels(query):
         longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
         offsets = segments.query_offsets, segments.key_offsets
         out, lse, *_ = aten._flash_attention_forward(query, key, value, *offsets, *longest, 0.0, segments.is_causal, False)
@@ -149,11 +148,6 @@ def _flash(
         for whole, of_run in zip((out, lse, largest), found, strict=True):
             _batch(whole, queries).copy_(of_run)
     return out, lse, largest
-
-
-def _uses_gpu_kernels(query: torch.Tensor) -> bool:
-    """Whether the kernels are those of a GPU. Tensors without data in bf16 are those of a plan for GPUs, on whatever device it is made."""
-    return query.is_cuda or (isinstance(query, FakeTensor) and query.dtype == torch.bfloat16)
 
 
 def _flash_on_cpu(
@@ -181,7 +175,7 @@ def _flash_backward(
     segments: Segments,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value as `_flash` got them."""
-    if _uses_gpu_kernels(query):
+    if uses_gpu_kernels(query):
         longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
         offsets = segments.query_offsets, segments.key_offsets
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of a dropout

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[list[int], list[tuple[int, int, int]] | None]] = {
 def test_the_cuda_branch_is_the_cpu_branch(case: str, num_own: int) -> None:
     packing = Packing.of(*CASES[case])
     expected = results(packing, num_own)
-    with patch.object(attention, "aten", ReferenceOps), patch.object(attention, "_uses_gpu_kernels", lambda _: True):
+    with patch.object(attention, "aten", ReferenceOps), patch.object(attention, "uses_gpu_kernels", lambda _: True):
         found = results(packing, num_own)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -5,6 +5,8 @@ A program, not a test: it joins a process group that does nothing, and has DeepS
     DS_ACCELERATOR=cuda python -m tests.cuda.zero_steps llama3_1_8b,mtp,zero1
 """
 
+from tests.cuda import guard  # noqa: F401  # isort: skip  (must come before torch)
+
 import json
 import sys
 from contextlib import ExitStack
@@ -18,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import tests.cuda.guard  # noqa: F401 - must come before torch
 from mtptrain.config import RECIPES, load_config
 from mtptrain.head_files import build_head
 from mtptrain.heads.base import Head
