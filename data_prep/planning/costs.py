@@ -105,8 +105,28 @@ def step_costs(
         supervised_share: of the tokens, those that teach.
         chunk_rows: `train.loss_chunk_rows`.
         recompute: `train.recompute`.
-        compiled: `train.compile`: a fused function reads its arguments and writes its results, and nothing else.
+        compiled: `train.compile`: a fused function reads its arguments and writes its results, and nothing else. Memory is counted
+            without it, an upper bound.
     """
+    plain, held = _metered_step(config, target_config, dtype, lengths, supervised_share, chunk_rows, recompute)
+    traffic = plain
+    if compiled:
+        traffic, _ = _metered_step(config, target_config, dtype, lengths, supervised_share, chunk_rows, recompute, is_fused=True)
+    flops = plain.matmul_flops + plain.attention_flops
+    return StepCosts(flops, plain.attention_flops, traffic.elementwise_bytes, plain.peak_bytes["cpu"] - held)
+
+
+def _metered_step(
+    config: HeadConfig,
+    target_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    supervised_share: float,
+    chunk_rows: int,
+    recompute: bool,
+    is_fused: bool = False,
+) -> tuple[Meter, int]:
+    """Returns the counts of a step, and the bytes of weights and frozen parts that its peak includes."""
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype):
         head = build_head(config, target_config)
@@ -114,10 +134,9 @@ def step_costs(
         parts = _frozen_parts(target_config)
         meter.hold(*head.parameters(), parts.embed_tokens, parts.norm_weight, parts.lm_head)
         held = meter.peak_bytes["cpu"]
-        with meter, fused_through(meter.fused) if compiled else nullcontext():
+        with meter, fused_through(meter.fused) if is_fused else nullcontext():
             _step(head, parts, config.ttt_steps, target_config.hidden_size, lengths, supervised_share, chunk_rows)
-    flops = meter.matmul_flops + meter.attention_flops
-    return StepCosts(flops, meter.attention_flops, meter.elementwise_bytes, meter.peak_bytes["cpu"] - held)
+    return meter, held
 
 
 def _step(
