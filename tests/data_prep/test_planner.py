@@ -291,9 +291,9 @@ def test_streaming_is_planned_and_offered_where_the_store_does_not_fit(config_fo
     streamed = config_for(*FITTING, "prompts.max_train_tokens=1_000_000", "train.stream=true", "train.epochs=1", *WINDOWS)
     small = make_plan(streamed, free_bytes=100_000_000)
     assert not [warning for warning in plan_warnings(small, streamed) if "must be free" in warning]
-    assert ("streamed", "X GB at a time") in plan_rows(small, streamed)
+    assert ("streamed", "0.0798 GB at a time") in plan_rows(small, streamed)
     plain = config_for(*FITTING, "prompts.max_train_tokens=1_000_000", *WINDOWS)
-    assert "train.stream=true (X GB at a time, one epoch)" in warnings_for(make_plan(plain, free_bytes=100_000_000), plain)
+    assert "train.stream=true (0.0798 GB at a time, one epoch)" in warnings_for(make_plan(plain, free_bytes=100_000_000), plain)
 
 
 def test_the_disk_of_a_folder_that_does_not_exist_yet_is_found(config_for: Callable[..., PipelineConfig], tmp_path: Path) -> None:
