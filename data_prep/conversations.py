@@ -13,7 +13,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 from mtptrain.config import ConversationSchema
-from mtptrain.questions import question_group
+from mtptrain.data.questions import question_group
 
 Message = dict[str, str]
 Row = Mapping[str, Any]

@@ -1,6 +1,6 @@
 """Choose the draft vocabulary of a head with `head.draft_vocab_size`: the tokens that its drafts predict most often.
 
-Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/draft_vocab.py). Needed between `data_prep.prompts` and
+Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft_vocab.py). Needed between `data_prep.prompts` and
 `mtptrain.train`, by heads with a vocabulary smaller than the target's.
 
     python -m data_prep.draft_vocab recipe=quickstart_eagle3
@@ -18,13 +18,14 @@ from rich.table import Table
 from transformers import GenerationConfig, PreTrainedConfig
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
-from mtptrain.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab, write_manifest
+from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab, write_manifest
+from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import HeadConfig
-from mtptrain.hidden_store import expected_identity
-from mtptrain.prompt_files import Documents, Split
+from mtptrain.heads.config import HeadConfig
+from mtptrain.hidden_states.store import expected_identity
 from mtptrain.run_dir import require, write_provenance
-from mtptrain.target import load_tokenizer, read_target_config, resolve_target
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import load_tokenizer, resolve_target
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")

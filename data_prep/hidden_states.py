@@ -1,6 +1,6 @@
 """Stage 2: the frozen target over the training prompts -> hidden-state shards.
 
-Reads `run_dir/prompts/` and the target; writes `run_dir/hidden_states/` (see mtptrain/hidden_store.py). The states come from a
+Reads `run_dir/prompts/` and the target; writes `run_dir/hidden_states/` (see mtptrain/hidden_states/store.py). The states come from a
 backend, transformers in this process or vLLM in one of its own, and are written while the next ones are computed. An interrupted run
 continues with any number of ranks, and the finished store is byte for byte that of an undisturbed run.
 
@@ -24,22 +24,26 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedConfig
 
-from data_prep.planning.planner import print_plan
-from data_prep.store_check import verify_store
 from mtptrain.config import RECIPES, Backend, PipelineConfig, StoreDtype, load_config
-from mtptrain.distributed import Ranks, init_ranks
-from mtptrain.engines.vllm import find_python
-from mtptrain.extraction.fill import Streams, fill_shards, num_tokens
-from mtptrain.extraction.transformers_streams import TransformersStreams
-from mtptrain.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
+from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads import HEADS
-from mtptrain.hidden_store import Manifest, expected_identity
-from mtptrain.hidden_store_writer import begin_store, finish_store, has_shard, shard_ranges
-from mtptrain.hidden_stream import OPEN_WINDOWS, POLL_S, delete_shards, missing_open_shards, shard_windows
-from mtptrain.prompt_files import Documents, Split
+from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
+from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams
+from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
+from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
+from mtptrain.hidden_states.store import Manifest, expected_identity
+from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, missing_open_shards, shard_windows
+from mtptrain.hidden_states.writer import begin_store, finish_store, has_shard, shard_ranges
+from mtptrain.planning.planner import print_plan
 from mtptrain.run_dir import require, write_provenance
-from mtptrain.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
-from mtptrain.target import load_target, read_target_config, refuse_quantised_parts, resolve_target
+from mtptrain.serving.vllm_client import find_python
+from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import refuse_quantised_parts
+from mtptrain.target.hub import resolve_target
+from mtptrain.target.model import load_target
+from mtptrain.utils.distributed import Ranks, init_ranks
+
+from .store_check import verify_store
 
 # Matrix products on a CPU give other bits with another number of threads (seen with fp32 at 2 and bf16 at 4), and torchrun sets
 # another number than plain python: one thread, and as many ranks as there are cores.

@@ -9,14 +9,15 @@ from typing import Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.answers.dialogue import Ending, render_text
-from data_prep.answers.manifest import read_responses
-from data_prep.assistant_masks import Encoding, check_chat_template, encode_renderings
-from data_prep.conversations import ConversationRefused, Conversations, Message, Row, read_conversations
-from data_prep.renderings import Rendering, render_conversation
-from data_prep.text_files import TextFiles, read_text_files
 from mtptrain.config import PromptsConfig, PromptSource
-from mtptrain.identity import TargetIdentity
+from mtptrain.data.identity import TargetIdentity
+
+from .assistant_masks import Encoding, check_chat_template, encode_renderings
+from .conversations import ConversationRefused, Conversations, Message, Row, read_conversations
+from .renderings import Rendering, render_conversation
+from .responses.dialogue import Ending, render_text
+from .responses.manifest import read_responses
+from .text_files import TextFiles, read_text_files
 
 
 class Source(Protocol):

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from data_prep.assistant_masks import Encoding
-from data_prep.prompt_sources import Source
 from mtptrain.config import PromptsConfig, PromptSource
-from mtptrain.prompt_files import DocumentEntry, Documents, Split, is_held_out, name_hash
+from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out, name_hash
+
+from .assistant_masks import Encoding
+from .prompt_sources import Source
 
 _BATCH = 64
 """Documents tokenized by one call, over all cores."""

@@ -15,15 +15,18 @@ import numpy as np
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.assistant_masks import empty_mask_error
-from data_prep.prompt_sources import Source, read_source
-from data_prep.prompt_windows import Collector, collect_windows
-from data_prep.prompts_report import DuplicatesReport, PromptsReport, RewrittenReport, SplitReport, group_refusals, print_report
 from mtptrain.config import RECIPES, PipelineConfig, PromptsConfig, PromptSource, load_config
-from mtptrain.identity import TokenizerIdentity
-from mtptrain.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
-from mtptrain.run_dir import write_json, write_provenance
-from mtptrain.target import load_tokenizer, read_target_config, resolve_target
+from mtptrain.data.identity import TokenizerIdentity
+from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
+from mtptrain.run_dir import write_provenance
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import load_tokenizer, resolve_target
+from mtptrain.utils.files import write_json
+
+from .assistant_masks import empty_mask_error
+from .prompt_sources import Source, read_source
+from .prompt_windows import Collector, collect_windows
+from .prompts_report import DuplicatesReport, PromptsReport, RewrittenReport, SplitReport, group_refusals, print_report
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")

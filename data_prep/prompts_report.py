@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.prompt_files import Documents, Split
+from mtptrain.data.prompt_files import Documents, Split
 
 _NAMES_SHOWN = 3
 _BAR_WIDTH = 30

@@ -18,8 +18,9 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data_prep.conversations import ConversationRefused, Message
-from mtptrain.prompt_files import require_chat_template
+from mtptrain.data.prompt_files import require_chat_template
+
+from .conversations import ConversationRefused, Message
 
 Span = tuple[int, int]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.distributed import Ranks
-from mtptrain.hidden_store import HiddenStore, find_damage
+from mtptrain.hidden_states.store import HiddenStore, find_damage
+from mtptrain.utils.distributed import Ranks
 
 
 def verify_store(directory: Path, ranks: Ranks) -> None:

@@ -22,19 +22,21 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from eval.draft_quality import DraftQuality
-from eval.measurement import Candidate, Measured, Measurement
-from eval.report_page import read_report, write_run_page
-from mtptrain.acceptance import has_loop
-from mtptrain.acceptance_prompts import Prompts, read_prompts
 from mtptrain.config import RECIPES, AcceptanceConfig, Beside, PipelineConfig, load_config
-from mtptrain.distributed import Ranks, device_name, init_ranks
-from mtptrain.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
-from mtptrain.identity import weights_fingerprint
-from mtptrain.run_dir import command, write_json, write_provenance
-from mtptrain.speculate import Drafter, Sampler
-from mtptrain.target import Target, load_draft_model, load_target, load_tokenizer, resolve_target
-from mtptrain.warm_start import RunHead, trained_or_initial_head
+from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
+from mtptrain.decoding.acceptance import has_loop
+from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
+from mtptrain.decoding.prompts import Prompts, read_prompts
+from mtptrain.decoding.speculate import Drafter, Sampler
+from mtptrain.run_dir import command, write_provenance
+from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
+from mtptrain.target.model import Target, load_draft_model, load_target
+from mtptrain.utils.distributed import Ranks, device_name, init_ranks
+from mtptrain.utils.files import write_json
+
+from .draft_quality import DraftQuality
+from .measurement import Candidate, Measured, Measurement
+from .report_page import read_report, write_run_page
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.report_page import UNREADABLE, drafters_of, have_equal_speeds, length_interval, page_of, write_page
+from .report_page import UNREADABLE, drafters_of, have_equal_speeds, length_interval, page_of, write_page
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts",

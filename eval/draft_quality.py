@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mtptrain.decoding.speculate import Round, Sampler
 from mtptrain.heads.base import Head
-from mtptrain.speculate import Round, Sampler
 
 NUM_BINS = 10
 

@@ -25,14 +25,16 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
-from eval.checks.benches import bench_extraction, bench_peer, bench_step
-from eval.checks.numerics import check_attention, check_decode, check_loss
-from eval.checks.rows import Check, Outcome, Row, print_rows, run_check
-from eval.checks.stages import RunProgram, Stages, run_in_process
 from mtptrain.config import RECIPES, CheckSize, PipelineConfig, load_config
-from mtptrain.distributed import device_name, init_ranks
-from mtptrain.fusing import fuse
-from mtptrain.run_dir import command, quoted, write_json
+from mtptrain.run_dir import command, quoted
+from mtptrain.utils.compile import fuse
+from mtptrain.utils.distributed import device_name, init_ranks
+from mtptrain.utils.files import write_json
+
+from .checks.benches import bench_extraction, bench_peer, bench_step
+from .checks.numerics import check_attention, check_decode, check_loss
+from .checks.rows import Check, Outcome, Row, print_rows, run_check
+from .checks.stages import RunProgram, Stages, run_in_process
 
 COMMON = ("train.log_every=1", "train.tracker=none", "train.validate_every=0", "train.warmup_steps=5")
 SIZES = {

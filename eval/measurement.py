@@ -7,8 +7,9 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from eval.draft_quality import DraftQuality, QualityFigures
-from mtptrain.acceptance import (
+from mtptrain.config import AcceptanceConfig
+from mtptrain.data.prompt_files import render_prompt
+from mtptrain.decoding.acceptance import (
     Acceptance,
     Intervals,
     eos_token_ids,
@@ -18,13 +19,13 @@ from mtptrain.acceptance import (
     summarise,
     token_batches,
 )
-from mtptrain.acceptance_prompts import Prompts
-from mtptrain.clock import PhaseClock
-from mtptrain.config import AcceptanceConfig
-from mtptrain.distributed import Ranks
-from mtptrain.prompt_files import render_prompt
-from mtptrain.speculate import Drafter, Generation, Sampler
-from mtptrain.target import Target
+from mtptrain.decoding.prompts import Prompts
+from mtptrain.decoding.speculate import Drafter, Generation, Sampler
+from mtptrain.target.model import Target
+from mtptrain.utils.clock import PhaseClock
+from mtptrain.utils.distributed import Ranks
+
+from .draft_quality import DraftQuality, QualityFigures
 
 CONTEXT_BUCKETS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Prompt lengths in tokens at which a bucket begins."""

@@ -10,9 +10,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.study_figures import lengths_table
 from mtptrain.config import PipelineConfig
-from mtptrain.speculate import PHASES
+from mtptrain.decoding.speculate import PHASES
+
+from .study_figures import lengths_table
 
 Figures = Mapping[str, Any]
 """Of one drafter, as `report.json` holds them."""
@@ -102,7 +103,7 @@ def served_section(path: Path, report: Figures) -> list[str]:
 
 
 def decoding_section(path: Path, report: Figures) -> list[str]:
-    """Of `eval.bench_decode`, if it is of the same head and settings."""
+    """Of `eval.bench.decode`, if it is of the same head and settings."""
     decoding = read_report(path)
     if any(decoding.get(name, "") != report.get(name) for name in SAME_DECODING):
         return []

@@ -23,18 +23,22 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from eval.report_page import write_run_page
-from mtptrain.acceptance import Acceptance, eos_token_ids, generate_in_batches, summarise
-from mtptrain.acceptance_prompts import Prompts, read_prompts
 from mtptrain.config import RECIPES, Dtype, PipelineConfig, load_config
-from mtptrain.distributed import init_ranks
-from mtptrain.drafters import HeadDrafter, NoDrafter
-from mtptrain.engines.divergence import Divergence, first_answer_divergence, first_draft_divergence
-from mtptrain.engines.vllm import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
-from mtptrain.run_dir import command, require, write_json, write_provenance
-from mtptrain.speculate import Generation, Sampler
-from mtptrain.target import Target, load_target, read_target_config, resolve_target
-from mtptrain.warm_start import RunHead, trained_or_initial_head
+from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
+from mtptrain.decoding.acceptance import Acceptance, eos_token_ids, generate_in_batches, summarise
+from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
+from mtptrain.decoding.prompts import Prompts, read_prompts
+from mtptrain.decoding.speculate import Generation, Sampler
+from mtptrain.run_dir import command, require, write_provenance
+from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
+from mtptrain.serving.vllm_client import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import resolve_target
+from mtptrain.target.model import Target, load_target
+from mtptrain.utils.distributed import init_ranks
+from mtptrain.utils.files import write_json
+
+from .report_page import write_run_page
 
 InputIds = dict[str, list[int]]
 BFLOAT16_TOLERANCE = 0.02

@@ -24,16 +24,18 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from eval.report_page import write_run_page
-from eval.study_figures import Figures, draw, print_tables
-from mtptrain.acceptance import summarise
-from mtptrain.acceptance_prompts import HeldOut, held_out_documents, held_out_prompts
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
+from mtptrain.decoding.acceptance import summarise
+from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
+from mtptrain.decoding.speculate import Generation
 from mtptrain.heads import HEADS
-from mtptrain.identity import file_sha256
-from mtptrain.run_dir import command, quoted, write_json, write_provenance
-from mtptrain.speculate import Generation
-from mtptrain.target import read_target_config, resolve_target
+from mtptrain.run_dir import command, python_module, quoted, write_provenance
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import resolve_target
+from mtptrain.utils.files import file_sha256, write_json
+
+from .report_page import write_run_page
+from .study_figures import Figures, draw, print_tables
 
 OF_THE_STUDY = ("study", "run_dir", "seed", "plan")
 STAGES = {"prompts": "data_prep.prompts", "hidden_states": "data_prep.hidden_states", "draft_vocab": "data_prep.draft_vocab"}
@@ -232,7 +234,7 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
     is_of_ranks = num_ranks > 1 and program not in ("data_prep.prompts", "data_prep.draft_vocab")
     with log.open("a") as file:
         before = log.stat().st_size
-        command = [sys.executable, *(launcher if is_of_ranks else []), "-m", program, *overrides]
+        command = [sys.executable, *(launcher if is_of_ranks else []), "-m", python_module(program), *overrides]
         ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
     if ended.returncode == 0:
         return True

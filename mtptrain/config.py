@@ -13,10 +13,9 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from mtptrain.distributed import TIMEOUT_HOURS
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import HeadConfig
-from mtptrain.losses import LossKind
+from mtptrain.heads.config import HeadConfig
+from mtptrain.utils.distributed import TIMEOUT_HOURS
 
 
 def _recipes_dir() -> str:
@@ -70,6 +69,15 @@ class Resume(StrEnum):
 class Tracker(StrEnum):
     none = "none"
     wandb = "wandb"
+
+
+class LossKind(StrEnum):
+    kl = "kl"
+    """Forward KL from the target's distribution to the head's."""
+    lk = "lk"
+    """w KL + (1 - w) TV with w = exp(-eta a), where a = sum min(p, q) is the draft's chance to be accepted (arXiv 2602.23881)."""
+    ce = "ce"
+    """Cross-entropy with the target's most likely token; one outside the head's vocabulary teaches nothing."""
 
 
 class ExportEngine(StrEnum):

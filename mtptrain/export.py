@@ -19,15 +19,16 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from mtptrain.config import RECIPES, ExportEngine, PipelineConfig, load_config
-from mtptrain.export_proof import prove_equal_proposals
-from mtptrain.formats import format_for
-from mtptrain.formats.base import Format, Tensors
-from mtptrain.head_files import build_head
+from mtptrain.convert.base import Format, Tensors
+from mtptrain.convert.export_proof import prove_equal_proposals
+from mtptrain.convert.formats import format_for
+from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.heads.base import Head
-from mtptrain.run_dir import write_json, write_provenance
-from mtptrain.target import DEMO, read_target_config, resolve_target
-from mtptrain.tensor_files import save_tensors
-from mtptrain.warm_start import RunHead, trained_or_initial_head
+from mtptrain.heads.files import build_head
+from mtptrain.run_dir import write_provenance
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import DEMO, resolve_target
+from mtptrain.utils.files import save_tensors, write_json
 
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """The method that vLLM takes by itself, where none is given, by the first of these that is part of the path (vllm/config/speculative.py,

@@ -1,16 +1,16 @@
 """The folder of a run: each stage's output beside the resolved config and where it came from."""
 
-import json
 import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from mtptrain.atomic_files import write_text
 from mtptrain.config import PipelineConfig
+from mtptrain.utils.files import write_json
 
 _RECORDED_PACKAGES = ("mtptrain", "torch", "transformers", "deepspeed", "safetensors", "tokenizers", "datasets")
 
@@ -29,14 +29,19 @@ def command() -> str:
     return shlex.join(["python", *([sys.argv[0]] if spec is None else ["-m", spec.name]), *sys.argv[1:]])
 
 
+def python_module(program: str) -> str:
+    """Returns the name by which `python -m` finds a program: in the wheel `data_prep` and `eval` are parts of mtptrain."""
+    package = program.split(".")[0]
+    found = find_spec(package)
+    is_of_this_checkout = (
+        found is not None and found.origin is not None and Path(found.origin).parents[1] == Path(__file__).parents[1]
+    )
+    return program if is_of_this_checkout else f"mtptrain.{program}"
+
+
 def quoted(path: Path | str) -> str:
     """A path as the value of an override."""
     return "'" + str(path).replace("'", "\\'") + "'"
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write a JSON file whole or not at all."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def require(path: Path, program: str) -> Path:

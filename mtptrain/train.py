@@ -25,8 +25,22 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from mtptrain.batches import BatchSchedule
-from mtptrain.checkpoint import (
+from mtptrain.config import RECIPES, PipelineConfig, Resume, TrainConfig, load_config
+from mtptrain.convert.warm_start import load_init, start_from_target
+from mtptrain.data.draft_vocab import d2t_sha256, read_draft_vocab
+from mtptrain.data.identity import StoreIdentity
+from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.heads.base import Head
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
+from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStore, expected_identity, open_store
+from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream, wait_until
+from mtptrain.run_dir import require, write_provenance
+from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
+from mtptrain.target.hub import resolve_target
+from mtptrain.training.batches import BatchSchedule
+from mtptrain.training.checkpoint import (
     Progress,
     check_checkpoint,
     complete_checkpoints,
@@ -34,24 +48,14 @@ from mtptrain.checkpoint import (
     newest_whole_checkpoint,
     save_checkpoint,
 )
-from mtptrain.config import RECIPES, PipelineConfig, Resume, TrainConfig, load_config
-from mtptrain.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
-from mtptrain.draft_vocab import d2t_sha256, read_draft_vocab
-from mtptrain.flops import StepFlops, matmul_peak
-from mtptrain.head_files import TARGET_WEIGHTS, build_head, save_head
-from mtptrain.heads.base import Head, HeadConfig
-from mtptrain.hidden_store import MANIFEST, PLAN, HiddenStore, expected_identity, open_store
-from mtptrain.hidden_stream import Releases, StreamedStore, open_stream, wait_until
-from mtptrain.identity import StoreIdentity, file_sha256
-from mtptrain.prompt_files import Documents, Split
-from mtptrain.run_dir import require, write_provenance
-from mtptrain.step_packing import PACKING_VERSION
-from mtptrain.target import FrozenParts, load_frozen_parts, read_target_config, resolve_target
-from mtptrain.tracking import Meter, Tracer, Tracking
-from mtptrain.train_summary import in_progress_bar, print_summary
-from mtptrain.trainer import Trainer, check_batch_ranks, check_deepspeed, check_device
-from mtptrain.validation import Validation
-from mtptrain.warm_start import load_init, start_from_target
+from mtptrain.training.flops import StepFlops, matmul_peak
+from mtptrain.training.metrics import Meter, Tracer, Tracking
+from mtptrain.training.step_packing import PACKING_VERSION
+from mtptrain.training.summary import in_progress_bar, print_summary
+from mtptrain.training.trainer import Trainer, check_batch_ranks, check_deepspeed, check_device
+from mtptrain.training.validation import Validation
+from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
+from mtptrain.utils.files import file_sha256
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")

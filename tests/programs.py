@@ -18,7 +18,7 @@ from typing import IO
 
 import torch
 
-from mtptrain.distributed import free_port
+from mtptrain.utils.distributed import free_port
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 600

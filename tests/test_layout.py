@@ -4,13 +4,26 @@ import ast
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ROOMS = (
+    *("utils", "target", "heads", "config", "run_dir", "data", "decoding", "serving", "hidden_states", "training", "convert"),
+    *("planning", "train", "export", "__main__"),
+)
+"""The rooms of `mtptrain/`; each imports from those to its left alone."""
+STILL_LONG = {
+    *("mtptrain/config.py", "mtptrain/train.py", "mtptrain/decoding/speculate.py", "eval/report_page.py"),
+    *("data_prep/hidden_states.py:extract_hidden_states", "eval/bench/decode.py:main", "mtptrain/config.py:_check"),
+    *("mtptrain/decoding/speculate.py:speculate", "mtptrain/planning/plan.py:make_plan"),
+}
+MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 14, 350, 60
 FORBIDDEN = {
     "mtptrain": {"data_prep", "eval", "tests"},
     "data_prep": {"eval", "tests"},
@@ -65,6 +78,62 @@ def test_imports_point_one_way_and_programs_are_never_imported() -> None:
     assert import_violations(ROOT) == []
 
 
+def upward_imports(root: Path) -> list[str]:
+    """Imports of a room of `mtptrain/` from one that is not before it in `ROOMS`, as `path:line: what`."""
+    found = []
+    for name, path in modules(root).items():
+        package, room = [*name.split("."), ""][:2]
+        if package != "mtptrain" or not room:
+            continue
+        for line, imported in imports(name, path):
+            package, other = [*imported.split("."), ""][:2]
+            if package == "mtptrain" and other in ROOMS and ROOMS.index(other) > ROOMS.index(room):
+                found.append(f"{path.relative_to(root)}:{line}: {room} must not import {other}")
+    return list(dict.fromkeys(found))
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Modules that import each other in a circle, at the top of a module or inside functions."""
+    all_modules = modules(root)
+    graph = {name: {each for _, each in imports(name, path) if each in all_modules} - {name} for name, path in all_modules.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [error.args[1]]
+    return []
+
+
+def test_no_import_of_mtptrain_runs_upward_or_in_a_circle() -> None:
+    assert {name.split(".")[1] for name in modules(ROOT) if name.startswith("mtptrain.")} == set(ROOMS)
+    assert upward_imports(ROOT) == []
+    assert circles(ROOT) == []
+
+
+def test_an_upward_import_and_a_circle_are_found(tmp_path: Path) -> None:
+    for name in ("mtptrain/target/model.py", "mtptrain/heads/mtp.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "mtptrain/target/model.py").write_text("from mtptrain.heads.mtp import x\n")
+    (tmp_path / "mtptrain/heads/mtp.py").write_text("def f():\n    from mtptrain.target import model\n")
+    assert upward_imports(tmp_path) == ["mtptrain/target/model.py:1: target must not import heads"]
+    [circle] = circles(tmp_path)
+    assert set(circle) == {"mtptrain.target.model", "mtptrain.heads.mtp"}
+
+
+def test_folders_files_and_functions_are_small_enough_to_read() -> None:
+    paths = list(modules(ROOT).values())
+    folders = Counter(path.parent.relative_to(ROOT) for path in paths if path.name != "__init__.py")
+    assert [str(folder) for folder, count in folders.items() if count > MOST_FILES] == []
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES and name not in STILL_LONG} == {}
+    functions = {
+        f"{path.relative_to(ROOT)}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
+    }
+    assert {name: count for name, count in functions.items() if count > MOST_LINES_OF_A_FUNCTION and name not in STILL_LONG} == {}
+
+
 @pytest.mark.parametrize(
     ("module", "source", "violation"),
     [
@@ -90,7 +159,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, module: str, source: str, viola
     assert import_violations(tmp_path) == [f"{module}:{violation}"]
 
 
-IN_AN_ENVIRONMENT_OF_ITS_OWN = {"mtptrain.engines.vllm_worker": "vllm", "eval.peers.speculators_worker": "speculators"}
+IN_AN_ENVIRONMENT_OF_ITS_OWN = {"mtptrain.serving.vllm_worker": "vllm", "eval.bench.speculators_worker": "speculators"}
 """Modules that run in the Python of an engine or of another trainer, which is no dependency of ours."""
 
 

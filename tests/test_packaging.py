@@ -1,5 +1,6 @@
 """The wheel is whole, and a program runs from any folder: installed, and from a bare checkout."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -71,18 +72,21 @@ def make_sources(directory: Path) -> Path:
 
 def prompts_command(run_dir: Path, target: Path, sources: Path) -> list[str]:
     return [
-        *("-m", "data_prep.prompts", "recipe=quickstart", f"run_dir={run_dir}", f"target.path={target}"),
+        *("recipe=quickstart", f"run_dir={run_dir}", f"target.path={target}"),
         *(f"prompts.paths=[{sources}]", "prompts.validation_fraction=0.25"),
     ]
 
 
 def test_the_wheel_holds_every_module_every_recipe_and_the_demo_target(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    modules = {path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
-    recipes = {"mtptrain/" + path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml")}
-    assert "mtptrain/config.py" in modules and "mtptrain/recipes/pipeline.yaml" in recipes
-    assert modules | recipes | {f"mtptrain/demo_target/{name}" for name in DEMO_TARGET} <= names
-    assert {name.split("/")[0] for name in names} == {"mtptrain", "data_prep", "eval", "mtptrain-0.1.0.dist-info"}
+    files = {
+        ("" if package == "mtptrain" else "mtptrain/") + path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in [*(ROOT / package).rglob("*.py"), *(ROOT / package).rglob("*.yaml")]
+    }
+    assert {"mtptrain/config.py", "mtptrain/eval/acceptance.py", "mtptrain/recipes/pipeline.yaml"} <= files
+    assert files | {f"mtptrain/demo_target/{name}" for name in DEMO_TARGET} <= names
+    assert {name.split("/")[0] for name in names} == {"mtptrain", "mtptrain-0.1.0.dist-info"}
 
 
 def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target: Path, tmp_path: Path) -> None:
@@ -90,8 +94,19 @@ def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target:
     assert package.is_relative_to(installed.parents[1])
     assert recipes == package.parent / "recipes"
 
-    run(installed, *prompts_command(tmp_path / "run", tiny_target, make_sources(tmp_path / "sources")), cwd=Path("/"))
+    command = prompts_command(tmp_path / "run", tiny_target, make_sources(tmp_path / "sources"))
+    run(installed.with_name("mtptrain"), "prompts", *command, cwd=Path("/"))
     assert (tmp_path / "run/prompts/config.yaml").is_file()
+    provenance = json.loads((tmp_path / "run/prompts/provenance.json").read_text())
+    assert provenance["argv"][0] == str(package.parent / "data_prep/prompts.py")
+
+
+def test_every_stage_of_the_command_exists_in_the_wheel(installed: Path) -> None:
+    look = (
+        "from importlib.util import find_spec; from mtptrain.__main__ import STAGES; from mtptrain.run_dir import python_module; "
+    )
+    missing = "print([stage for stage, (program, _) in STAGES.items() if not find_spec(python_module(program))])"
+    assert run(installed, "-c", look + missing, cwd=Path("/")).strip() == "[]"
 
 
 def test_a_bare_checkout_runs_from_any_folder(checkout: Path, tiny_target: Path, tmp_path: Path) -> None:
@@ -100,5 +115,8 @@ def test_a_bare_checkout_runs_from_any_folder(checkout: Path, tiny_target: Path,
     assert recipes == checkout / "recipes"
 
     command = prompts_command(tmp_path / "run", tiny_target, make_sources(tmp_path / "sources"))
-    run(sys.executable, *command, cwd=Path("/"), pythonpath=checkout)
+    run(sys.executable, "-m", "data_prep.prompts", *command, cwd=Path("/"), pythonpath=checkout)
+    assert (tmp_path / "run/prompts/config.yaml").is_file()
+    (tmp_path / "run/prompts/config.yaml").unlink()
+    run(sys.executable, "-m", "mtptrain", "prompts", *command, cwd=Path("/"), pythonpath=checkout)
     assert (tmp_path / "run/prompts/config.yaml").is_file()

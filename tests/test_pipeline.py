@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtptrain.head_files import load_head
-from mtptrain.target import load_tokenizer
+from mtptrain.heads.files import load_head
+from mtptrain.target.hub import load_tokenizer
 from tests.conftest import make_config, make_target, run_program
 
 Run = tuple[Path, tuple[str, ...]]
@@ -62,7 +62,7 @@ def test_the_table_names_the_head_and_prompt_lookup(finished: Run) -> None:
 
 def test_the_export_holds_the_trained_weights_and_its_launch_command(finished: Run) -> None:
     config = make_config(*finished[1])
-    from mtptrain.target import read_target_config
+    from mtptrain.target.families import read_target_config
 
     target_config = read_target_config(Path(config.target.path))
     head = load_head(finished[0] / "train/best", config.head, target_config, None, torch.device("cpu"))

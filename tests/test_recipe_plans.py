@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_prep.planning.costs import target_costs
-from data_prep.planning.plan import FITTING_SHARE, Plan, make_plan
-from data_prep.planning.planner import plan_rows, plan_warnings
 from mtptrain.config import RECIPES, Backend, Dtype, PipelineConfig, PromptSource
-from mtptrain.formats import format_for
-from mtptrain.head_files import build_head
-from mtptrain.target import read_target_config
+from mtptrain.convert.formats import format_for
+from mtptrain.heads.files import build_head
+from mtptrain.planning.costs import target_costs
+from mtptrain.planning.plan import FITTING_SHARE, Plan, make_plan
+from mtptrain.planning.planner import plan_rows, plan_warnings
+from mtptrain.target.families import read_target_config
 from tests.published_targets import PUBLISHED_TARGETS
 from tests.test_recipes import compose_recipe
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from eval.checks.rows import Finding, measured, skipped
-from eval.checks.stages import Stages
 from mtptrain.run_dir import quoted
+
+from .rows import Finding, measured, skipped
+from .stages import Stages
 
 EXTRACTION_8B = ("bench.target=8b", "bench.documents=64", "bench.repeats=2", "hidden_states.batch_tokens=8192")
 STEP_8B = ("bench.target=8b", "bench.repeats=2")
@@ -59,7 +60,7 @@ def bench_extraction(stages: Stages, is_tiny: bool) -> Finding:
     if not is_tiny and (reason := too_small("extraction")):
         return skipped(reason)
     figures = figures_of(
-        stages, "eval.bench_extraction", [*(EXTRACTION_TINY if is_tiny else EXTRACTION_8B), "bench.read_tokens=8192"]
+        stages, "eval.bench.extraction", [*(EXTRACTION_TINY if is_tiny else EXTRACTION_8B), "bench.read_tokens=8192"]
     )
     rates = {name: figures[f"{name}_tokens_per_s"] for name in ("ours", "ours_fp8", "bare_forward")}
     shown = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in rates.items())
@@ -69,7 +70,7 @@ def bench_extraction(stages: Stages, is_tiny: bool) -> Finding:
 def bench_step(stages: Stages, is_tiny: bool) -> Finding:
     if not is_tiny and (reason := too_small("step")):
         return skipped(reason)
-    figures = figures_of(stages, "eval.bench_train", STEP_TINY if is_tiny else STEP_8B)
+    figures = figures_of(stages, "eval.bench.train", STEP_TINY if is_tiny else STEP_8B)
     cases = figures["steps"] if is_tiny else figures["gpu"]
     return measured("; ".join(describe_case(case) for case in cases) + f"; peak {figures['matmul_tflops']:.0f} TFLOP/s")
 
@@ -87,6 +88,6 @@ def bench_peer(stages: Stages, is_tiny: bool) -> Finding:
         return skipped(f"SPECULATORS IS NOT INSTALLED: {python} does not exist; run `make .venv-peer/.installed`")
     if not is_tiny and (reason := too_small("peer")):
         return skipped(reason)
-    (case,) = figures_of(stages, "eval.bench_train", STEP_TINY if is_tiny else PEER_8B)["steps"]
+    (case,) = figures_of(stages, "eval.bench.train", STEP_TINY if is_tiny else PEER_8B)["steps"]
     ours, theirs = case["tokens_per_s"], case["peer_tokens_per_s"]
     return measured(f"{ours:,.0f} tokens/s, vLLM Speculators {theirs:,.0f}: {ours / theirs:.2f} times as many")

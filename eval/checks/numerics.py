@@ -5,16 +5,18 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from eval.checks.rows import Finding, at_most
-from eval.train_steps import Case, case_of, random_batch, random_parts
-from mtptrain.batches import Batch, map_tensors
-from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
-from mtptrain.heads.attention import depth_attention
+from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
-from mtptrain.losses import LossSettings, draft_losses
-from mtptrain.target import FrozenParts, PositionCache
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.position_cache import PositionCache
+from mtptrain.training.batches import Batch, map_tensors
+from mtptrain.training.losses import LossSettings, draft_losses
+
+from ..bench.train_steps import Case, case_of, random_batch, random_parts
+from .rows import Finding, at_most
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 """The largest relative error allowed, by the dtype of the arithmetic. bf16 rounds to 2^-9, and several roundings add up."""

@@ -11,23 +11,26 @@ from typing import Any
 
 import torch
 
-from eval.checks.numerics import relative_error
-from eval.checks.processes import kill_tree
-from eval.checks.rows import Finding, Outcome, at_most, judged, measured, skipped
-from mtptrain.acceptance import eos_token_ids, generate_in_batches
-from mtptrain.acceptance_prompts import read_prompts
-from mtptrain.batches import pack_states
-from mtptrain.checkpoint import complete_checkpoints
 from mtptrain.config import PipelineConfig
-from mtptrain.drafters import HeadDrafter, NoDrafter
-from mtptrain.engines.divergence import first_answer_divergence
-from mtptrain.engines.vllm import find_python
-from mtptrain.hidden_store import HiddenStore
-from mtptrain.run_dir import quoted
-from mtptrain.speculate import Sampler
-from mtptrain.target import PositionCache, load_target, resolve_target
-from mtptrain.tracking import METRICS
-from mtptrain.warm_start import trained_or_initial_head
+from mtptrain.convert.warm_start import trained_or_initial_head
+from mtptrain.decoding.acceptance import eos_token_ids, generate_in_batches
+from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
+from mtptrain.decoding.prompts import read_prompts
+from mtptrain.decoding.speculate import Sampler
+from mtptrain.hidden_states.store import HiddenStore
+from mtptrain.run_dir import python_module, quoted
+from mtptrain.serving.divergence import first_answer_divergence
+from mtptrain.serving.vllm_client import find_python
+from mtptrain.target.hub import resolve_target
+from mtptrain.target.model import load_target
+from mtptrain.target.position_cache import PositionCache
+from mtptrain.training.batches import pack_states
+from mtptrain.training.checkpoint import complete_checkpoints
+from mtptrain.training.metrics import METRICS
+
+from .numerics import relative_error
+from .processes import kill_tree
+from .rows import Finding, Outcome, at_most, judged, measured, skipped
 
 RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
 """Takes a module, its arguments and a number of ranks, runs `python -m module arguments` on them, and returns when it has ended."""
@@ -45,7 +48,7 @@ NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}
 
 def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
-    return [sys.executable, *launcher, "-m", module, *arguments]
+    return [sys.executable, *launcher, "-m", python_module(module), *arguments]
 
 
 def run_in_process(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:

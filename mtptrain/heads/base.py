@@ -6,7 +6,6 @@ D draft vocabulary, K drafted tokens, T depths (`ttt_steps`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -15,34 +14,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from mtptrain.fusing import fused, of_fixed_shape
-from mtptrain.heads.attention import cached_attention, depth_attention
+from mtptrain.heads.attention.training import cached_attention, depth_attention
 from mtptrain.heads.packing import Packing
-from mtptrain.target import FrozenParts, PositionCache, TreeRows
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.utils.compile import fused, of_fixed_shape
 
 if TYPE_CHECKING:
     from mtptrain.heads.layers import Attention, RmsNorm
 
 R = TypeVar("R")
 FourTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass
-class HeadConfig:
-    """Settings that every head has."""
-
-    name: str = ""
-    ttt_steps: int = 4
-    """Depths T that are trained: the head drafts this many tokens on its own states, as in serving."""
-    num_attention_heads: int | None = None
-    """Sizes are the target's unless set; heads so that the head dim is 64 or 128, else hidden size / 128 or / 64."""
-    num_key_value_heads: int | None = None
-    intermediate_size: int | None = None
-    init_from: str | None = None
-    """Start from a published head, one's own (`run_dir/train/best`) or the MTP layer of a checkpoint: a directory or a hub name; see
-    `mtptrain.warm_start`. Random weights unless set."""
-    start_from_target: bool = False
-    """Start the layer as the target's last one, and let it pass the target's states on: trains several times faster at first."""
 
 
 class Head(nn.Module, ABC):

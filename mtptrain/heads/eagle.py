@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import Head, HeadConfig
+from mtptrain.heads.base import Head
+from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
 

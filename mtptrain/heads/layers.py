@@ -8,9 +8,9 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mtptrain.heads.attention import rotate
-from mtptrain.heads.base import HeadConfig
-from mtptrain.target import check_static_rope, head_rope_parameters
+from mtptrain.heads.attention.training import rotate
+from mtptrain.heads.config import HeadConfig
+from mtptrain.target.families import check_static_rope, head_rope_parameters
 
 SERVED_HEAD_DIMS = (64, 128)
 """Head dims that attention backends of the engines have kernels for."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from data_prep.planning.meter import Meter
+from mtptrain.planning.meter import Meter
 from tests.cuda import guard
 
 __all__ = ["H100", "Meter", "fake_cuda", "place"]

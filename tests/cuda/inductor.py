@@ -30,13 +30,14 @@ from torch._inductor.runtime import triton_heuristics
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
-from mtptrain import fusing
-from mtptrain.batches import map_tensors
-from mtptrain.head_files import build_head
+from mtptrain.config import LossKind
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
-from mtptrain.losses import LossKind, LossSettings, draft_losses
+from mtptrain.training.batches import map_tensors
+from mtptrain.training.losses import LossSettings, draft_losses
+from mtptrain.utils import compile as fusing
 from tests.cuda.kernels import HIDDEN_SIZE, NUM_DEPTHS, VOCAB_SIZE, Kernel, bytes_per_element
 
 H100 = SimpleNamespace(

@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from mtptrain.batches import Batch, draft_spans
 from mtptrain.config import TrainConfig
-from mtptrain.distributed import Ranks
-from mtptrain.head_files import build_head
-from mtptrain.heads.base import Head, HeadConfig
+from mtptrain.heads.base import Head
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
-from mtptrain.target import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
-from mtptrain.trainer import Trainer
+from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
+from mtptrain.training.batches import Batch, draft_spans
+from mtptrain.training.trainer import Trainer
+from mtptrain.utils.distributed import Ranks
 from tests.cuda.fake_cuda import Meter, fake_cuda, place
 
 DEVICE = "cuda:0"

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain import losses
-from mtptrain.heads import attention, base
+from mtptrain.heads import base
+from mtptrain.heads.attention import training as attention
+from mtptrain.training import losses
 from tests.cuda import guard
 from tests.cuda.kernels import HIDDEN_SIZE, NUM_DEPTHS, VOCAB_SIZE, Kernel
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mtptrain.heads import attention
+from mtptrain.heads.attention import training as attention
 from mtptrain.heads.packing import Packing
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.draft_quality import DraftQuality
-from mtptrain.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
-from mtptrain.head_files import build_head
+from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
+from mtptrain.decoding.speculate import Drafter, Round, Sampler, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
-from mtptrain.position_cache import PositionCache
-from mtptrain.speculate import Drafter, Round, Sampler, speculate
-from mtptrain.target import Target
+from mtptrain.heads.files import build_head
+from mtptrain.target.model import Target
+from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES
 from tests.cuda.fake_cuda import Meter, fake_cuda, place
 

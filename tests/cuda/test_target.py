@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from mtptrain.extraction.transformers_streams import PACKED, TransformersStreams, residual_streams
-from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
-from mtptrain.target import SUPPORTED_MODEL_TYPES, PositionCache, Target
+from mtptrain.heads.files import build_head
+from mtptrain.hidden_states.extraction.transformers_streams import PACKED, TransformersStreams, residual_streams
+from mtptrain.target.families import SUPPORTED_MODEL_TYPES
+from mtptrain.target.model import Target
+from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES
 from tests.cuda.fake_cuda import Meter, fake_cuda, place
 from tests.published_targets import PUBLISHED_TARGETS

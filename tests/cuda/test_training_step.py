@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_prep.planning.costs import step_costs
-from data_prep.planning.plan import make_plan
-from mtptrain.config import TrainConfig
+from mtptrain.config import LossKind, TrainConfig
 from mtptrain.heads import HEADS
-from mtptrain.losses import LossKind
+from mtptrain.planning.costs import step_costs
+from mtptrain.planning.plan import make_plan
 from tests.cuda import guard
 from tests.cuda.rehearsal import DEVICE, Rehearsal, answers, rehearse_step
 from tests.published_targets import PUBLISHED_TARGETS

@@ -21,9 +21,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mtptrain.config import RECIPES, load_config
-from mtptrain.head_files import build_head
 from mtptrain.heads.base import Head
-from mtptrain.trainer import Trainer
+from mtptrain.heads.files import build_head
+from mtptrain.training.trainer import Trainer
 from tests.cuda.fake_cuda import Meter, fake_cuda, place
 from tests.cuda.rehearsal import DEVICE, GpuRanks, answers, frozen_parts, make_fake_batch
 from tests.published_targets import PUBLISHED_TARGETS

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from data_prep.draft_vocab import choose_tokens, count_drafted, coverage, prepare_draft_vocab, special_token_ids
 from data_prep.prompts import prepare_prompts
-from mtptrain.batches import draft_spans, make_batch
 from mtptrain.config import PipelineConfig
-from mtptrain.draft_vocab import read_draft_vocab
-from mtptrain.hidden_store import StoredDocument
-from mtptrain.identity import file_sha256
-from mtptrain.prompt_files import Documents
-from mtptrain.target import read_target_config
+from mtptrain.data.draft_vocab import read_draft_vocab
+from mtptrain.data.prompt_files import Documents
+from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.target.families import read_target_config
+from mtptrain.training.batches import draft_spans, make_batch
+from mtptrain.utils.files import file_sha256
 from tests.conftest import make_target, run_program, write_text_files
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,2]")

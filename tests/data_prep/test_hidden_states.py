@@ -21,18 +21,19 @@ import torch
 from data_prep import hidden_states
 from data_prep.hidden_states import extract_hidden_states, scratch_bytes
 from mtptrain.config import PipelineConfig, StoreDtype
-from mtptrain.distributed import Ranks, free_port, init_ranks
-from mtptrain.extraction import fill
-from mtptrain.extraction.fill import Streams, fill_shards
-from mtptrain.extraction.transformers_streams import TransformersStreams, residual_streams
+from mtptrain.data.identity import TokenizerIdentity
+from mtptrain.data.prompt_files import SCHEMA_VERSION, Documents, PromptsManifest
 from mtptrain.heads import HEADS
-from mtptrain.hidden_store import HiddenStore, verify
-from mtptrain.hidden_store_writer import has_shard
-from mtptrain.hidden_stream import missing_open_shards
-from mtptrain.identity import TokenizerIdentity
-from mtptrain.prompt_files import SCHEMA_VERSION, Documents, PromptsManifest
-from mtptrain.shard_format import DOCUMENT_BYTES
-from mtptrain.target import load_target, load_tokenizer
+from mtptrain.hidden_states.extraction import fill
+from mtptrain.hidden_states.extraction.fill import Streams, fill_shards
+from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams
+from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
+from mtptrain.hidden_states.store import HiddenStore, verify
+from mtptrain.hidden_states.stream import missing_open_shards
+from mtptrain.hidden_states.writer import has_shard
+from mtptrain.target.hub import load_tokenizer
+from mtptrain.target.model import load_target
+from mtptrain.utils.distributed import Ranks, free_port, init_ranks
 from tests.conftest import GENERATION_TEMPLATE, make_target, program_command, run_program
 from tests.programs import FORKED, ranks_environment
 

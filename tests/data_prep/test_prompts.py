@@ -10,10 +10,10 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from data_prep.prompts_report import DuplicatesReport, RewrittenReport
 from mtptrain.config import PipelineConfig
-from mtptrain.identity import TokenizerIdentity
-from mtptrain.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
-from mtptrain.questions import question_group
-from mtptrain.target import load_tokenizer
+from mtptrain.data.identity import TokenizerIdentity
+from mtptrain.data.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
+from mtptrain.data.questions import question_group
+from mtptrain.target.hub import load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer, run_program
 
 ConfigFor = Callable[..., PipelineConfig]

@@ -10,7 +10,7 @@ from data_prep.prompts_report import (
     length_histogram,
     print_report,
 )
-from mtptrain.prompt_files import Documents, Split
+from mtptrain.data.prompt_files import Documents, Split
 
 
 def test_lengths_are_counted_by_the_power_of_two_that_they_do_not_exceed() -> None:

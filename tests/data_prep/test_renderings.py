@@ -13,7 +13,7 @@ from transformers.utils import chat_template_utils
 from data_prep.assistant_masks import encode_renderings
 from data_prep.conversations import ConversationRefused, Message
 from data_prep.renderings import Rendering, render_conversation
-from mtptrain.target import DEMO, load_tokenizer, resolve_target
+from mtptrain.target.hub import DEMO, load_tokenizer, resolve_target
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

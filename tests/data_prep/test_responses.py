@@ -18,14 +18,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data_prep.answers import server as answer_server
-from data_prep.answers.manifest import Manifest
 from data_prep.prompts import prepare_prompts
-from data_prep.responses import prepare_responses
+from data_prep.responses import server as answer_server
+from data_prep.responses.__main__ import prepare_responses
+from data_prep.responses.manifest import Manifest
 from mtptrain.config import PipelineConfig
-from mtptrain.distributed import Ranks
-from mtptrain.prompt_files import DocumentEntry, Documents, Split, is_held_out, render_prompt
-from mtptrain.target import load_tokenizer
+from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out, render_prompt
+from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.distributed import Ranks
 from tests.conftest import GENERATION_TEMPLATE, make_config, program_command, run_program
 from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion, fake_server, make_speaking_target
 from tests.data_prep.test_renderings import QWEN3, QWEN3_BLOCKS
@@ -599,7 +599,7 @@ def test_a_torn_last_line_is_answered_again(by_server: ConfigFor, server: FakeSe
     respond(by_server(run="undisturbed"))
     config = by_server()
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.answers.store.ResponsesStore.finish", interrupt)
+        patch.setattr("data_prep.responses.store.ResponsesStore.finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             respond(config)
     journal = config.stage_dir("responses") / "answers_00000.jsonl"
@@ -630,7 +630,7 @@ def test_other_settings_do_not_go_on_with_these_answers(
 ) -> None:
     with monkeypatch.context() as patch:
         if not is_finished:
-            patch.setattr("data_prep.answers.store.ResponsesStore.finish", interrupt)
+            patch.setattr("data_prep.responses.store.ResponsesStore.finish", interrupt)
         try:
             respond(by_server())
         except KeyboardInterrupt:

@@ -11,8 +11,8 @@ import pytest
 
 from eval import compare, report_page
 from eval.report_page import write_run_page
-from mtptrain.acceptance import intervals, summarise
-from mtptrain.speculate import Generation
+from mtptrain.decoding.acceptance import intervals, summarise
+from mtptrain.decoding.speculate import Generation
 from tests.conftest import make_config
 
 

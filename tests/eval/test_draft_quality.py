@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from eval.draft_quality import DraftQuality
-from mtptrain.acceptance import generate_in_batches
-from mtptrain.drafters import HeadDrafter
-from mtptrain.head_files import build_head
+from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.speculate import Accepted, Draft, Round, Sampler
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
-from mtptrain.speculate import Accepted, Draft, Round, Sampler
-from mtptrain.target import load_target
+from mtptrain.target.model import load_target
 from tests.conftest import make_target
 
 

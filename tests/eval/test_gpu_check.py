@@ -14,7 +14,7 @@ from eval.checks.rows import Finding, Outcome, Row, at_most, run_check, skipped
 from eval.checks.stages import run_in_process
 from eval.gpu_check import COMMON, SIZES, forwarded, report, run_all
 from mtptrain.config import CheckSize
-from mtptrain.heads.attention import depth_attention
+from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import Head
 from mtptrain.heads.packing import Packing
 from tests.conftest import make_config, run_program, write_text_files
@@ -39,7 +39,7 @@ NEEDS_MORE = {
 
 def run_quickly(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
     """The bench of the step compiles, unless its own process is told not to; the others start faster as forks."""
-    return (run_in_process if module == "eval.bench_train" else run_ranks)(module, arguments, num_ranks)
+    return (run_in_process if module == "eval.bench.train" else run_ranks)(module, arguments, num_ranks)
 
 
 def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(

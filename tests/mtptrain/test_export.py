@@ -10,18 +10,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.config import PipelineConfig
+from mtptrain.convert import sglang
+from mtptrain.convert.export_proof import DRAFTS, ROUNDS, TOKENS, proof_bytes, propose, random_document, stored_documents
+from mtptrain.convert.formats import format_for
+from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.export import check_directory_name, check_tensors, export, reload_head, write_head
-from mtptrain.export_proof import DRAFTS, ROUNDS, TOKENS, proof_bytes, propose, random_document, stored_documents
-from mtptrain.formats import format_for, sglang
-from mtptrain.head_files import TARGET_WEIGHTS, build_head, load_head, save_head
+from mtptrain.heads.files import TARGET_WEIGHTS, build_head, load_head, save_head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
-from mtptrain.identity import file_sha256, weights_fingerprint
-from mtptrain.prompt_files import DocumentEntry, Documents, Split
-from mtptrain.run_dir import write_json
-from mtptrain.target import EMBED_TOKENS, FINAL_NORM, LM_HEAD, PositionCache, load_frozen_parts, load_target, read_target_config
+from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, load_frozen_parts
+from mtptrain.target.hub import weights_fingerprint
+from mtptrain.target.model import load_target
+from mtptrain.target.position_cache import PositionCache
+from mtptrain.utils.files import file_sha256, write_json
 from tests.conftest import make_config, make_target, run_program
-from tests.mtptrain.formats.conftest import random_head
+from tests.mtptrain.convert.conftest import random_head
 
 CONFIG = MtpHead.Config()
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from eval.checks.processes import kill_tree
-from mtptrain.checkpoint import MARKER
-from mtptrain.draft_vocab import DraftVocabManifest, offsets, write_draft_vocab, write_manifest
-from mtptrain.target import load_frozen_parts
+from mtptrain.data.draft_vocab import DraftVocabManifest, offsets, write_draft_vocab, write_manifest
+from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.training.checkpoint import MARKER
 from tests.conftest import program_command, run_program
 
 Run = tuple[Path, tuple[str, ...]]

@@ -16,15 +16,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mtptrain.convert.formats import format_for
 from mtptrain.export import write_head
-from mtptrain.formats import format_for
-from mtptrain.head_files import build_head
-from mtptrain.heads.base import Head, HeadConfig
+from mtptrain.heads.base import Head
+from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.packing import Packing
-from mtptrain.target import PositionCache, Target
+from mtptrain.target.model import Target
+from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE, make_target
 
 CONTEXT_TOKENS, MAX_NEW_TOKENS, EOS = 1024, 24, 256

@@ -17,14 +17,14 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from mtptrain.acceptance import generate_in_batches
-from mtptrain.distributed import free_port
-from mtptrain.drafters import HeadDrafter
-from mtptrain.engines import vllm
-from mtptrain.engines.vllm import EngineRun, GenerateJob
+from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.speculate import Generation, Sampler
 from mtptrain.heads.base import Head
-from mtptrain.speculate import Generation, Sampler
-from mtptrain.target import Target, load_target
+from mtptrain.serving import vllm_client as vllm
+from mtptrain.serving.vllm_client import EngineRun, GenerateJob
+from mtptrain.target.model import Target, load_target
+from mtptrain.utils.distributed import free_port
 from tests.serving.cases import (
     BF16_CASES,
     BROKEN_CASES,

@@ -10,12 +10,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from mtptrain.acceptance import summarise
-from mtptrain.drafters import HeadDrafter
+from mtptrain.convert.formats import FORMATS, format_for
+from mtptrain.decoding.acceptance import summarise
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.speculate import Sampler, speculate
 from mtptrain.export import check_tensors, write_head
-from mtptrain.formats import FORMATS, format_for
 from mtptrain.heads.base import Head
-from mtptrain.speculate import Sampler, speculate
 from tests.serving.cases import BF16_CASES, CASES, EVERYWHERE, HEAD_CONFIGS, NOT_HERE, PROMPTS, is_served_here
 from tests.serving.conftest import OnDisk, Served
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mtptrain.acceptance import generate_in_batches, summarise
-from mtptrain.drafters import ModelDrafter, PromptLookupDrafter
-from mtptrain.engines import vllm
-from mtptrain.engines.vllm import EngineRun
-from mtptrain.speculate import Drafter, Sampler
-from mtptrain.target import load_target
+from mtptrain.decoding.acceptance import generate_in_batches, summarise
+from mtptrain.decoding.drafters import ModelDrafter, PromptLookupDrafter
+from mtptrain.decoding.speculate import Drafter, Sampler
+from mtptrain.serving import vllm_client as vllm
+from mtptrain.serving.vllm_client import EngineRun
+from mtptrain.target.model import load_target
 from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS
 from tests.serving.conftest import OnDisk, plain_job
 

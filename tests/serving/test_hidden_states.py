@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from mtptrain.config import Dtype, HiddenStatesConfig
-from mtptrain.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
-from mtptrain.target import PositionCache, Target, load_target, read_target_config
+from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
+from mtptrain.target.families import read_target_config
+from mtptrain.target.model import Target, load_target
+from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES, make_target
 
 CONTEXT_TOKENS, BATCH_TOKENS = 512, 200

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.responses import prepare_responses
-from mtptrain.distributed import Ranks
+from data_prep.responses.__main__ import prepare_responses
+from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config, program_command
 from tests.data_prep.speaking import make_speaking_target
 from tests.serving.conftest import vllm_server

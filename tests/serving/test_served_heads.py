@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from mtptrain.acceptance import summarise
-from mtptrain.engines.divergence import first_answer_divergence, first_draft_divergence
-from mtptrain.formats import format_for
-from mtptrain.head_files import build_head
+from mtptrain.convert.formats import format_for
+from mtptrain.decoding.acceptance import summarise
 from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.serving.divergence import first_answer_divergence, first_draft_divergence
 from tests.serving.cases import BF16_CASES, BREAKS, BROKEN_CASES, CASES, HEAD_CONFIGS, NOT_HERE, PROMPTS, Case, is_served_here
 from tests.serving.conftest import NUM_GENERATED, OnDisk, Served
 from tests.serving.table import served_table

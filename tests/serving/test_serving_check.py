@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mtptrain.head_files import TARGET_WEIGHTS, save_head
 from mtptrain.heads.base import Head
-from mtptrain.identity import weights_fingerprint
+from mtptrain.heads.files import TARGET_WEIGHTS, save_head
+from mtptrain.target.hub import weights_fingerprint
 from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
 from tests.serving.conftest import OnDisk, vllm_server
 

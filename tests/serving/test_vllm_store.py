@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.hidden_store import HiddenStore, verify
+from mtptrain.hidden_states.store import HiddenStore, verify
 from tests.conftest import TINY_SETTINGS, make_target, program_command, run_program, write_text_files
 
 SEPARATE = ("config.yaml", "provenance.json")

@@ -18,8 +18,15 @@ import torch
 from numpy.typing import NDArray
 
 from mtptrain.config import HiddenStatesConfig
-from mtptrain.extraction.vllm_streams import ENVIRONMENT, VllmStreams, _Window, cpu_cache_bytes, engine_environment, visible_devices
-from mtptrain.target import read_target_config
+from mtptrain.hidden_states.extraction.vllm_streams import (
+    ENVIRONMENT,
+    VllmStreams,
+    _Window,
+    cpu_cache_bytes,
+    engine_environment,
+    visible_devices,
+)
+from mtptrain.target.families import read_target_config
 from tests.conftest import make_target
 
 LAYERS, LONGEST = (1, 2), 300

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from mtptrain.head_files import build_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import RestoredNorm
 from mtptrain.heads.packing import Packing
-from mtptrain.target import PositionCache
+from mtptrain.target.position_cache import PositionCache
 
 DEPTHS = 5
 LENGTHS = [9, 9, 6, 2, 1]

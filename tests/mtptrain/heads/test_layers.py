@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from mtptrain import fusing
-from mtptrain.heads import attention as attention_module
-from mtptrain.heads import block_attention as block_attention_module
-from mtptrain.heads.attention import depth_attention, rotate
+from mtptrain.heads.attention import cpu_blocks as block_attention_module
+from mtptrain.heads.attention import training as attention_module
+from mtptrain.heads.attention.training import depth_attention, rotate
 from mtptrain.heads.layers import RmsNorm, Rope
 from mtptrain.heads.packing import Packing, Places
+from mtptrain.utils import compile as fusing
 from tests.mtptrain.heads.dense import dense_depth_attention
 
 ROPES: dict[str, dict[str, object]] = {

@@ -1,1 +1,0 @@
-"""Assistant turns generated anew by the target: what data_prep.responses is made of."""

@@ -1,0 +1,1 @@
+"""Benchmarks: every candidate is measured in turns in one run."""

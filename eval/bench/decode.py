@@ -1,0 +1,283 @@
+"""Decoding with drafts beside plain decoding in one run: what a round costs, how much faster it is, and which K pays.
+
+    python -m eval.bench.decode recipe=quickstart
+    python -m eval.bench.decode recipe=quickstart "bench.batch_sizes=[1,4,32]" "bench.draft_depths=[1,2,3,4,5,6]" bench.out=decode.json
+
+Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode each batch in turns, and the fastest
+of `bench.repeats` counts; tokens/s begin behind the prompt, answers have `acceptance.max_new_tokens` tokens and do not end before. The
+prediction sees none of this: it takes what a round costs from prompts of random tokens, and the rounds that an answer needs with every K
+from how often the drafts of the largest one are accepted at each position on prompts of other files. A batch lasts as long as its slowest
+answer; `refilled` is the speed-up where others take the places of those that are done, as in an engine. Writes `report.json` and a chart
+into `run_dir/bench_decode/`, and both into the page of `eval.acceptance` where that is of the same head and settings.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from matplotlib.figure import Figure
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from mtptrain.config import RECIPES, load_config
+from mtptrain.convert.warm_start import trained_or_initial_head
+from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
+from mtptrain.decoding.prompts import Prompts, read_prompts
+from mtptrain.decoding.speculate import PHASES, Drafter, Generation, Sampler, speculate
+from mtptrain.run_dir import command, write_provenance
+from mtptrain.target.hub import resolve_target
+from mtptrain.target.model import Target, load_target
+from mtptrain.utils.clock import PhaseClock
+from mtptrain.utils.distributed import device_name, init_ranks
+from mtptrain.utils.files import write_json
+
+from ..report_page import write_run_page
+
+Figures = dict[str, Any]
+BATCHES_PER_COST = 4
+"""Of so many batches, one is measured with random tokens too: what a round costs."""
+
+
+@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    ranks, settings, bench = init_ranks(config.distributed_timeout_hours), config.acceptance, config.bench
+    if settings.max_new_tokens < 2:
+        raise ValueError(
+            f"acceptance.max_new_tokens: must be at least 2, of which the first is not timed, but is {settings.max_new_tokens}"
+        )
+    if bench.out and not Path(bench.out).parent.is_dir():
+        raise ValueError(f"bench.out: must be a JSON file in a folder that exists, but is {bench.out}; correct it")
+    target_dir = resolve_target(config.target.path, config.target.revision)
+    dtype = getattr(torch, settings.dtype)
+    found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
+    prompts = read_prompts(config, target_dir, spare_tokens=max(bench.draft_depths))
+    halves = [half[: bench.decode_prompts] for half in halves_of(prompts)]
+    if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
+        raise ValueError(
+            f"bench.batch_sizes: must be at most {num_prompts}, the prompts of each half, one measured and one predicted from, but hold "
+            f"{max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and acceptance.num_prompts"
+        )
+    target = load_target(target_dir, dtype, ranks.device)
+
+    drafters: dict[int, Drafter] = {0: NoDrafter()}
+    drafters |= {depths: HeadDrafter(found.head, target.parts, depths, settings.sample_drafts) for depths in bench.draft_depths}
+
+    def decode_with(depths: int, batch: Batch) -> Spent:
+        sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
+        return decode(target, drafters[depths], batch, depths, settings.max_new_tokens, sampler)
+
+    def fastest(batch: Batch) -> dict[int, Spent]:
+        tries = [{depths: decode_with(depths, batch) for depths in drafters} for _ in range(bench.repeats)]  # in turns
+        return {depths: min((each[depths] for each in tries), key=lambda spent: spent.seconds) for depths in drafters}
+
+    rows: list[Figures] = []
+    for batch_size in bench.batch_sizes:
+        measured, costs = dict.fromkeys(drafters, Spent()), dict.fromkeys(drafters, Spent())
+        batches, other_batches = (full_batches(half, batch_size) for half in halves)
+        for index, batch in enumerate(tqdm(batches, desc=f"batches of {batch_size}", unit="batch")):
+            measured = {depths: measured[depths] + spent for depths, spent in fastest(batch).items()}
+            if index % BATCHES_PER_COST == 0:
+                of_random = fastest(random_tokens(batch, len(target.parts.lm_head), seed=index))
+                costs = {depths: costs[depths] + spent for depths, spent in of_random.items()}
+        deepest = max(bench.draft_depths)
+        answers = [decode_with(deepest, batch).answers for batch in tqdm(other_batches, desc="other prompts", unit="batch")]
+        rows += [describe(batch_size, depths, measured, costs, answers) for depths in drafters]
+    output_dir = config.stage_dir("bench_decode")
+    figures = {
+        "command": command(),
+        "head_sha256": found.sha256,
+        "prompts_sha256": prompts.sha256,
+        "device": device_name(ranks.device),
+        **{name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens")},
+        "dtype": str(settings.dtype),
+        "rows": rows,
+    }
+    write_provenance(output_dir, config)
+    draw(rows, output_dir / "report.svg")
+    write_json(output_dir / "report.json", figures)
+    if bench.out:
+        write_json(Path(bench.out), figures)
+    print_table(rows)
+    print(f"chart: {output_dir / 'report.svg'}")
+    write_run_page(config)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What decoding took behind the prompts."""
+
+    tokens: int = 0
+    """New ones, but for each answer's first."""
+    rounds: int = 0
+    """Forwards of the target, of all batches."""
+    answers: tuple[Generation, ...] = ()
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of `PHASES`."""
+
+    def __add__(self, other: "Spent") -> "Spent":
+        phases = {name: self.phases.get(name, 0.0) + other.phases.get(name, 0.0) for name in self.phases | other.phases}
+        return Spent(self.tokens + other.tokens, self.rounds + other.rounds, self.answers + other.answers, phases)
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds for name, seconds in self.phases.items() if name != "prompt")
+
+    @property
+    def all_seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def seconds_of_a_round(self) -> float:
+        return self.seconds / self.rounds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+Batch = Sequence[Sequence[int]]
+
+
+def halves_of(prompts: Prompts) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts to measure and prompts to predict from, of other files or conversations."""
+    places: dict[str, int] = {}
+    halves: tuple[list[list[int]], list[list[int]]] = ([], [])
+    for prompt_id, prompt in prompts.input_ids.items():
+        source = prompts.sources.get(prompt_id, prompt_id)
+        halves[places.setdefault(source, len(places)) % 2].append(prompt)
+    return halves
+
+
+def full_batches(prompts: Batch, batch_size: int) -> list[Batch]:
+    return [prompts[first : first + batch_size] for first in range(0, len(prompts) - batch_size + 1, batch_size)]
+
+
+def random_tokens(batch: Batch, vocab_size: int, seed: int) -> Batch:
+    """Prompts as long as those of the batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (len(prompt),), generator=generator).tolist() for prompt in batch]
+
+
+def decode(target: Target, drafter: Drafter, batch: Batch, depths: int, max_new_tokens: int, sampler: Sampler) -> Spent:
+    """Decode a batch of prompts; K is 0 for plain decoding."""
+    clock = PhaseClock(target.device)
+    answers = speculate(
+        target, drafter, batch, num_speculative_tokens=depths, max_new_tokens=max_new_tokens, sampler=sampler, clock=clock
+    )
+    tokens = sum(len(answer.tokens) - 1 for answer in answers)
+    return Spent(tokens, max(map(num_rounds, answers)), tuple(answers), clock.read())
+
+
+def num_rounds(answer: Generation) -> int:
+    return answer.rounds + answer.empty_rounds
+
+
+def needed_rounds(answer: Generation, depths: int) -> float:
+    """Rounds that an answer is expected to need with fewer drafts, if those at the first positions are accepted as often as here.
+
+    A round of X tokens goes beyond the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
+    """
+    rates = [accepted / max(answer.rounds, 1) for accepted in answer.accepted_at[:depths]]
+    mean = 1 + sum(rates)
+    mean_square = 1 + sum((2 * depth + 3) * rate for depth, rate in enumerate(rates))
+    return (len(answer.tokens) - 1 + (mean_square - mean) / (2 * mean)) / mean
+
+
+def describe(
+    batch_size: int,
+    depths: int,
+    measured: dict[int, Spent],
+    costs: dict[int, Spent],
+    other_answers: Sequence[Sequence[Generation]],
+) -> Figures:
+    """One row of the table; costs in milliseconds a round.
+
+    Args:
+        costs: of random tokens.
+        other_answers: of each batch of the other prompts, with the largest K.
+    """
+    spent, plain = measured[depths], measured[0]
+    per_round = {name: spent.phases.get(name, 0.0) / spent.rounds * 1e3 for name in PHASES if name != "prompt"}
+    other_rounds, other_plain_rounds = (
+        sum(max(needed_rounds(answer, drafts) for answer in batch) for batch in other_answers) for drafts in (depths, 0)
+    )
+    own_rounds = sum(map(num_rounds, spent.answers))  # of each answer until it was done
+    return {
+        "batch_size": batch_size,
+        "num_speculative_tokens": depths,
+        "tokens_per_s": spent.tokens_per_s,
+        "speed_up": spent.tokens_per_s / plain.tokens_per_s,
+        "speed_up_with_prompt": plain.all_seconds / spent.all_seconds * spent.tokens / plain.tokens,
+        "predicted_speed_up": other_plain_rounds / other_rounds * costs[0].seconds_of_a_round / costs[depths].seconds_of_a_round,
+        "refilled_speed_up": spent.tokens / own_rounds * plain.seconds_of_a_round / spent.seconds_of_a_round,
+        "tokens_per_round": spent.tokens / spent.rounds,
+        **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
+        "random_tokens_ms": costs[depths].seconds_of_a_round * 1e3,
+    }
+
+
+def recommended(rows: Sequence[Figures], batch_size: int) -> int:
+    """The K that decodes fastest; 0 where plain decoding does."""
+    fastest = max((row for row in rows if row["batch_size"] == batch_size), key=lambda row: float(row["speed_up"]))
+    return int(fastest["num_speculative_tokens"])
+
+
+def print_table(rows: Sequence[Figures]) -> None:
+    table = Table(title="Decoding")
+    for column in (
+        "batch",
+        "K",
+        "tokens/s",
+        "speed-up",
+        "with prompt",
+        "predicted",
+        "refilled",
+        "tokens/round",
+        "draft ms",
+        "verify ms",
+        "choose ms",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        depths, is_best = row["num_speculative_tokens"], row["num_speculative_tokens"] == recommended(rows, row["batch_size"])
+        table.add_row(
+            str(row["batch_size"]),
+            f"{depths or 'none'}{' *' if is_best else ''}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['speed_up']:.2f}",
+            f"{row['speed_up_with_prompt']:.2f}",
+            f"{row['predicted_speed_up']:.2f}",
+            f"{row['refilled_speed_up']:.2f}",
+            f"{row['tokens_per_round']:.2f}",
+            *(f"{row[f'{name}_ms']:.2f}" for name in ("draft", "verify", "choose")),
+        )
+    console = Console()
+    console.width = max(console.width, 130)
+    console.print(table)
+    console.print("* the K that decodes fastest")
+
+
+def draw(rows: Sequence[Figures], path: Path) -> None:
+    """Speed-up against K, a curve for each batch size; the prediction dashed."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for batch_size in dict.fromkeys(row["batch_size"] for row in rows):
+        own = [row for row in rows if row["batch_size"] == batch_size]
+        depths = [row["num_speculative_tokens"] for row in own]
+        label = f"batches of {batch_size}: K = {recommended(rows, batch_size) or 'none'}"
+        (line,) = axes.plot(depths, [row["speed_up"] for row in own], marker="o", label=label)
+        axes.plot(depths, [row["predicted_speed_up"] for row in own], linestyle="--", color=line.get_color(), linewidth=1)
+    axes.axhline(1.0, color="#999", linewidth=0.8)
+    axes.set(xlabel="K, 0 for plain decoding", ylabel="speed-up over plain decoding (dashed: predicted)", ylim=(0, None))
+    axes.legend(title="fastest")
+    figure.savefig(path, format="svg")
+
+
+if __name__ == "__main__":
+    main()

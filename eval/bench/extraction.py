@@ -1,0 +1,320 @@
+"""What extraction costs beside the bare forward of the target, and how fast its states are read: all candidates in turns, in one run.
+
+- *bare forward*: the target over packed documents, nothing kept;
+- *ours*: the transformers backend into a store on disk, in bf16 and fp8, and with the writer stubbed out;
+- *plain loop*: batches of eight, padded, `output_hidden_states=True`, `torch.save` of what the head wants, as most scripts do;
+- *vLLM*: its backend into a store, where `serving.python` or `.venv-vllm` has one; a process of its own, hence not in turns;
+- *reading*: packed training batches from disk, beside a plain copy of the mapped shards.
+
+One thread, as a rank has on a CPU. Documents are of random tokens, lengths log-normal.
+
+    python -m eval.bench.extraction recipe=quickstart
+    python -m eval.bench.extraction recipe=quickstart bench.target=8b bench.documents=256     # on a GPU, random weights
+"""
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from mtptrain.config import RECIPES, BenchConfig, PipelineConfig, StoreDtype, load_config
+from mtptrain.data.identity import StoreIdentity, TargetIdentity
+from mtptrain.data.prompt_files import Documents
+from mtptrain.heads import HEADS
+from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
+from mtptrain.hidden_states.extraction.overlapped_writer import OverlappedWriter
+from mtptrain.hidden_states.extraction.transformers_streams import PACKED, TransformersStreams, packed_forward, token_budget_batches
+from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
+from mtptrain.hidden_states.store import HiddenStore
+from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
+from mtptrain.serving.vllm_client import find_python
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import resolve_target
+from mtptrain.target.model import Target, load_target
+from mtptrain.training.batches import BatchSchedule, document_costs
+from mtptrain.training.flops import matmul_peak
+from mtptrain.utils.distributed import init_ranks
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+PLAIN_BATCH = 8
+READ_HIDDEN_SIZE = 4096
+Figures = dict[str, float]
+
+
+@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    device = init_ranks(config.distributed_timeout_hours).device
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as directory:
+        figures = bench_writing(config, device, Path(directory)) | bench_reading(config.bench, Path(directory))
+    print_table(config, device, figures)
+    if config.bench.out:
+        Path(config.bench.out).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def bench_writing(config: PipelineConfig, device: torch.device, directory: Path) -> Figures:
+    """tokens/s of every candidate, and the share of the device's limit that the bare forward reaches."""
+    target = load_bench_target(config, device)
+    documents = random_documents(config, target.config.vocab_size)
+    layers = HEADS[config.head.name].layers_to_capture(config.head, target.config)
+    streams = TransformersStreams(
+        target, (*layers, target.config.num_hidden_layers), config.hidden_states.batch_tokens, config.hidden_states.compile
+    )
+    candidates: dict[str, Callable[[], object]] = {
+        "bare_forward": lambda: bare_forward(target, documents, config.hidden_states.batch_tokens),
+        "ours": lambda: fill_store(streams, config, target.config, documents, directory, StoreDtype.bfloat16),
+        "ours_fp8": lambda: fill_store(streams, config, target.config, documents, directory, StoreDtype.fp8),
+        "ours_without_writer": lambda: without_writer(streams, config, target.config, documents, directory),
+        "plain_loop": lambda: plain_loop(target, documents, layers, directory),
+    }
+    counter = FlopCounterMode(display=False)
+    with counter:
+        bare_forward(target, documents, config.hidden_states.batch_tokens)
+    seconds = fastest(candidates, config.bench.repeats, device)
+    figures = {f"{name}_tokens_per_s": len(documents.input_ids) / value for name, value in seconds.items()}
+    figures["share_of_limit"] = (
+        counter.get_total_flops() / seconds["bare_forward"] / matmul_peak(device, target.parts.embed_tokens.dtype)
+    )
+    return figures | bench_vllm(config, documents, layers, directory)
+
+
+def load_bench_target(config: PipelineConfig, device: torch.device) -> Target:
+    dtype = getattr(torch, config.hidden_states.dtype.value)
+    if config.bench.target is None:
+        return load_target(resolve_target(config.target.path, config.target.revision), dtype, device)
+    if config.bench.target != "8b":
+        raise ValueError(f"bench.target: must be `8b` or left out for the recipe's target, but is {config.bench.target!r}")
+    with torch.device(device):
+        return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA_8B), dtype=dtype))
+
+
+def random_documents(config: PipelineConfig, vocab_size: int) -> Documents:
+    rng = np.random.default_rng(config.seed)
+    lengths = np.exp(rng.normal(math.log(config.bench.median_tokens), 0.8, config.bench.documents))
+    sizes = np.clip(lengths, 8, config.bench.max_tokens).astype(int).tolist()
+    return Documents.from_list([(i, rng.integers(0, vocab_size, n), np.ones(n)) for i, n in enumerate(sizes)])
+
+
+def fastest(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Seconds of the fastest of several runs of each candidate, in turns, so that what else the machine does hits all alike."""
+    seconds = dict.fromkeys(candidates, math.inf)
+    for turn in range(repeats + 1):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn:  # the first one warms up
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds
+
+
+def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> None:
+    target.model.set_attn_implementation(PACKED)
+    for batch in token_budget_batches(documents.lengths.tolist(), batch_tokens):
+        packed_forward(target, [torch.from_numpy(documents.tokens(i)) for i in batch])
+
+
+def fill_store(
+    streams: Streams, config: PipelineConfig, target: PreTrainedConfig, documents: Documents, directory: Path, dtype: StoreDtype
+) -> None:
+    """Stage 2 without its program: a store from nothing to its manifest."""
+    if isinstance(streams, TransformersStreams):
+        streams.target.model.set_attn_implementation(PACKED)
+    num_captured = len(HEADS[config.head.name].layers_to_capture(config.head, target))
+    shards = shard_ranges(documents.lengths, max(1, len(documents.input_ids) // 4))
+    identity = StoreIdentity(TargetIdentity("bench", None, "", "", "", ""), tuple(range(num_captured)), "", "", dtype=dtype.value)
+    with tempfile.TemporaryDirectory(dir=directory) as store:
+        begin_store(Path(store), identity, 1, range(len(shards)))
+        fill_shards(
+            streams, documents, dict(enumerate(shards)), Path(store), target.hidden_size, num_captured, dtype, "", show=False
+        )
+        assert finish_store(Path(store), identity, 1, target.hidden_size, len(shards))
+
+
+def without_writer(
+    streams: Streams, config: PipelineConfig, target: PreTrainedConfig, documents: Documents, directory: Path
+) -> None:
+    with stubbed_writer():
+        fill_store(streams, config, target, documents, directory, StoreDtype.bfloat16)
+
+
+@contextmanager
+def stubbed_writer() -> Iterator[None]:
+    """States are handed over and dropped."""
+    write = OverlappedWriter.write
+    OverlappedWriter.write = lambda self, document, states: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        OverlappedWriter.write = write  # type: ignore[method-assign]
+
+
+@torch.inference_mode()
+def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], directory: Path) -> None:
+    """Documents as they come, padded to the longest of eight; the file of each holds its last state and the captured ones."""
+    target.model.set_attn_implementation("sdpa")
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        for start in range(0, len(documents), PLAIN_BATCH):
+            prompts = [torch.from_numpy(documents.tokens(i)).long() for i in range(start, min(start + PLAIN_BATCH, len(documents)))]
+            input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(target.device)
+            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
+            output = target.model(input_ids=input_ids, attention_mask=mask.to(target.device), output_hidden_states=True)
+            for row, prompt in enumerate(prompts):
+                states = [output.hidden_states[k][row, : len(prompt)].cpu() for k in (*layers, -1)]
+                torch.save({"input_ids": prompt, "hidden_states": states}, Path(folder) / f"{start + row}.pt")
+
+
+def bench_vllm(config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path) -> Figures:
+    """tokens/s of the vLLM backend into a store, its start left out; nothing where there is no vLLM, or no checkpoint to start."""
+    if config.bench.target is not None:
+        return {}
+    try:
+        find_python(config.serving.python)
+    except (FileNotFoundError, ValueError) as missing:
+        print(f"vLLM is left out: {missing}")
+        return {}
+    target_dir = resolve_target(config.target.path, config.target.revision)
+    target_config = read_target_config(target_dir)
+    after_layers, longest = (*layers, int(target_config.num_hidden_layers)), int(documents.lengths.max())
+    with VllmStreams(
+        target_dir,
+        after_layers,
+        config.hidden_states,
+        longest,
+        directory / "scratch",
+        device_index=0,
+        device_type="cuda" if torch.cuda.is_available() else "cpu",
+        python=config.serving.python,
+    ) as vllm:
+        run = {"vllm": lambda: fill_store(vllm, config, target_config, documents, directory, StoreDtype.bfloat16)}
+        seconds = fastest(run, config.bench.repeats, torch.device("cpu"))
+    return {"vllm_tokens_per_s": num_tokens(documents, [range(len(documents))]) / seconds["vllm"]}
+
+
+def bench_reading(bench: BenchConfig, directory: Path) -> Figures:
+    """GB/s of states that training gets from disk, in bf16, beside a copy of the mapped shards of a bf16 store."""
+    stores = {
+        dtype: random_store(directory / dtype.value, dtype, bench.read_tokens, 2048, READ_HIDDEN_SIZE)
+        for dtype in (StoreDtype.bfloat16, StoreDtype.fp8)
+    }
+    candidates: dict[str, Callable[[], object]] = {"mapped_copy": lambda: copy_mapped(stores[StoreDtype.bfloat16])}
+    for dtype, store in stores.items():
+        schedule = BatchSchedule(store, 3, 8192, 1, seed=0, for_gpu=False)
+        candidates[f"batches_{dtype.value}"] = lambda schedule=schedule: read_batches(schedule)  # type: ignore[misc]
+    undecoded = BatchSchedule(stores[StoreDtype.fp8], 3, 8192, 1, seed=0)
+    candidates["batches_fp8_undecoded"] = lambda: read_batches(undecoded)
+    seconds = fastest(candidates, 5, torch.device("cpu"))
+    num_bytes = bench.read_tokens // 2048 * 2048 * READ_HIDDEN_SIZE * 2
+    return {f"{name}_gb_per_s": num_bytes / value / 1e9 for name, value in seconds.items()} | bench_opening(
+        bench.open_tokens, directory / "opened"
+    )
+
+
+def bench_opening(num_tokens: int, directory: Path) -> Figures:
+    """Seconds to open a store, with all that training asks of it at once, and anonymous memory that it takes."""
+    random_store(directory, StoreDtype.bfloat16, num_tokens, 500, 64)
+
+    def open_whole() -> HiddenStore:
+        store = HiddenStore.open(directory)
+        assert store.document_lengths.sum() == store.manifest.num_tokens and len(store.document_ids) and len(document_costs(store))
+        return store
+
+    seconds, before = fastest({"open": open_whole}, 5, torch.device("cpu"))["open"], anonymous_bytes()
+    store = open_whole()
+    taken = anonymous_bytes() - before
+    excess = sum(record.num_bytes for record in store.manifest.shards) / store.manifest.num_tokens - 2 * store.manifest.hidden_size
+    return {"open_seconds": seconds, "open_anonymous_mb": taken / 1e6, "bytes_per_token_beyond_states": excess}
+
+
+def anonymous_bytes() -> int:
+    """Of this process, page cache left out."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def random_store(directory: Path, dtype: StoreDtype, num_tokens: int, length: int, hidden_size: int) -> HiddenStore:
+    """Two shards of documents of one length."""
+    rng = np.random.default_rng(0)
+    documents = Documents.from_list([(i, rng.integers(0, 1000, length), np.ones(length)) for i in range(num_tokens // length)])
+    shards = shard_ranges(documents.lengths, num_tokens // 2)
+    identity = StoreIdentity(TargetIdentity("bench", None, "", "", "", ""), (), "", "", dtype=dtype.value)
+    begin_store(directory, identity, num_tokens // 2, range(len(shards)))
+    fill_shards(RandomStreams(hidden_size), documents, dict(enumerate(shards)), directory, hidden_size, 0, dtype, "", show=False)
+    finish_store(directory, identity, num_tokens // 2, hidden_size, len(shards))
+    return HiddenStore.open(directory)
+
+
+class RandomStreams:
+    """A backend without a target."""
+
+    def __init__(self, hidden_size: int) -> None:
+        self.hidden_size, self.generator = hidden_size, torch.Generator().manual_seed(0)
+
+    def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
+        for prompts in shards:
+            yield ((i, self.states(len(prompt))) for i, prompt in enumerate(prompts))
+
+    def states(self, num_tokens: int) -> torch.Tensor:
+        return torch.randn(num_tokens, 1, self.hidden_size, generator=self.generator).bfloat16()
+
+
+def copy_mapped(store: HiddenStore) -> None:
+    for first in range(0, store.num_documents, 4):
+        torch.cat([store.mapped_document(i).hidden_states for i in range(first, first + 4)])
+
+
+def read_batches(schedule: BatchSchedule) -> None:
+    """An epoch as training gets it: four documents a batch, aligned for three depths."""
+    num_tokens = sum(batch.document_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
+    assert num_tokens == schedule.store.manifest.num_tokens, "an epoch is the whole store"
+
+
+def print_table(config: PipelineConfig, device: torch.device, figures: Figures) -> None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread"
+    title = (
+        f"Extraction, {config.bench.target or config.target.path}, head {config.head.name}, {config.hidden_states.dtype}, {name}"
+    )
+    bare, plain, copy = (figures[key] for key in ("bare_forward_tokens_per_s", "plain_loop_tokens_per_s", "mapped_copy_gb_per_s"))
+    writing = Table("", "tokens/s", "of the bare forward", "of the plain loop", title=title)
+    for key, value in figures.items():
+        if key.endswith("_tokens_per_s"):
+            label = key.removesuffix("_tokens_per_s").replace("_", " ")
+            writing.add_row(label, f"{value:,.0f}", f"{value / bare:.3f}", f"{value / plain:.2f}")
+    writing.caption = f"the bare forward reaches {figures['share_of_limit']:.1%} of the measured matmul peak"
+    reading = Table("", "GB/s of bf16", "of the mapped copy", title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one thread")
+    for key, value in figures.items():
+        if key.endswith("_gb_per_s"):
+            reading.add_row(key.removesuffix("_gb_per_s").replace("_", " "), f"{value:.2f}", f"{value / copy:.2f}")
+    reading.caption = (
+        f"a store of {config.bench.open_tokens:,} tokens opens in {figures['open_seconds']:.3f} s and takes "
+        f"{figures['open_anonymous_mb']:.1f} MB; a token costs {figures['bytes_per_token_beyond_states']:.2f} bytes beside its states"
+    )
+    Console().print(writing, reading)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""EAGLE-3 training steps of vLLM Speculators, in an environment of its own: JSON lines in, JSON lines out.
+
+Started by `eval.bench.train` with the Python of `bench.peer_python`; imports of this project what measures memory. A request is
+`{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or `{"steps": n}` to time n steps.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from speculators.losses import resolve_loss_config
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from transformers import LlamaConfig
+
+sys.path.append(str(Path(__file__).parents[2]))
+from .step_memory import resident_bytes, tensor_bytes
+
+
+class Peer:
+    """One model, one batch, one optimizer: bf16 autocast over fp32 weights, as its own trainer does on a GPU."""
+
+    def __init__(self, request: dict) -> None:
+        hidden_size, vocab_size, self.device = request["hidden_size"], request["vocab_size"], torch.device(request["device"])
+        layer = LlamaConfig(
+            hidden_size=hidden_size,
+            intermediate_size=request["intermediate_size"],
+            num_attention_heads=request["num_attention_heads"],
+            num_key_value_heads=request["num_key_value_heads"],
+            num_hidden_layers=1,
+            vocab_size=vocab_size,
+            max_position_embeddings=131072,
+            attn_implementation="sdpa",
+        )
+        layer._attn_implementation = "sdpa"
+        torch.manual_seed(0)
+        config = Eagle3SpeculatorConfig(
+            transformer_layer_config=layer, draft_vocab_size=vocab_size, eagle_aux_hidden_state_layer_ids=[1, 2, 3]
+        )
+        self.model = Eagle3DraftModel(config).to(self.device)
+        for frozen in (self.model.embed_tokens, self.model.lm_head, self.model.verifier_lm_head):
+            torch.nn.init.normal_(frozen.weight, std=hidden_size**-0.5)
+        self.model.lm_head.weight.requires_grad_(request["trains_lm_head"])
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.num_parameters = sum(parameter.numel() for parameter in trained)
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        lengths = torch.tensor(request["lengths"])
+        num_tokens = int(lengths.sum())
+        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        batch = {
+            "hidden_states": torch.randn(1, num_tokens, 3 * hidden_size).bfloat16(),
+            "verifier_last_hidden_states": torch.randn(1, num_tokens, hidden_size).bfloat16(),
+            "input_ids": torch.randint(0, vocab_size, (1, num_tokens)),
+            "document_ids": torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None],
+            "position_ids": positions[None] + 1,
+            "loss_mask": (positions >= torch.repeat_interleave(torch.tensor(request["prompts"]), lengths))[None],
+            "ttt_steps": request["depths"],
+            "ttt_step_loss_decay": 0.8,
+            "loss_config": resolve_loss_config("kl_div", "eager"),
+        }
+        self.batch = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+    def step(self) -> None:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            _, loss, _ = self.model(**self.batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        assert torch.isfinite(loss), "the peer's loss is not finite"
+
+
+def main() -> None:
+    peer = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "hidden_size" in request:
+            peer = None
+            peer = Peer(request)
+            for _ in range(3):
+                peer.step()  # moments and what a first use takes are no part of a step
+            memory = {"peak_bytes": tensor_bytes(peer.step, peer.device), "resident_bytes": resident_bytes(peer.step)}
+            answer = {"parameters": peer.num_parameters, **memory}
+        else:
+            assert peer is not None, "no model has been asked for"
+            started = time.perf_counter()
+            for _ in range(request["steps"]):
+                peer.step()
+            answer = {"seconds": time.perf_counter() - started}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""The training step beside its plain formula and beside another trainer, in turns in one run; its share of the device's limit; and
+what prompts and long documents cost.
+
+    python -m eval.bench.train recipe=quickstart
+    python -m eval.bench.train recipe=quickstart bench.target=8b          # on a GPU
+    make .venv-peer/.installed                                            # the other trainer, once
+
+Random states and tokens in documents of 512; steps with forward, loss, backward, clipping and AdamW, in bf16 with fp32
+masters. Ours is the trainer's own, in its DeepSpeed engine; the plain formula runs every row at every depth over dense masks and
+keeps all logits; the peer is vLLM Speculators' EAGLE-3, which runs eagerly on a CPU as `eager` and `plain` do. Memory is what the tensors
+of a step take at their most beyond those that are there before it: activations, gradients and what the optimizer makes of them; beside
+it, on a CPU, what the process grows by (RSS). `bench.out=FILE` writes the figures as JSON.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from mtptrain.config import RECIPES, PipelineConfig, load_config
+from mtptrain.training.flops import matmul_peak
+from mtptrain.utils.compile import fuse
+from mtptrain.utils.distributed import Ranks, device_name, init_ranks
+
+from .step_memory import resident_bytes, tensor_bytes
+from .train_steps import Case, Ours, PeerProcess, Plain, Shape, case_of, target_of
+
+GPU_TARGETS = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8},
+}
+GPU_VOCAB = 128_256
+GPU_DOCUMENTS = ([8192] * 2, [0] * 2)
+DOCUMENT_TOKENS = 512
+Figures = dict[str, Any]
+
+
+@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    check(config)
+    ranks = init_ranks(config.distributed_timeout_hours)
+    config = replace(config, train=replace(config.train, compile=True, micro_batches_per_step=1))
+    peak = matmul_peak(ranks.device, torch.bfloat16)
+    figures: Figures = {"device": device_name(ranks.device), "matmul_tflops": peak / 1e12}
+    if config.bench.target is not None:
+        figures["gpu"] = [bench_gpu(config, ranks, peak, *case) for case in GPU_CASES]
+    else:
+        figures["steps"] = bench_steps(config, ranks, peak)
+        figures |= bench_prompts(config, ranks)
+        figures["lengths"] = bench_lengths(config, ranks, peak)
+        figures |= headline(figures)
+    print_tables(figures)
+    if config.bench.out:
+        Path(config.bench.out).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def check(config: PipelineConfig) -> None:
+    known = ", ".join(f"`{name}`" for name in GPU_TARGETS)
+    if config.bench.target is not None and config.bench.target not in GPU_TARGETS:
+        raise ValueError(f"bench.target: must be one of {known} or left out, but is {config.bench.target!r}")
+    if config.bench.target is not None and not torch.cuda.is_available():
+        raise ValueError(
+            f"bench.target: must be left out where there is no GPU, but is {config.bench.target}; its steps take hours on a CPU"
+        )
+    for size in (*config.bench.hidden_sizes, config.bench.prompt_sizes[0]):
+        if size % 64:
+            raise ValueError(f"bench.hidden_sizes: must be multiples of 64, the head dim, but hold {size}; round it")
+
+
+def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Figures]:
+    """Ours, the plain formula and the peer at every size, full supervision."""
+    has_peer = Path(config.bench.peer_python).exists()
+    if not has_peer:
+        print(f"*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators, but {config.bench.peer_python} does not "
+              "exist; run `make .venv-peer/.installed` ***")  # fmt: skip
+    found = []
+    for hidden_size in config.bench.hidden_sizes:
+        for num_tokens in config.bench.train_tokens:
+            case, shape = case_of(hidden_size, config.bench.vocab_size, config.bench.depths), full_documents(num_tokens)
+            peer = PeerProcess(config.bench.peer_python, case, shape, ranks.device) if has_peer else None
+            found.append({"hidden_size": hidden_size, "tokens": num_tokens} | in_turns(config, ranks, case, shape, peer, peak))
+            print(json.dumps(found[-1]))
+            if peer is not None:
+                peer.close()
+    return found
+
+
+def full_documents(num_tokens: int) -> Shape:
+    lengths = [DOCUMENT_TOKENS] * (num_tokens // DOCUMENT_TOKENS) + [num_tokens % DOCUMENT_TOKENS] * (
+        num_tokens % DOCUMENT_TOKENS > 0
+    )
+    return lengths, [0] * len(lengths)
+
+
+def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, peer: PeerProcess | None, peak: float) -> Figures:
+    """Seconds of the fastest of several steps of each candidate, one after the other, and the memory that each took."""
+    candidates: dict[str, Callable[[], float]] = {}
+    peaks: dict[str, int] = {}
+    builders: dict[str, type[Ours]] = {"ours": Ours, "plain": Plain}
+    flops = 0.0
+    for name, builder in builders.items():
+        built = builder(config, case, shape, ranks)
+        flops = built.flops
+        _, peaks[name] = with_peak(built.timed, ranks.device)
+        candidates[name] = built.timed
+    candidates["eager"] = lambda run=candidates["ours"]: uncompiled(run)  # type: ignore[misc]
+    if peer is not None:
+        candidates["peer"] = peer.step
+    best = fastest(candidates, config.bench.repeats)
+    tokens = sum(shape[0])
+    figures: Figures = {
+        "tokens_per_s": tokens / best["ours"],
+        "eager_tokens_per_s": tokens / best["eager"],
+        "plain_tokens_per_s": tokens / best["plain"],
+        "share_of_limit": flops / best["ours"] / peak,
+        "peak_bytes": peaks["ours"],
+        "plain_peak_bytes": peaks["plain"],
+        "resident_bytes": resident_bytes(candidates["ours"]) if ranks.device.type == "cpu" else None,
+    }
+    if peer is not None:
+        figures |= {
+            "peer_resident_bytes": peer.resident_bytes,
+            "peer_tokens_per_s": tokens / best["peer"],
+            "ratio": best["peer"] / best["ours"],
+            "peer_peak_bytes": peer.peak_bytes,
+            "peak_share": peaks["ours"] / peer.peak_bytes,
+        }
+    return figures
+
+
+def uncompiled(run: Callable[[], float]) -> float:
+    fuse(False)
+    seconds = run()
+    fuse(True)
+    return seconds
+
+
+def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Seconds of the fastest of several steps of each candidate, in turns."""
+    best = dict.fromkeys(candidates, math.inf)
+    for turn in range(repeats + 1):
+        for name, run in candidates.items():
+            seconds = run()
+            if turn:  # the first one warms up
+                best[name] = min(best[name], seconds)
+    return best
+
+
+def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2) -> tuple[float, int]:
+    """Seconds of the fastest of a few steps, and the bytes that the tensors of one took.
+
+    Compiling takes time and memory of its own, for fixed shapes and then for others, so that three steps go ahead.
+    """
+    for _ in range(3):
+        step()
+    return min(step() for _ in range(repeats)), tensor_bytes(step, device)
+
+
+def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
+    """What a prompt token costs beside a supervised one, from steps whose answers stay and whose prompts grow; and, with prompts nine
+    times as long as the answers, ours beside the peer."""
+    hidden_size, vocab_size = config.bench.prompt_sizes
+    case, answer, documents = case_of(hidden_size, vocab_size, config.bench.depths), 256, 2
+    steps = {
+        str(factor): Ours(config, case, ([answer * (1 + factor)] * documents, [answer * factor] * documents), ranks).timed
+        for factor in (0, 1, 3, 9)
+    }
+    curve = fastest(steps, config.bench.repeats)
+    rows = answer * documents
+    figures: Figures = {
+        "prompt_curve": {f"prompts {factor} times the answers": seconds for factor, seconds in curve.items()},
+        "prompt_token_cost": (curve["9"] - curve["0"]) / (9 * rows) / (curve["0"] / rows),
+    }
+    if Path(config.bench.peer_python).exists():
+        case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths)
+        shape = [1000] * 2, [900] * 2
+        ours, peer = Ours(config, case, shape, ranks), PeerProcess(config.bench.peer_python, case, shape, ranks.device)
+        best = fastest({"ours": ours.timed, "peer": peer.step}, config.bench.repeats)
+        peer.close()
+        figures |= {"prompts_ratio": best["peer"] / best["ours"], "prompts_tokens_per_s": 2000 / best["ours"]}
+    return figures
+
+
+def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Figures]:
+    """One document of each length, an answer of 1,024 tokens at its end, and one fully supervised up to a quarter of the longest."""
+    found = []
+    case, longest = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths), config.bench.longest_tokens
+    lengths = [1024 << i for i in range(longest.bit_length()) if 1024 << i <= longest]
+    for length, rows in [(length, 1024) for length in lengths] + [
+        (length, length) for length in lengths[1:] if length <= longest // 4
+    ]:
+        ours = Ours(config, case, ([length], [length - rows]), ranks)
+        seconds, num_bytes = with_peak(ours.timed, ranks.device)
+        figures: Figures = {"tokens": length, "rows": rows, "seconds": seconds, "peak_bytes": num_bytes}
+        found.append(figures | {"share_of_limit": ours.flops / seconds / peak})
+        print(json.dumps(found[-1]))
+    return found
+
+
+GPU_CASES: tuple[tuple[str, int, int | None], ...] = (("mtp", 3, None), ("eagle3", 7, None), ("eagle3", 7, 32_000))
+"""Head, depths and draft vocabulary."""
+
+
+def bench_gpu(config: PipelineConfig, ranks: Ranks, peak: float, head: str, depths: int, draft_vocab_size: int | None) -> Figures:
+    """Packed documents of 8,192 tokens, full supervision."""
+    assert config.bench.target is not None
+    case = Case(head, target_of(GPU_TARGETS[config.bench.target], GPU_VOCAB), depths, draft_vocab_size)
+    ours = Ours(config, case, GPU_DOCUMENTS, ranks)
+    seconds, num_bytes = with_peak(ours.timed, ranks.device, config.bench.repeats)
+    ours.trainer.clock.read()
+    ours.timed()
+    phases = ours.trainer.clock.read()
+    return {
+        "head": head,
+        "depths": depths,
+        "draft_vocab_size": draft_vocab_size,
+        "tokens_per_s": sum(GPU_DOCUMENTS[0]) / seconds,
+        "peak_bytes": num_bytes,
+        "share_of_limit": ours.flops / seconds / peak,
+        "optimizer_share": phases["optimizer"] / sum(phases.values()),
+    }
+
+
+def headline(figures: Figures) -> Figures:
+    """The figures of the largest case, by the names that others read."""
+    last = figures["steps"][-1]
+    names = ("tokens_per_s", "peer_tokens_per_s", "ratio", "share_of_limit", "peak_bytes", "peer_peak_bytes")
+    return {name: last[name] for name in names if name in last}
+
+
+STEP_COLUMNS = {
+    "H": "hidden_size",
+    "tokens": "tokens",
+    "tokens/s": "tokens_per_s",
+    "of limit": "share_of_limit",
+    "eager": "eager_tokens_per_s",
+    "plain": "plain_tokens_per_s",
+    "peer": "peer_tokens_per_s",
+    "of peer": "ratio",
+    "memory": "peak_bytes",
+    "plain's": "plain_peak_bytes",
+    "peer's": "peer_peak_bytes",
+    "RSS": "resident_bytes",
+    "peer's RSS": "peer_resident_bytes",
+}
+LENGTH_COLUMNS = {"tokens": "tokens", "rows": "rows", "s": "seconds", "of limit": "share_of_limit", "memory": "peak_bytes"}
+GPU_COLUMNS = {
+    "head": "head",
+    "depths": "depths",
+    "draft vocabulary": "draft_vocab_size",
+    "tokens/s": "tokens_per_s",
+    "of limit": "share_of_limit",
+    "optimizer": "optimizer_share",
+    "memory": "peak_bytes",
+}
+
+
+def print_tables(figures: Figures) -> None:
+    console, title = Console(), f"Training step, {figures['device']}, matmul peak {figures['matmul_tflops']:.2f} TFLOP/s in bf16"
+    console.width = max(console.width, 120)
+    print_table(console, figures.get("steps"), STEP_COLUMNS, title)
+    print_table(console, figures.get("lengths"), LENGTH_COLUMNS, "One document")
+    print_table(console, figures.get("gpu"), GPU_COLUMNS, title)
+    for name in ("prompt_token_cost", "prompts_ratio", "prompts_tokens_per_s"):
+        if name in figures:
+            console.print(f"{name.replace('_', ' ')}: {shown(figures[name])}")
+
+
+def print_table(console: Console, rows: list[Figures] | None, columns: dict[str, str], title: str) -> None:
+    if rows:
+        table = Table(*columns, title=title)
+        for row in rows:
+            table.add_row(*(shown(row.get(key)) for key in columns.values()))
+        console.print(table)
+
+
+def shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value > 100 else f"{value:.3f}"
+    return f"{value / 1e6:,.0f} MB" if isinstance(value, int) and value > 10**6 else "" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    main()

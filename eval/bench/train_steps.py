@@ -1,0 +1,185 @@
+"""What `eval.bench.train` measures: the trainer's own step, its plain formula, and another trainer's."""
+
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig
+
+from mtptrain.config import PipelineConfig
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
+from mtptrain.training.batches import Batch, make_batch
+from mtptrain.training.flops import StepFlops
+from mtptrain.training.trainer import Trainer
+from mtptrain.utils.distributed import Ranks
+
+WORKER = Path(__file__).with_name("speculators_worker.py")
+Shape = tuple[Sequence[int], Sequence[int]]
+"""Tokens of each document, and of its prompt."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A head for a target with random weights."""
+
+    head: str
+    target: LlamaConfig
+    depths: int
+    draft_vocab_size: int | None = None
+
+
+def case_of(hidden_size: int, vocab_size: int, depths: int, head: str = "eagle3") -> Case:
+    heads = hidden_size // 64
+    sizes = {"hidden_size": hidden_size, "intermediate_size": hidden_size * 11 // 4, "num_attention_heads": heads}
+    return Case(head, target_of(sizes | {"num_key_value_heads": max(1, heads // 4)}, vocab_size), depths)
+
+
+def target_of(sizes: dict[str, Any], vocab_size: int) -> LlamaConfig:
+    return LlamaConfig(
+        **sizes, num_hidden_layers=8, vocab_size=vocab_size, max_position_embeddings=131_072, tie_word_embeddings=False
+    )
+
+
+class Ours:
+    """The trainer's own step on a batch of random documents."""
+
+    def __init__(self, config: PipelineConfig, case: Case, shape: Shape, ranks: Ranks) -> None:
+        torch.manual_seed(0)
+        target = case.target
+        settings = {"capture_layers": [2, 4, 6], "draft_vocab_size": case.draft_vocab_size} if case.head == "eagle3" else {}
+        self.head = build_head(HEADS[case.head].Config(ttt_steps=case.depths, **settings), target)
+        if self.head.d2t is not None:
+            self.head.d2t.zero_()
+        self.parts = random_parts(target, ranks.device)
+        bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+        self.trainer = Trainer(self.head, self.parts, config.train, bf16, 10_000, ranks)
+        self.device = ranks.device
+        self.batch = random_batch(target, shape, len(self.head.capture_layers), case.depths)
+        self.flops = StepFlops.of(self.head, target.vocab_size, case.depths).of_batch(self.batch)
+
+    def step(self) -> None:
+        self.trainer.step([self.batch])
+
+    def timed(self) -> float:
+        """Seconds of one step."""
+        started = time.perf_counter()
+        self.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - started
+
+
+class Plain(Ours):
+    """The same weights and batch; every row at every depth, dense masks, all logits kept for the backward pass."""
+
+    def step(self) -> None:
+        engine, batch = self.trainer.engine, self.batch.to(self.trainer.ranks.device, torch.bfloat16)
+        losses = plain_losses(engine.module, self.trainer.parts, batch)
+        engine.backward(losses)
+        engine.step()
+
+
+def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
+    """Mean KL over depths and rows by its definition."""
+    attention, positions = head.self_attn, batch.packing.positions
+    document = (positions == 0).cumsum(0)
+    num_tokens = len(positions)
+    target_states = parts.final_norm(batch.hidden_states)
+    recycled = head.fuse(target_states if batch.aux_hidden_states is None else batch.aux_hidden_states)
+    teacher = parts.logits(target_states).float().log_softmax(-1)  # [N, V]
+    same = (document[:, None] == document) & torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=positions.device).tril()
+    own = torch.eye(num_tokens, dtype=torch.bool, device=positions.device)
+    keys, values, loss = [], [], torch.zeros((), device=positions.device)
+    for depth in range(len(batch.is_draft)):
+        read = torch.roll(batch.next_ids, -depth)
+        residual, x = head.attention_inputs(recycled, parts.embed(read))
+        query, key, value = attention.queries_keys_values(x, positions + depth)
+        keys.append(key)
+        values.append(value)
+        query, key, value = (part.transpose(0, 1)[None] for part in (query, torch.cat(keys), torch.cat(values)))
+        mask = torch.cat([same] + [own] * depth, dim=1)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        states, recycled = head.outputs(residual, attended.flatten(-2))
+        logprobs = F.linear(states, parts.lm_head).float().log_softmax(-1)  # [N, V]
+        wanted = torch.roll(teacher, -1 - depth, 0)
+        is_draft = torch.zeros(num_tokens, device=positions.device).index_copy_(
+            0, batch.packing.rows, batch.is_draft[depth].float()
+        )
+        loss = loss + ((wanted.exp() * (wanted - logprobs)).sum(-1) * is_draft).sum() / is_draft.sum().clamp(min=1)
+    return loss / len(batch.is_draft)
+
+
+def random_parts(target: LlamaConfig, device: torch.device) -> FrozenParts:
+    table = (target.vocab_size, target.hidden_size)
+    make = {"device": device, "dtype": torch.bfloat16}
+    scale = target.hidden_size**-0.5
+    tensors = {
+        EMBED_TOKENS: torch.randn(table, **make) * scale,  # type: ignore[call-overload]
+        FINAL_NORM: torch.ones(target.hidden_size, **make),  # type: ignore[call-overload]
+        LM_HEAD: torch.randn(table, **make) * scale,  # type: ignore[call-overload]
+    }
+    return FrozenParts.of(target, tensors)
+
+
+def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: int) -> Batch:
+    documents = []
+    for index, (length, prompt) in enumerate(zip(*shape, strict=True)):
+        states = torch.randn(length, 1 + num_captured, target.hidden_size, dtype=torch.bfloat16)
+        ids = torch.randint(0, target.vocab_size, (length,), dtype=torch.int32)
+        mask = (torch.arange(length) >= prompt).to(torch.uint8)
+        documents.append(
+            StoredDocument(index, ids, mask, states[:, -1].contiguous(), states[:, :-1].contiguous() if num_captured else None)
+        )
+    return make_batch(documents, depths)
+
+
+class PeerProcess:
+    """The other trainer, in a process of its own with its own packages; idle while others are measured."""
+
+    def __init__(self, python: str, case: Case, shape: Shape, device: torch.device) -> None:
+        self._process = subprocess.Popen(
+            [python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        sizes = {name: getattr(case.target, name) for name in names}
+        lengths, prompts = shape
+        answer = self._ask(
+            {
+                "device": str(device),
+                **sizes,
+                "lengths": list(lengths),
+                "prompts": list(prompts),
+                "depths": case.depths,
+                "trains_lm_head": False,
+            }
+        )
+        self.peak_bytes, self.resident_bytes = int(answer["peak_bytes"]), int(answer["resident_bytes"])
+
+    def step(self) -> float:
+        """Seconds of one step, by the peer's own clock."""
+        return float(self._ask({"steps": 1})["seconds"])
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            ended = self._process.wait()
+            raise RuntimeError(f"bench.peer_python: the peer must answer, but ended with {ended}; run {WORKER} by hand to see why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()

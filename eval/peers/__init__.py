@@ -1,1 +1,0 @@
-"""Workers that run in the Python of another trainer."""

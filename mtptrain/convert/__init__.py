@@ -1,0 +1,1 @@
+"""Heads in the formats of engines and of published checkpoints."""

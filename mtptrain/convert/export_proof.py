@@ -1,0 +1,101 @@
+"""Proves that an exported head drafts the same tokens as the trained one, without running the target's decoder layers.
+
+Both heads draft in fp32 on the CPU from the same hidden states, which come from the run's store or are random if there is none.
+Only the target's embeddings, final norm and lm_head are loaded, so `proof_bytes` does not depend on its decoder layers.
+"""
+
+from pathlib import Path
+
+import torch
+
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.speculate import Sampler, Verified
+from mtptrain.heads.base import Head
+from mtptrain.hidden_states.store import MANIFEST, HiddenStore
+from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
+from mtptrain.target.model import TargetStates
+from mtptrain.training.batches import pack_states
+
+PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
+TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
+"""The number of tokens used of each document."""
+
+
+def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tables: int) -> int:
+    """Returns the memory of the proof: the embeddings and lm_head, both in bf16 as read and in fp32, and two heads in fp32.
+
+    Tied embeddings and lm_head count as one table (`num_tables`).
+    """
+    return num_tables * vocab_size * hidden_size * (2 + 4) + 2 * head_parameters * 4
+
+
+def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloaded: Head) -> int:
+    """Drafts for the same documents with both heads in fp32, and returns the number of proposed tokens that were compared.
+
+    Raises:
+        RuntimeError: the exported head proposes other tokens than the trained one.
+    """
+    parts = load_frozen_parts(target_dir).to(torch.device("cpu"), torch.float32)
+    documents = stored_documents(store_dir, head, parts) or [random_document(head, parts)]
+    count = 0
+    for tokens, states in documents:
+        ours, theirs = (propose(each.float(), parts, tokens, states) for each in (head, reloaded))
+        if not torch.equal(ours, theirs):
+            raise RuntimeError(
+                "export: the exported head must propose what the trained one does, but differs on the same hidden states; nothing was "
+                "written, report this with the run's config.yaml"
+            )
+        count += ours.numel()
+    return count
+
+
+Document = tuple[torch.Tensor, TargetStates]
+"""Tokens [B, S + 1], and the normed states [B, S, H] and captured layers [B, S, L, H] of the first S of them."""
+
+
+def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Document]:
+    """Returns the first documents of the store that are long enough, or none without a store of this head's captured layers."""
+    if not (store_dir / MANIFEST).is_file():
+        return []
+    store = HiddenStore.open(store_dir)
+    if (store.manifest.identity.capture_layers, store.manifest.hidden_size) != (head.capture_layers, parts.embed_tokens.shape[1]):
+        return []
+    found: list[Document] = []
+    for index in range(store.num_documents):
+        document = store.document(index)
+        if len(document.input_ids) > TOKENS:
+            states, _ = pack_states([document], [TOKENS], "hidden_states", True, None)  # [S, H]
+            captured, _ = pack_states([document], [TOKENS], "aux_hidden_states", True, None)  # [S, L, H]
+            assert states is not None
+            normed = parts.final_norm(states.float())[None]  # [1, S, H]
+            target_states = TargetStates(normed, None if captured is None else captured.float()[None])
+            found.append((document.input_ids[None, : TOKENS + 1].long(), target_states))
+        if len(found) == DOCUMENTS:
+            break
+    return found
+
+
+def random_document(head: Head, parts: FrozenParts) -> Document:
+    """Returns random tokens and states. The states pass through the final norm, which gives them the scale of real ones."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size, hidden_size = parts.embed_tokens.shape
+    tokens = torch.randint(0, vocab_size, (DOCUMENTS, TOKENS + 1), generator=generator)
+    states = parts.final_norm(torch.randn(DOCUMENTS, TOKENS, hidden_size, generator=generator))
+    captured = torch.randn(DOCUMENTS, TOKENS, len(head.capture_layers), hidden_size, generator=generator)
+    return tokens, TargetStates(states, captured if head.capture_layers else None)
+
+
+@torch.no_grad()
+def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> torch.Tensor:
+    """Returns what a head drafts [B, rounds, K] after the prompt and every K + 1 more tokens, as if all drafts were accepted."""
+    batch_size = len(tokens)
+    drafter = HeadDrafter(head, parts, DRAFTS)
+    drafter.start(batch_size, TOKENS + DRAFTS + 1)
+    proposals = []
+    first = 0
+    for end in range(PROMPT_TOKENS, TOKENS + 1, DRAFTS + 1):
+        positions = torch.arange(first, end).repeat(batch_size, 1)  # [B, S]
+        verified = Verified(tokens, torch.full((batch_size,), end + 1), positions, states.of_rows(positions))
+        proposals.append(drafter.draft(verified, Sampler()).tokens)
+        first = end
+    return torch.stack(proposals, 1)

@@ -1,0 +1,36 @@
+"""Every format by engine and head: one format is one class and one line."""
+
+from transformers import PreTrainedConfig
+
+from mtptrain.convert.base import Format
+from mtptrain.convert.limits import check_served
+from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
+from mtptrain.convert.transformers import TransformersMtp
+from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMtp
+from mtptrain.heads.config import HeadConfig
+
+FORMATS: dict[tuple[str, str], type[Format]] = {
+    ("vllm", "mtp"): VllmMtp,
+    ("vllm", "eagle"): VllmEagle,
+    ("vllm", "eagle3"): VllmEagle3,
+    ("sglang", "mtp"): SglangMtp,
+    ("sglang", "eagle"): SglangEagle,
+    ("sglang", "eagle3"): SglangEagle3,
+    ("transformers", "mtp"): TransformersMtp,
+}
+
+
+def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Format:
+    """The format of a head for an engine and a target.
+
+    Raises:
+        ValueError: the engine does not serve it; the message names the reason and the nearest that is served.
+    """
+    if (engine, head.name) not in FORMATS:
+        engines = [each for each, name in FORMATS if name == head.name]
+        raise ValueError(
+            f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class for it; "
+            f"set export.engine={engines[0]}"
+        )
+    check_served(engine, head, target)
+    return FORMATS[engine, head.name](head, target)

@@ -1,0 +1,140 @@
+"""What an engine does not serve although it has a format for the head: one row each, with its reason and the way out."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from mtptrain.convert.transformers import MODEL_CLASSES
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.layers import head_dims
+from mtptrain.heads.mtp import MtpHead, RestoredNorm
+from mtptrain.target.families import sliding_window
+
+Found = Callable[[Any, PreTrainedConfig], object]
+"""What a head or its target is where that is not served, else None."""
+
+
+class Limit(NamedTuple):
+    engine: str
+    head: str
+    setting: str
+    must_be: str
+    found: Found
+    reason: str
+    instead: str
+
+
+def quantisation(head: HeadConfig, target: PreTrainedConfig) -> object:
+    return getattr(target, "quantization_config", None)
+
+
+def family_without_capture(head: HeadConfig, target: PreTrainedConfig) -> object:
+    return target.model_type if target.model_type in ("gemma3_text",) else None
+
+
+def last_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
+    layers = Eagle3Head.layers_to_capture(head, target)
+    return list(layers) if layers[-1] == target.num_hidden_layers else None
+
+
+def embeddings_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
+    layers = Eagle3Head.layers_to_capture(head, target)
+    return list(layers) if layers[0] == 0 else None
+
+
+def single_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
+    layers = Eagle3Head.layers_to_capture(head, target)
+    return list(layers) if len(layers) == 1 else None
+
+
+def deepseek_stream_1(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
+    layers = Eagle3Head.layers_to_capture(head, target)
+    return list(layers) if target.model_type == "deepseek_v2" and layers[0] == 1 else None
+
+
+def norms_left_out(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+    return None if set(head.norms) == set(RestoredNorm) else f"[{','.join(head.norms)}]"
+
+
+def normed_residual(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
+    return head.norm_before_residual or None
+
+
+def foreign_layer(head: HeadConfig, target: PreTrainedConfig) -> object:
+    """How the target's decoder layer differs from the head's."""
+    if target.model_type not in MODEL_CLASSES:
+        return f"a {target.model_type}"
+    if target.hidden_act != "silu":
+        return f"one with hidden_act {target.hidden_act}"
+    if getattr(target, "attention_bias", False) or getattr(target, "mlp_bias", False):
+        return "one with biases"
+    return None if sliding_window(target) is None else f"one with a sliding window of {sliding_window(target)} tokens"
+
+
+def foreign_sizes(head: HeadConfig, target: PreTrainedConfig) -> object:
+    """The head's sizes, where they are not those of the target's layers."""
+    dims = head_dims(head, target)
+    ours = (dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim, dims.intermediate_size)
+    theirs = (target.num_attention_heads, target.num_key_value_heads, target.head_dim, target.intermediate_size)
+    return None if ours == theirs else f"{ours} beside {theirs}"
+
+
+# fmt: off
+LIMITS = (
+    *(Limit(engine, "mtp", "head.norms", "all four", norms_left_out,
+            "its class has every norm",
+            "train with all of them")
+      for engine in ("vllm", "sglang", "transformers")),
+    Limit("vllm", "mtp", "target.path", "a target that is not quantised", quantisation,
+          "vLLM builds the layers of this head with the target's quantisation",
+          "export for the target in bf16, or train head=eagle3, which keeps its own dtype"),
+    Limit("vllm", "eagle3", "target.path", "of a family that hands out captured layers", family_without_capture,
+          "vLLM's class has no such interface",
+          "train head=mtp"),
+    Limit("sglang", "eagle3", "target.path", "of a family that hands out captured layers", family_without_capture,
+          "SGLang's class hands out the output of the MLP in place of the residual stream",
+          "train head=mtp"),
+    Limit("sglang", "eagle3", "head.norm_before_residual", "false", normed_residual,
+          "SGLang's residual goes on from the bare state",
+          "set export.engine=vllm, or train without it"),
+    Limit("sglang", "eagle3", "head.capture_layers", "below the target's last layer", last_stream,
+          "SGLang captures a stream where the next layer reads it",
+          "set export.engine=vllm, or train with other layers"),
+    Limit("sglang", "eagle3", "head.capture_layers", "above 0, the embeddings", embeddings_stream,
+          "SGLang counts layers from 0, so that it has no number for them",
+          "set export.engine=vllm, or train with other layers"),
+    Limit("sglang", "eagle3", "head.capture_layers", "two or more", single_stream,
+          "SGLang applies fc only where it makes the state narrower",
+          "set export.engine=vllm, or train with more layers"),
+    Limit("sglang", "eagle3", "head.capture_layers", "other than 1 at first for a deepseek_v2", deepseek_stream_1,
+          "SGLang takes a list for this family that starts with 1 as counted from 0, and any other as counted from 1",
+          "set export.engine=vllm, or train with other layers"),
+    Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no biases", foreign_layer,
+          "transformers makes the head's block of the target's own decoder layer",
+          "set export.engine=vllm"),
+    Limit("transformers", "mtp", "target.path", "a target that is not quantised", quantisation,
+          "the head's layer would have to be quantised as the target's are",
+          "export for the target in bf16"),
+    Limit("transformers", "mtp", "head", "of the target's heads, key/value heads, head dim and intermediate size", foreign_sizes,
+          "transformers makes the head's block of the target's own decoder layer",
+          "set export.engine=vllm, or train without these settings"),
+)
+# fmt: on
+"""Rows are checked from the top."""
+
+
+def check_served(engine: str, head: HeadConfig, target: PreTrainedConfig) -> None:
+    """Refuse what the engine does not serve.
+
+    Raises:
+        ValueError: naming the first row of `LIMITS` that is broken.
+    """
+    for limit in LIMITS:
+        found = limit.found(head, target) if (limit.engine, limit.head) == (engine, head.name) else None
+        if found is not None:
+            raise ValueError(
+                f"{limit.setting}: must be {limit.must_be} to export head {head.name} for {engine}, but is {found}: {limit.reason}; "
+                f"{limit.instead}"
+            )

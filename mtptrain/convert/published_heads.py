@@ -1,0 +1,264 @@
+"""Heads that others published, read by the names and settings of the formats that engines serve.
+
+A directory or a hub repository with safetensors and one of these:
+
+- `head.json`: a head of ours, `run_dir/train/best`;
+- `EagleDeepSeekMTPModel`: head `mtp` for vLLM; `MiMoForCausalLM`: for SGLang;
+- `EagleLlamaForCausalLM`, `LlamaForCausalLMEagle`, or `LlamaForCausalLM` with an fc: EAGLE-1;
+- `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, its layer called
+  `midlayer` or `layers.0`;
+- a model with an MTP layer of DeepSeek's layout behind its own layers (`model.layers.N.eh_proj`): head `mtp`.
+
+All of them rotate queries and keys by halves, as our heads do, so projections are taken as they are.
+"""
+
+import json
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+
+from mtptrain.convert.base import Format, Tensors, rename
+from mtptrain.convert.sglang import MIMO_LAYER, SglangEagle, SglangMtp
+from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMtp
+from mtptrain.heads import HEADS
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.layers import head_dims
+
+NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
+NATIVE_NAMES = {"shared_head.norm.weight": "norm.weight", "post_norm.weight": "norm.weight"}
+KNOWN = {
+    VllmMtp.architecture: ("mtp", VllmMtp),
+    SglangMtp.architecture: ("mtp", SglangMtp),
+    VllmEagle.architecture: ("eagle", VllmEagle),
+    SglangEagle.architecture: ("eagle", SglangEagle),
+    VllmEagle3.architecture: ("eagle3", VllmEagle3),
+    "Eagle3LlamaForCausalLM": ("eagle3", VllmEagle3),
+}
+"""Head and format by the class that config.json names."""
+PLAIN_LLAMA = "LlamaForCausalLM"
+"""What config.json says in the repositories of EAGLE's authors."""
+NOT_OF_THE_WEIGHTS = ("name", "ttt_steps", "init_from", "start_from_target")
+"""Settings of a head that its weights do not depend on, or that are compared first."""
+
+
+@dataclass(frozen=True)
+class PublishedHead:
+    """A head as a directory holds it."""
+
+    directory: Path
+    name: str
+    """Which of `HEADS` it is."""
+    settings: dict[str, list[object]]
+    """What it was made with, by setting of the head: each value that fits, the likeliest first."""
+    tensors: Tensors
+    format: type[Format] | None
+    """How `tensors` are named; None where they have our names."""
+    config: dict[str, Any] | None
+    """config.json beside a head that is not ours, and not part of a model."""
+
+    def state(self, config: HeadConfig, target_config: PreTrainedConfig) -> Tensors:
+        """The head's `state_dict`, once its settings are those of the config.
+
+        Raises:
+            KeyError, RuntimeError: a tensor that the format takes apart is missing or of another shape.
+        """
+        return self.tensors if self.format is None else self.format(config, target_config).state(self.tensors)
+
+
+def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
+    """Find out what kind of head a directory or hub repository holds, and read it.
+
+    Raises:
+        FileNotFoundError: there is no such directory or repository.
+        ValueError: it holds no head of a known format, or one with parts that our heads do not have.
+    """
+    directory = resolve_init(path)
+    if (directory / "head.json").is_file():
+        return _own(directory, target_config)
+    files = tensor_files(directory)
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"head.init_from: must hold head.json or config.json, but {directory} has neither; choose another directory"
+        )
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    names = tensor_names(files)
+    if any(NATIVE_MTP.match(name) for name in names):
+        return _native_mtp(directory, config, names)
+    architecture = (config.get("architectures") or [PLAIN_LLAMA])[0]
+    if architecture == PLAIN_LLAMA and {"fc.weight", "model.fc.weight"} & names:
+        is_eagle3 = any(name.endswith(".hidden_norm.weight") for name in names)
+        architecture = VllmEagle3.architecture if is_eagle3 else VllmEagle.architecture
+    if architecture not in KNOWN:
+        raise ValueError(
+            f"head.init_from: must be a draft head that is known ({', '.join(KNOWN)}, our head.json, or a model with "
+            f"model.layers.N.eh_proj), but {directory} is a {architecture}; choose another head"
+        )
+    name, form = KNOWN[architecture]
+    check_config(directory, config)
+    settings = _sizes(name, config)
+    if form is SglangMtp:  # the rest of a whole MiMo stays where it is
+        return PublishedHead(directory, name, settings, read_tensors(files, MIMO_LAYER), form, config)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(files).items()}
+    if form is VllmEagle3:
+        tensors = _eagle3_tensors(tensors, config)
+        settings |= _eagle3_settings(directory, config, tensors, target_config)
+    return PublishedHead(directory, name, settings, tensors, form, config)
+
+
+def resolve_init(path: str) -> Path:
+    """The local directory of a head: as given, or a snapshot of a hub repository.
+
+    Raises:
+        FileNotFoundError: `path` is neither.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and the hub answered: "
+            f"{str(error).splitlines()[0]}; correct the path or download the head first"
+        ) from error
+
+
+def tensor_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory.
+
+    Raises:
+        ValueError: there are none.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"head.init_from: weights must be safetensors files, but {directory} has none; convert to safetensors first what is there as "
+            "pytorch_model.bin, a pickle, which executes code when it is opened and is not read here"
+        )
+    return files
+
+
+def tensor_names(files: list[Path]) -> set[str]:
+    names: set[str] = set()
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names
+
+
+def read_tensors(files: list[Path], prefix: str = "") -> Tensors:
+    """Tensors whose names begin with a prefix."""
+    tensors: Tensors = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in tensor_names([path]) if name.startswith(prefix)}
+    return tensors
+
+
+def check_config(directory: Path, config: dict[str, Any]) -> None:
+    """Refuse what `config.json` lacks, or says and no tensor shows."""
+    missing = [name for name in ("hidden_size", "num_attention_heads", "intermediate_size") if name not in config]
+    if missing:
+        raise ValueError(f"{directory / 'config.json'}: must have {missing[0]}, but has not; fetch the head again")
+    for name, wanted in (("hidden_act", "silu"), ("logit_scale", 1.0)):
+        if config.get(name) not in (None, wanted):
+            raise ValueError(
+                f"{directory / 'config.json'}: {name} must be {wanted}, that of our heads, but is {config[name]}; choose another head"
+            )
+
+
+def _sizes(name: str, config: dict[str, Any]) -> dict[str, list[object]]:
+    heads = config["num_attention_heads"]
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "intermediate_size": config["intermediate_size"],
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+    }
+    known = {field.name for field in fields(HEADS[name].Config)}
+    return {setting: [size] for setting, size in sizes.items() if setting in known}
+
+
+def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
+    """What `save_head` wrote; sizes that were left to its target are those of this one."""
+    stored: dict[str, Any] = json.loads((directory / "head.json").read_text())["head"]
+    config_class = HEADS[stored["name"]].Config
+    known = {field.name for field in fields(config_class)}
+    settings = effective_settings(config_class(**{name: value for name, value in stored.items() if name in known}), target_config)
+    tensors = read_tensors([directory / "head.safetensors"])
+    return PublishedHead(directory, stored["name"], {name: [value] for name, value in settings.items()}, tensors, None, None)
+
+
+def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
+    """A head's settings that its weights depend on, with the target's sizes where they are unset."""
+    settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_OF_THE_WEIGHTS}
+    dims = vars(head_dims(config, target_config, settings.get("head_dim")))
+    layers = HEADS[config.name].layers_to_capture(config, target_config)
+    captured = {"capture_layers": list(layers)} if layers else {}
+    return settings | {name: size for name, size in dims.items() if name in settings} | captured
+
+
+def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> PublishedHead:
+    """The MTP layer of a checkpoint, without the rest of it."""
+    prefixes = sorted({match[1] for name in names if (match := NATIVE_MTP.match(name))})
+    if len(prefixes) > 1:
+        raise ValueError(
+            f"head.init_from: must hold one MTP layer, as head mtp has, but {directory} has {len(prefixes)} ({', '.join(prefixes)}); "
+            "choose another checkpoint"
+        )
+    check_config(directory, config)
+    if config.get("mtp_hidden_states_first"):
+        raise ValueError(
+            f"{directory / 'config.json'}: mtp_hidden_states_first must be false, as eh_proj of head mtp reads the embedding first, but "
+            "is true; choose another checkpoint"
+        )
+    tensors = {
+        name.removeprefix(prefixes[0]): tensor for name, tensor in read_tensors(tensor_files(directory), prefixes[0]).items()
+    }
+    return PublishedHead(directory, "mtp", _sizes("mtp", config), rename(tensors, NATIVE_NAMES), None, None)
+
+
+def _eagle3_tensors(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Under the names of the export, and without the offsets of a whole vocabulary."""
+    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+    if "d2t" in tensors and len(tensors["d2t"]) == config.get("vocab_size") and not tensors["d2t"].any():
+        tensors.pop("d2t")
+    return tensors
+
+
+def _eagle3_settings(
+    directory: Path, config: dict[str, Any], tensors: Tensors, target_config: PreTrainedConfig
+) -> dict[str, list[object]]:
+    nested = config.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state") is False:
+        raise ValueError(
+            f"{directory / 'config.json'}: eagle_config.use_aux_hidden_state must be true, as head eagle3 reads captured layers, but is "
+            "false; choose another head"
+        )
+    lm_head = tensors.get("lm_head.weight")
+    settings: dict[str, list[object]] = {
+        "draft_vocab_size": [None if lm_head is None else len(lm_head)],
+        "norm_before_fc": ["input_norm.weight" in tensors or bool(config.get("norm_before_fc") or nested.get("norm_before_fc"))],
+        "fc_norm": ["fc_norm.0.weight" in tensors or bool(config.get("fc_norm") or config.get("use_aux_norm"))],
+        "norm_output": [bool(config.get("norm_output"))],
+        "norm_before_residual": [bool(config.get("norm_before_residual"))],
+    }
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    layers = target_config.num_hidden_layers
+    captured = [[2, layers // 2, layers - 3]] if ids is None else _captured(directory, ids, target_config)
+    return settings | {"capture_layers": list(captured)}
+
+
+def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) -> list[list[int]]:
+    """What explicit layer ids may mean: engines count differently (see their formats), and our exports say for which they are."""
+    if target_config.model_type == "deepseek_v2" and ids[0] != 1:
+        return [ids]  # both engines count alike
+    as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}
+    serving = directory / "serving.json"
+    engine = json.loads(serving.read_text())["engine"] if serving.is_file() else None
+    return [as_engine[engine]] if engine in as_engine else list(as_engine.values())

@@ -1,0 +1,104 @@
+"""Heads as SGLang 0.5.23 reads them (sglang/srt/models/: mimo_mtp.py, llama_eagle.py, llama_eagle3.py)."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
+from mtptrain.convert.vllm import EAGLE_NAMES, VllmEagle3
+
+MIMO_LAYER = "model.mtp_layers.0."
+MIMO_NAMES = {
+    "enorm.weight": MIMO_LAYER + "token_layernorm.weight",
+    "hnorm.weight": MIMO_LAYER + "hidden_layernorm.weight",
+    "eh_proj.weight": MIMO_LAYER + "input_proj.weight",
+    "norm.weight": MIMO_LAYER + "final_layernorm.weight",
+    **{part: MIMO_LAYER + part for part in LAYER_PARTS},
+}
+
+
+def launch(form: Format, target: str, directory: Path, num_speculative_tokens: int) -> str:
+    """The command that starts SGLang with a chain of drafts, not a tree."""
+    return (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {form.method} "
+        f"--speculative-draft-model-path {directory} --speculative-num-steps {num_speculative_tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {num_speculative_tokens + 1}"
+    )
+
+
+class SglangMtp(Format):
+    """`mtp` as the multi-token-prediction layer of a MiMo, which SGLang puts on targets of every family.
+
+    Its columns are those of the hidden state first, and its query, key and value have biases: left out, they would be random.
+    """
+
+    architecture = "MiMoForCausalLM"
+    method = "EAGLE"
+    launch = launch
+    names = MIMO_NAMES
+    _INPUT_PROJ = MIMO_NAMES["eh_proj.weight"]
+
+    def tensors(self, state: Tensors) -> Tensors:
+        tensors = super().tensors(state)
+        tensors[self._INPUT_PROJ] = swap_halves(tensors[self._INPUT_PROJ])
+        for projection in (f"{MIMO_LAYER}self_attn.{part}_proj" for part in "qkv"):
+            weight = tensors[f"{projection}.weight"]
+            tensors[f"{projection}.bias"] = weight.new_zeros(len(weight))
+        return tensors
+
+    def state(self, tensors: Tensors) -> Tensors:
+        weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".bias")}
+        return super().state(weights | {self._INPUT_PROJ: swap_halves(weights[self._INPUT_PROJ])})
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        return self.llama_config(dtype) | {"model_type": "qwen2", "num_nextn_predict_layers": 1}
+
+    def notes(self) -> list[str]:
+        return [
+            "SGLang zeroes the token embedding that this class reads at position 0, which the head was neither trained nor measured "
+            "with: the key and value of that one position differ, and no others."
+        ]
+
+
+def swap_halves(weight: torch.Tensor) -> torch.Tensor:
+    """The columns of the embedding [H, :H] and of the hidden state [H, H:] in each other's place."""
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+
+
+class SglangEagle(Format):
+    """`eagle`; the bias of fc would be random if it were left out."""
+
+    architecture = "LlamaForCausalLMEagle"
+    method = "EAGLE"
+    launch = launch
+    names = EAGLE_NAMES
+
+    def tensors(self, state: Tensors) -> Tensors:
+        tensors = super().tensors(state)
+        return tensors | {"fc.bias": tensors["fc.weight"].new_zeros(self.dims.hidden_size)}
+
+    def state(self, tensors: Tensors) -> Tensors:
+        return super().state({name: tensor for name, tensor in tensors.items() if name != "fc.bias"})
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        return self.llama_config(dtype)
+
+
+class SglangEagle3(VllmEagle3):
+    """`eagle3`: vLLM's directory but for the layer ids."""
+
+    method = "EAGLE3"
+    launch = launch
+
+    def layer_ids(self, layers: tuple[int, ...]) -> list[int]:
+        """SGLang counts from 0: id k is what layer k puts out, one less than ours.
+
+        Its DeepSeek class takes ids as ours are, unless the first is 1 (`set_eagle3_layers_to_capture` in deepseek_v2.py).
+        """
+        if self.target.model_type == "deepseek_v2" and layers[0] != 2:
+            return list(layers)
+        return [layer - 1 for layer in layers]
+
+    def notes(self) -> list[str]:
+        return []

@@ -1,0 +1,90 @@
+"""The head as transformers 5.23 reads it for `generate(use_mtp=True)`: a further decoder layer in the target's own checkpoint.
+
+Sources: `MTPCandidateGenerator` in generation/candidate_generator.py, `MtpModel` in modeling_layers.py.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+
+from mtptrain.convert.base import LAYER_PARTS, Format
+from mtptrain.heads.config import HeadConfig
+from mtptrain.target.hub import weight_files
+from mtptrain.utils.files import write_json
+
+MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+"""Families whose decoder layer is the head's: its block is made of that."""
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Tokenizer and generation settings of the target."""
+
+
+class TransformersMtp(Format):
+    """`mtp` behind the target's last layer, and the target's weights beside it.
+
+    One layer drafts one token. The head copied K times would draft K, but layer k sees the keys of depth k of all rows, and not
+    those of depth 0 that the head was trained with.
+    """
+
+    method = "use_mtp"
+    weights_name = "mtp.safetensors"
+
+    def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
+        super().__init__(head, target)
+        self.architecture = MODEL_CLASSES[target.model_type]
+        prefix = f"model.layers.{target.num_hidden_layers}."
+        self.names = {part: prefix + part for part in ("enorm.weight", "hnorm.weight", "eh_proj.weight", *LAYER_PARTS)}
+        self.names["norm.weight"] = prefix + "post_norm.weight"
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        config = self.target.to_dict() | {"architectures": [self.architecture], "num_mtp_layers": 1}
+        return {name: value for name, value in config.items() if name != "_name_or_path"}  # where the target lies here
+
+    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
+        return f"""\
+from transformers import AutoTokenizer, {self.architecture}
+
+# Which tensors of the checkpoint are the head's: without it, use_mtp does not find them.
+{self.architecture}._keys_to_ignore_on_load_unexpected = [r"model\\.layers\\.{self.target.num_hidden_layers}\\."]
+tokenizer = AutoTokenizer.from_pretrained("{directory}")
+model = {self.architecture}.from_pretrained("{directory}", dtype="auto")
+prompt = tokenizer("def main", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, max_new_tokens=64)[0]))"""
+
+    def add_target(self, directory: Path, target_dir: Path) -> None:
+        """The target's weights, as hard links where the file system has them, its tokenizer, and the index of all tensors."""
+        names = {}
+        for path in weight_files(target_dir):
+            # A file of this name would be loaded in place of the index.
+            names[path] = "target.safetensors" if path.name == "model.safetensors" else path.name
+            link_or_copy(path, directory / names[path])
+        for pattern in COPIED:
+            for path in target_dir.glob(pattern):
+                if path.name not in ("config.json", "model.safetensors.index.json"):
+                    shutil.copyfile(path, directory / path.name)
+        files = [*names.values(), self.weights_name]
+        weight_map = {tensor: name for name in files for tensor in tensor_names(directory / name)}
+        total_bytes = sum((directory / name).stat().st_size for name in files)
+        write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+    def notes(self) -> list[str]:
+        return [
+            "For transformers 5.23, one sequence at a time. It drafts one token a round, whatever K was measured: of the rates by "
+            "position the first is the one to expect.",
+            "The target's weights here are hard links to the files of the target where the file system allows it.",
+        ]
+
+
+def link_or_copy(source: Path, destination: Path) -> None:
+    try:
+        os.link(source.resolve(), destination)
+    except OSError:  # another file system, or files of somebody else
+        shutil.copyfile(source, destination)
+
+
+def tensor_names(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())

@@ -1,0 +1,115 @@
+"""Heads as vLLM 0.32 reads them (vllm/model_executor/models/: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
+from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, sliding_window
+
+EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
+EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}
+MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
+
+
+class VllmFormat(Format):
+    """What the formats of vLLM share."""
+
+    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
+        settings = {"method": self.method, "model": str(directory), "num_speculative_tokens": num_speculative_tokens}
+        overrides = "" if self.hf_overrides is None else f" --hf-overrides '{json.dumps(self.hf_overrides)}'"
+        return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'{overrides}"
+
+    def notes(self) -> list[str]:
+        window = sliding_window(self.target) if self.target.model_type in WINDOW_IN_ALL_LAYERS else None
+        if window is None or window >= self.target.max_position_embeddings:
+            return []
+        return [
+            f"vLLM gives the head the target's sliding window of {window} tokens too (`CacheConfig.sliding_window`); it was trained "
+            "and measured without one. Texts of up to that length are drafted alike."
+        ]
+
+
+class VllmMtp(VllmFormat):
+    """`mtp` in the class for DeepSeek's heads, without experts and latent attention.
+
+    Embeddings and lm_head stay away, so that the target's are shared; query, key and value are one tensor.
+    """
+
+    architecture = "EagleDeepSeekMTPModel"
+    method = "eagle"
+    names = MTP_NAMES
+    _QKV = "layers.0.self_attn.qkv_proj.weight"
+    _QKV_PARTS = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
+
+    def tensors(self, state: Tensors) -> Tensors:
+        tensors = super().tensors(state)
+        return tensors | {self._QKV: torch.cat([tensors.pop(name) for name in self._QKV_PARTS])}
+
+    def state(self, tensors: Tensors) -> Tensors:
+        parts = dict(tensors)
+        sizes = [heads * self.dims.head_dim for heads in (self.dims.num_attention_heads, *[self.dims.num_key_value_heads] * 2)]
+        return super().state(parts | dict(zip(self._QKV_PARTS, parts.pop(self._QKV).split(sizes), strict=True)))
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        return self.llama_config(dtype) | {
+            # The class is DeepSeek's: no experts (dense below first_k_dense_replace), and no latent attention (both dims 0).
+            "n_routed_experts": 0,
+            "first_k_dense_replace": 100_000,
+            "moe_layer_freq": 1,
+            "n_group": 1,
+            "qk_nope_head_dim": 0,
+            "qk_rope_head_dim": 0,
+        }
+
+
+class VllmEagle(VllmFormat):
+    """`eagle`: embeddings and lm_head are the target's."""
+
+    architecture = "EagleLlamaForCausalLM"
+    method = "eagle"
+    names = EAGLE_NAMES
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        return self.llama_config(dtype)
+
+
+class VllmEagle3(VllmFormat):
+    """`eagle3` under its public names; d2t and t2d only for a vocabulary smaller than the target's, else vLLM refuses them."""
+
+    architecture = "LlamaForCausalLMEagle3"
+    method = "eagle3"
+    names = EAGLE3_NAMES
+    head: Eagle3Head.Config
+
+    def tensors(self, state: Tensors) -> Tensors:
+        tensors = super().tensors(state)
+        if "d2t" in tensors:
+            d2t = tensors["d2t"]
+            is_drafted = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=d2t.device)
+            tensors["t2d"] = is_drafted.index_fill_(0, d2t + torch.arange(len(d2t), device=d2t.device), True)
+        return tensors
+
+    def state(self, tensors: Tensors) -> Tensors:
+        return super().state({name: tensor for name, tensor in tensors.items() if name != "t2d"})
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        layers, num_layers = Eagle3Head.layers_to_capture(self.head, self.target), self.target.num_hidden_layers
+        is_default = layers == (2, num_layers // 2, num_layers - 3)
+        return self.llama_config(dtype) | {
+            "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
+            "num_aux_hidden_states": len(layers),
+            "norm_before_fc": self.head.norm_before_fc,
+            "fc_norm": self.head.fc_norm,
+            "norm_output": self.head.norm_output,
+            "norm_before_residual": self.head.norm_before_residual,
+            # Engines count layers differently but agree on their default, which is therefore left out.
+            **({} if is_default else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": self.layer_ids(layers)}}),
+        }
+
+    def layer_ids(self, layers: tuple[int, ...]) -> list[int]:
+        """vLLM counts as we do: id k is the stream after k decoder layers."""
+        return list(layers)

@@ -1,0 +1,285 @@
+"""Warm starts: the weights that `head.init_from` names, checked against the head that the config asks for.
+
+Training starts from them, and acceptance and export take them where a run has no trained head. See `mtptrain.convert.published_heads` for
+what can be read.
+"""
+
+import re
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, PreTrainedConfig
+
+from mtptrain.convert.base import Tensors
+from mtptrain.convert.published_heads import PublishedHead, effective_settings, read_published
+from mtptrain.heads.base import Head
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.files import build_head, check_head_target, fill_head, load_head
+from mtptrain.target.families import head_rope_parameters, read_target_config
+from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
+from mtptrain.target.hub import weights_fingerprint
+from mtptrain.utils.files import file_sha256
+
+REPEATED = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head", "shared_head.head.weight": "lm_head"}
+"""Tensors that a head's file may repeat from its target, and which of the frozen parts they are."""
+NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^t2d$")
+
+
+@dataclass(frozen=True)
+class RunHead:
+    """The head that a run measures and exports."""
+
+    head: Head
+    directory: Path
+    """Where it was read from."""
+    sha256: str
+    """Of its weights."""
+    is_trained: bool
+    """By this run; else it is that of `head.init_from`."""
+
+
+def trained_or_initial_head(
+    best_dir: Path, config: HeadConfig, target_dir: Path, dtype: torch.dtype | None, device: torch.device
+) -> RunHead:
+    """The trained head in `best_dir`, or that of `head.init_from` where there is none; ready to draft.
+
+    Args:
+        dtype: as it is stored where None.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        ValueError: it is of another config or for another target.
+    """
+    target_config = read_target_config(target_dir)
+    if config.init_from is None or (best_dir / "head.json").is_file():
+        check_head_target(best_dir, target_dir)
+        head = load_head(best_dir, config, target_config, dtype, device)
+        return RunHead(head, best_dir, file_sha256(best_dir / "head.safetensors"), is_trained=True)
+    published, state = _read(config.init_from, config, target_dir)
+    if (published.directory / "head.json").is_file():
+        check_head_target(published.directory, target_dir)
+    head = fill_head(build_head(config, target_config), state, dtype, device)
+    return RunHead(head, published.directory, weights_fingerprint(published.directory), is_trained=False)
+
+
+SOURCES = {
+    "hidden_norm.weight": ("input_layernorm.weight",),
+    "post_attention_layernorm.weight": ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight"),  # Gemma's, others'
+}
+"""Tensors of a target's layer under other names than the head's."""
+
+
+@torch.no_grad()
+def start_from_target(head: Head, target_dir: Path) -> None:
+    """Give a random head the target's last decoder layer and final norm, as far as their shapes agree, and let it pass on the target's
+    states.
+
+    Projections of head `eagle3` also read the embedding, in their first columns, which stay random; `fc` or `eh_proj` gets the
+    identity for the state (the last captured stream) on top of half of its random weights.
+
+    Raises:
+        ValueError: no projection of the target's layer has the shape that the head's has.
+    """
+    layer, parts, copied = fold_query_key_norms(load_last_layer(target_dir)), load_frozen_parts(target_dir), []
+    for name, parameter in head.named_parameters():
+        found = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
+        if name == "norm.weight":
+            parameter.copy_(parts.norm_weight.float() + parts.has_offset_norm)
+        elif found is not None and has_shape_of(name, parameter, found):
+            parameter[..., -found.shape[-1] :].copy_(found)
+            copied.append(name)
+    if not any(name.endswith("proj.weight") for name in copied):
+        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(layer.items())[:4])
+        raise ValueError(
+            f"head.start_from_target: the target's last layer must have projections of the head's shapes, but {target_dir} has {sizes}; "
+            "set head.start_from_target=false"
+        )
+    fuse = dict(head.named_parameters()).get("eh_proj.weight", dict(head.named_parameters()).get("fc.weight"))
+    assert fuse is not None, "a head without a projection of the target's states"
+    hidden_size = fuse.shape[0]
+    fuse.mul_(0.5)
+    fuse[:, -hidden_size:].add_(torch.eye(hidden_size))
+
+
+def fold_query_key_norms(layer: Tensors) -> Tensors:
+    """Returns a target's layer whose norms of queries and keys (Qwen3, Gemma 3) are folded into their projections: our heads have none.
+
+    The weight of such a norm folds exactly. Its division by a row's root mean square cannot, as that depends on the input: it is replaced
+    by a constant for each head, the root mean square over inputs of all directions alike.
+    """
+    folded = dict(layer)
+    for name in ("q", "k"):
+        norm = layer.get(f"self_attn.{name}_norm.weight")
+        if norm is not None:
+            heads = layer[f"self_attn.{name}_proj.weight"].unflatten(0, (-1, len(norm)))  # [heads, head_dim, H]
+            mean_squares = (heads * layer["input_layernorm.weight"]).square().sum(-1).mean(-1)  # [heads]
+            scaled = heads * norm[:, None] * mean_squares.rsqrt()[:, None, None]
+            folded[f"self_attn.{name}_proj.weight"] = scaled.flatten(0, 1)
+    return folded
+
+
+def has_shape_of(name: str, parameter: torch.Tensor, found: torch.Tensor) -> bool:
+    """Alike, or a projection of attention with columns for the embedding before."""
+    reads_embedding = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    widths = (found.shape[-1], 2 * found.shape[-1]) if reads_embedding else (found.shape[-1],)
+    return parameter.shape[:-1] == found.shape[:-1] and parameter.shape[-1] in widths
+
+
+def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
+    """The `state_dict` that a head of this config starts from, `d2t` and `lm_head` included where it has them.
+
+    Args:
+        path: `head.init_from`, a directory or a hub name.
+
+    Raises:
+        FileNotFoundError: there is no such directory or repository.
+        ValueError: it holds no head that we know, one of other settings, or other tensors than the head's.
+    """
+    return _read(path, config, target_dir)[1]
+
+
+def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHead, Tensors]:
+    target_config = read_target_config(target_dir)
+    published = read_published(path, target_config)
+    check_settings(published, config, target_config)
+    with torch.device("meta"):
+        expected = build_head(config, target_config).state_dict()
+    tensors = {name: tensor for name, tensor in published.tensors.items() if not NOT_WEIGHTS.search(name)}
+    tensors = without_zero_biases(tensors, published.directory)
+    try:
+        state = replace(published, tensors=tensors).state(config, target_config)
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"head.init_from: {published.directory} must hold every tensor of its format, but does not ({error}); it is incomplete, "
+            "fetch it again"
+        ) from error
+    state = without_repeated_tensors(state, expected, published.directory, target_dir)
+    check_tensors(state, expected, published.directory, config)
+    check_draft_token_ids(state, target_config.vocab_size, published.directory)
+    return published, state
+
+
+def check_settings(published: PublishedHead, config: HeadConfig, target_config: PreTrainedConfig) -> None:
+    """Refuse a head of another kind or of other settings, and say what to put on the command line."""
+    directory, settings = published.directory, published.settings
+    if published.name != config.name:
+        choices = "".join(f" {_override(name, values[0])}" for name, values in settings.items() if values[0] not in (None, False))
+        raise ValueError(
+            f"head.init_from: {directory} must hold a head {config.name}, that of the recipe, but holds a head {published.name}; set "
+            f"head={published.name}{choices}, or choose another head"
+        )
+    hidden_size = (published.config or {}).get("hidden_size", target_config.hidden_size)
+    if hidden_size != target_config.hidden_size:
+        raise ValueError(
+            f"head.init_from: {directory} must be for a hidden size of {target_config.hidden_size}, the target's, but is for "
+            f"{hidden_size}; the head belongs to another target"
+        )
+    present = effective_settings(config, target_config)
+    different = {name: values for name, values in settings.items() if present[name] not in values}
+    if different:
+        raise ValueError(
+            f"head.init_from: the head's settings must be those of {directory}, but differ in "
+            + ", ".join(f"head.{name} ({_either(values)} there, {present[name]} here)" for name, values in different.items())
+            + f"; set {' '.join(_override(name, values[0]) for name, values in different.items())}, or choose another head"
+        )
+    warn_of_other_arithmetic(published, target_config)
+
+
+def _either(values: list[object]) -> str:
+    return " as vLLM counts or, as SGLang does, ".join(map(str, values))
+
+
+def _override(name: str, value: object) -> str:
+    """A setting as it is typed."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, list):
+        text = f"[{','.join(map(str, value))}]"
+    return f"head.{name}={text}"
+
+
+def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrainedConfig) -> None:
+    """Our heads rotate and norm with the target's settings, whatever the head's own config.json says."""
+    if published.config is None:
+        return
+    own = LlamaConfig.from_dict(published.config)
+    pairs = {
+        "rope_parameters": (head_rope_parameters(own), head_rope_parameters(target_config)),
+        "rms_norm_eps": (own.rms_norm_eps, target_config.rms_norm_eps),
+    }
+    for name, (theirs, ours) in pairs.items():
+        if theirs != ours:
+            warnings.warn(
+                f"{published.directory / 'config.json'}: {name} should be {ours}, the target's, which is used here, but is {theirs}; "
+                "the head may draft worse than where it was published, until it is trained",
+                stacklevel=2,
+            )
+
+
+def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path, target_dir: Path) -> Tensors:
+    """Leave out copies of the target's embeddings and lm_head, which our heads share; warn where they are no copies."""
+    repeated = [name for name in REPEATED if name in state and name not in expected]
+    parts = load_frozen_parts(target_dir) if repeated else None
+    for name in repeated:
+        ours = getattr(parts, REPEATED[name])
+        difference = relative_difference(state[name], ours)
+        if difference > 0.01:  # beyond what rounding to bf16 explains
+            warnings.warn(
+                f"{directory}: {name} should be the target's, which is used here, but is another (relative difference {difference:.2g}); "
+                "the head may draft worse than where it was published, until it is trained",
+                stacklevel=2,
+            )
+    return {name: tensor for name, tensor in state.items() if name not in repeated}
+
+
+def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The norm of the difference over that of `wanted`; infinite where shapes differ."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    sums = torch.zeros(2, dtype=torch.float64)
+    for ours, theirs in zip(wanted.split(4096), found.split(4096), strict=True):
+        sums += torch.stack([(theirs.float() - ours.float()).square().sum(), ours.float().square().sum()]).double()
+    return float((sums[0] / sums[1]).sqrt())
+
+
+def without_zero_biases(tensors: Tensors, directory: Path) -> Tensors:
+    """Leave out biases of zero, which some engines want in the file.
+
+    Raises:
+        ValueError: a bias is not zero.
+    """
+    biases = [name for name in tensors if name.endswith(".bias")]
+    for name in biases:
+        if tensors[name].any():
+            raise ValueError(
+                f"head.init_from: {name} of {directory} must be zero, as our heads have no biases, but is not; choose another head"
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in biases}
+
+
+def check_tensors(state: Tensors, expected: Tensors, directory: Path, config: HeadConfig) -> None:
+    """Refuse a missing tensor, which would stay random, an unknown one and one of another shape."""
+    for name in sorted(expected.keys() | state.keys()):
+        wanted, found = (tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, state))
+        if wanted != found:
+            raise ValueError(
+                f"head.init_from: {name} of {directory} must be {_shape(wanted)} for head {config.name} and this target, but is "
+                f"{_shape(found)}; choose another head"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else f"of shape {shape}"
+
+
+def check_draft_token_ids(state: Tensors, vocab_size: int, directory: Path) -> None:
+    """Offsets must lead to different tokens of the target."""
+    if "d2t" not in state:
+        return
+    ids = state["d2t"] + torch.arange(len(state["d2t"]))
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+        raise ValueError(
+            f"head.init_from: d2t of {directory} must be offsets to different tokens within 0..{vocab_size - 1}, the target's, but "
+            f"leads to {len(ids.unique())} within {int(ids.min())}..{int(ids.max())}; the head belongs to another target"
+        )

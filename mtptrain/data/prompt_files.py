@@ -1,0 +1,195 @@
+"""The format of stage 1's output, read by stage 2, by validation and by acceptance.
+
+`run_dir/prompts/` holds `train.safetensors` and `validation.safetensors`, each with `input_ids` i32[N], `loss_mask` u8[N],
+`document_offsets` i64[D+1] and `document_ids` i64[D]; `documents.jsonl` names each document; `manifest.json` says what they were
+made from.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2.exceptions import TemplateError
+from numpy.typing import ArrayLike, NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from transformers import PreTrainedTokenizerBase
+
+from mtptrain.data.identity import TokenizerIdentity
+from mtptrain.utils.files import save_tensors, write_text
+
+SCHEMA_VERSION = 2
+DOCUMENTS_FILE = "documents.jsonl"
+
+
+class Split(StrEnum):
+    train = "train"
+    validation = "validation"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Token ids of many documents in one array, without padding."""
+
+    input_ids: NDArray[np.int32]  # [N]
+    loss_mask: NDArray[np.uint8]  # [N], 1 where the token counts in the loss
+    document_offsets: NDArray[np.int64]  # [D+1]
+    document_ids: NDArray[np.int64]  # [D], line in documents.jsonl
+
+    @staticmethod
+    def from_list(documents: Sequence[tuple[int, ArrayLike, ArrayLike]]) -> "Documents":
+        """From (document id, token ids, loss mask) triples."""
+        ids = [np.asarray(document_ids, np.int32) for _, document_ids, _ in documents]
+        masks = [np.asarray(mask, np.uint8) for _, _, mask in documents]
+        return Documents(
+            input_ids=np.concatenate([np.empty(0, np.int32), *ids]),
+            loss_mask=np.concatenate([np.empty(0, np.uint8), *masks]),
+            document_offsets=np.cumsum([0, *map(len, ids)], dtype=np.int64),
+            document_ids=np.array([document_id for document_id, _, _ in documents], np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.document_ids)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.document_offsets)
+
+    def tokens(self, index: int) -> NDArray[np.int32]:
+        return self.input_ids[self.document_offsets[index] : self.document_offsets[index + 1]]
+
+    def mask(self, index: int) -> NDArray[np.uint8]:
+        return self.loss_mask[self.document_offsets[index] : self.document_offsets[index + 1]]
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        save_tensors(path, {name: torch.from_numpy(array) for name, array in vars(self).items()})
+
+    @staticmethod
+    def load(path: Path) -> "Documents":
+        """Read a split.
+
+        Raises:
+            ValueError: the file is not one that `save` wrote.
+        """
+        try:
+            return Documents(**load_file(path))
+        except (SafetensorError, TypeError) as error:
+            raise ValueError(f"{path}: must be a split of prompts, but is not: {error}; rerun data_prep.prompts") from error
+
+
+@dataclass(frozen=True)
+class DocumentEntry:
+    """A line of documents.jsonl."""
+
+    id: int
+    name: str
+    """Of the file or conversation; its other windows and turns have the same."""
+    split: Split
+    tokens: int
+    window: int
+    """0 for the first part of the document."""
+    turn: int = 0
+    """0 for the file or conversation; else the document ends with the conversation's message of this number, from 1, an answer that
+    the chat template shows otherwise once the conversation goes on."""
+    group: str = ""
+    """Files or conversations of one group are on one side of every split; the name unless given."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", self.group or self.name)
+
+    @staticmethod
+    def write_all(directory: Path, entries: Iterable["DocumentEntry"]) -> None:
+        write_text(directory / DOCUMENTS_FILE, "".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
+
+    @staticmethod
+    def read_all(directory: Path) -> list["DocumentEntry"]:
+        lines = map(json.loads, (directory / DOCUMENTS_FILE).read_text().splitlines())
+        return [DocumentEntry(**{**line, "split": Split(line["split"])}) for line in lines]
+
+
+@dataclass(frozen=True)
+class PromptsManifest:
+    """What the prompts were made from, and how many there are."""
+
+    schema_version: int
+    tokenizer: TokenizerIdentity
+    vocab_size: int
+    max_document_tokens: int
+    train_documents: int
+    train_tokens: int
+    validation_documents: int
+    validation_tokens: int
+
+    def write(self, directory: Path) -> None:
+        write_text(directory / "manifest.json", json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def read(directory: Path) -> "PromptsManifest":
+        """Read the manifest, which a finished stage 1 writes last.
+
+        Raises:
+            ValueError: another version of mtptrain wrote it.
+        """
+        path = directory / "manifest.json"
+        content = json.loads(path.read_text())
+        if content.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; rerun data_prep.prompts"
+            )
+        return PromptsManifest(**{**content, "tokenizer": TokenizerIdentity(**content["tokenizer"])})
+
+
+def name_hash(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
+
+
+def is_held_out(group: str, fraction: float = 0.05) -> bool:
+    """Returns whether the files or conversations of `group` belong to the held-out split; a file's group is its name."""
+    return name_hash(group) < fraction
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The template by which the target's tokenizer renders messages.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"target.path: the tokenizer must have a chat template to render messages, but that of {tokenizer.name_or_path} has "
+            "none; choose an instruction-tuned target, add chat_template.jinja to its directory, or use plain text"
+        )
+    template: str = tokenizer.get_chat_template()
+    return template
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a conversation up to where the assistant begins to answer.
+
+    Args:
+        tokenizer: the target's.
+        messages: `{"role": ..., "content": ...}` each, the last one not the assistant's.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    require_chat_template(tokenizer)
+    try:
+        encoded = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+        )
+    except TemplateError as error:
+        raise ValueError(
+            f"messages: must be ones that the chat template of {tokenizer.name_or_path} accepts, but it answers: {error}; correct "
+            "them"
+        ) from error
+    assert not isinstance(encoded, (str, list))
+    return list(encoded["input_ids"])

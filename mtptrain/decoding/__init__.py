@@ -1,0 +1,1 @@
+"""The draft and verify path, and how acceptance is measured with it."""

@@ -1,0 +1,186 @@
+"""Acceptance: prompts -> counts of rounds -> lengths, rates and their intervals."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tqdm import tqdm
+
+from mtptrain.decoding.speculate import Drafter, Generation, Round, Sampler, speculate
+from mtptrain.target.model import Target
+from mtptrain.utils.clock import PhaseClock
+
+MAX_LOOP_PERIOD, MIN_LOOP_TOKENS = 64, 32
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What drafting was worth; counts are pooled over rounds and ranks, then divided once."""
+
+    acceptance_length: float
+    """Tokens of a round with drafts, bonus token included: 1 + accepted / rounds, vLLM's convention."""
+    acceptance_rate: float
+    """Accepted over drafted tokens."""
+    acceptance_rate_at: list[float]
+    """Rounds that accepted the draft at each position, over rounds: not conditional on the positions before."""
+    acceptance_length_mean_of_prompts: float
+    """The same length by prompt, then averaged; beside the pooled one to show how far they lie apart."""
+    tokens_per_step: float
+    """Tokens per forward of the target, rounds without any draft included."""
+    rounds: int
+    empty_rounds: int
+    drafted: int
+    accepted: int
+    accepted_at: list[int]
+    prompts: int
+
+
+def summarise(generations: Sequence[Generation]) -> Acceptance:
+    """Pool the counts of many sequences; a length without rounds is 1, a rate 0."""
+    num_depths = max((len(generation.accepted_at) for generation in generations), default=0)
+    accepted_at = [sum(generation.accepted_at[depth] for generation in generations) for depth in range(num_depths)]
+    rounds = sum(generation.rounds for generation in generations)
+    empty_rounds = sum(generation.empty_rounds for generation in generations)
+    drafted, accepted = sum(generation.drafted for generation in generations), sum(accepted_at)
+    lengths = [1 + sum(generation.accepted_at) / generation.rounds for generation in generations if generation.rounds]
+    return Acceptance(
+        acceptance_length=1 + accepted / max(rounds, 1),
+        acceptance_rate=accepted / max(drafted, 1),
+        acceptance_rate_at=[count / max(rounds, 1) for count in accepted_at],
+        acceptance_length_mean_of_prompts=float(np.mean(lengths)) if lengths else 1.0,
+        tokens_per_step=1 + accepted / max(rounds + empty_rounds, 1),
+        rounds=rounds,
+        empty_rounds=empty_rounds,
+        drafted=drafted,
+        accepted=accepted,
+        accepted_at=accepted_at,
+        prompts=len(generations),
+    )
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Of 95 %, low and high, by bootstrap over sources, files or conversations: they are drawn anew, with all rounds of each."""
+
+    acceptance_length: tuple[float, float]
+    acceptance_rate_at: list[tuple[float, float]]
+    tokens_per_step: tuple[float, float]
+
+
+def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: int = 0) -> Intervals | None:
+    """How far the figures of `summarise` may lie from those of other prompts of the same kind.
+
+    Args:
+        sources: answers of each. Prompts that were cut from one file do not say as much as prompts of several.
+
+    Returns:
+        None where there are fewer than two sources: every draw would be the same, an interval of no width.
+    """
+    if len(sources) < 2:
+        return None
+    of_each = ([(each.rounds, each.empty_rounds, *each.accepted_at) for each in answers] for answers in sources)
+    counts = np.array([np.sum(rows, axis=0) for rows in of_each], dtype=np.float64)  # [S, 2 + K]
+    weights = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), draws)  # [draws, S]
+    rounds, empty_rounds, *accepted_at = (weights @ counts).T
+    accepted = np.sum(accepted_at, axis=0)
+
+    def of(values: np.ndarray) -> tuple[float, float]:
+        low, high = np.quantile(values, (0.025, 0.975))
+        return float(low), float(high)
+
+    return Intervals(
+        acceptance_length=of(1 + accepted / np.maximum(rounds, 1)),
+        acceptance_rate_at=[of(count / np.maximum(rounds, 1)) for count in accepted_at],
+        tokens_per_step=of(1 + accepted / np.maximum(rounds + empty_rounds, 1)),
+    )
+
+
+def has_loop(tokens: Sequence[int]) -> bool:
+    """Whether a block of at most 64 tokens follows itself at least twice, over 32 tokens or more: greedy decoding of a small model
+    gets caught in such loops, and drafting is easy there.
+    """
+    array = np.asarray(tokens)
+    for period in range(1, min(MAX_LOOP_PERIOD, len(array) // 3) + 1):
+        longest = run = 0
+        for repeats in array[period:] == array[:-period]:
+            run = run + 1 if repeats else 0
+            longest = max(longest, run)
+        if longest >= max(2 * period, MIN_LOOP_TOKENS - period):
+            return True
+    return False
+
+
+def token_batches(lengths: Sequence[int], max_new_tokens: int, batch_size: int, batch_tokens: int | None) -> list[list[int]]:
+    """Group prompts of similar length into batches for decoding, the shortest first.
+
+    Args:
+        lengths: tokens of each prompt.
+        max_new_tokens: of each answer.
+        batch_size: prompts of a batch, at most.
+        batch_tokens: tokens of a batch, at most, where every prompt is padded to the longest and has room for its answer; a prompt
+            that is longer is alone. None sets no bound.
+
+    Returns:
+        Indices of the prompts of each batch.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        size = len(batches[-1]) + 1 if batches else 0  # with this prompt, which is the longest so far
+        fits = batch_tokens is None or size * (lengths[index] + max_new_tokens) <= batch_tokens
+        if batches and size <= batch_size and fits:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def generate_in_batches(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_speculative_tokens: int,
+    max_new_tokens: int,
+    sampler: Sampler,
+    eos_token_ids: Sequence[int],
+    batch_size: int,
+    batch_tokens: int | None = None,
+    description: str | None = None,
+    clock: PhaseClock | None = None,
+    observe: Callable[[Round], None] | None = None,
+) -> list[Generation]:
+    """Decode many prompts, those of similar length together; results in the order of the prompts.
+
+    Args:
+        batch_size: of `token_batches`.
+        batch_tokens: likewise.
+        description: of the progress bar; None shows none.
+        clock: of `speculate`.
+        observe: likewise.
+    """
+    batches = token_batches([len(prompt) for prompt in prompts], max_new_tokens, batch_size, batch_tokens)
+    generations: dict[int, Generation] = {}
+    with tqdm(total=len(prompts), desc=description, unit="prompt", disable=description is None) as bar:
+        for indices in batches:
+            batch = speculate(
+                target,
+                drafter,
+                [prompts[index] for index in indices],
+                num_speculative_tokens=num_speculative_tokens,
+                max_new_tokens=max_new_tokens,
+                sampler=sampler,
+                eos_token_ids=eos_token_ids,
+                clock=clock,
+                observe=observe,
+            )
+            generations |= dict(zip(indices, batch, strict=True))
+            bar.update(len(indices))
+            bar.set_postfix(acceptance_length=f"{summarise(list(generations.values())).acceptance_length:.2f}")
+    return [generations[index] for index in range(len(prompts))]
+
+
+def eos_token_ids(target: Target) -> tuple[int, ...]:
+    """End-of-sequence tokens, from the generation config first, as engines do."""
+    found = target.model.generation_config.eos_token_id if target.model.generation_config is not None else None
+    found = target.config.eos_token_id if found is None else found
+    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (int(found),)

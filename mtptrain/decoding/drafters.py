@@ -1,0 +1,270 @@
+"""What proposes tokens to `speculate`: a head, a small language model, the text so far, or the text and a head together."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from mtptrain.decoding.speculate import Draft, Sampler, Verified
+from mtptrain.heads.base import Head
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.model import Target
+from mtptrain.target.position_cache import PositionCache, TreeRows
+
+
+@dataclass(frozen=True)
+class FirstDepth:
+    """Depth 0 of a head, behind the newest token of each sequence."""
+
+    logits: torch.Tensor  # [B, D]
+    recycled: torch.Tensor  # [B, H]
+    position: torch.Tensor  # [B], of the row
+
+
+class HeadDrafter:
+    """Drafts a chain of K tokens with a head."""
+
+    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, sample_drafts: bool = False) -> None:
+        self.head = head
+        self.parts = parts
+        self.num_speculative_tokens = num_speculative_tokens
+        self.sample_drafts = sample_drafts
+        """Where the sampler is not greedy: sample drafts too, in place of the most likely tokens."""
+        self.cache = PositionCache(0)
+
+    def start(self, batch_size: int, num_slots: int) -> None:
+        self.cache = PositionCache(num_slots)
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        return self.head.capture_layers
+
+    @property
+    def draft_slots(self) -> int:
+        return self.num_speculative_tokens
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        return self.later_depths(self.first_depth(verified), sampler)
+
+    def first_depth(self, verified: Verified) -> FirstDepth:
+        """Depth 0 over what the target has read: rebuilds the head's keys there."""
+        next_tokens = verified.tokens.gather(1, verified.positions + 1)  # [B, S]
+        aux_hidden_states = verified.states.aux_hidden_states
+        fused = self.head.fuse(verified.states.hidden_states if aux_hidden_states is None else aux_hidden_states)  # [B, S, H]
+        states, recycled = self.head.decode(fused, self.parts.embed(next_tokens), verified.positions, self.cache)  # [B, S, H]
+        rows = torch.arange(len(states), device=states.device)
+        logits = self.head.logits(states[rows, verified.last_row], self.parts)
+        return FirstDepth(logits, recycled[rows, verified.last_row], verified.num_tokens - 2)
+
+    def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
+        """The other depths, each on the token and the state of the one before."""
+        is_sampled = self.sample_drafts and not sampler.is_greedy
+        tokens: list[torch.Tensor] = []
+        probs: list[torch.Tensor] = []
+        all_logits = []
+        logits, recycled, position = first.logits, first.recycled, first.position
+        for depth in range(self.num_speculative_tokens):
+            if depth > 0:
+                position = position + 1
+                embeddings = self.parts.embed(tokens[-1][:, None])
+                states, fed_back = self.head.decode(recycled[:, None], embeddings, position[:, None], self.cache)
+                logits, recycled = self.head.logits(states[:, 0], self.parts), fed_back[:, 0]  # [B, D], [B, H]
+            all_logits.append(logits)
+            if is_sampled:
+                draft_probs = sampler.probs(logits)
+                probs.append(self.head.target_probs(draft_probs, len(self.parts.embed_tokens)))  # [B, V]
+            draft_tokens = sampler.sample(draft_probs) if is_sampled else logits.argmax(-1)
+            tokens.append(self.head.target_tokens(draft_tokens))
+        drafted = torch.stack(tokens, 1)  # [B, K]
+        return Draft(
+            drafted,
+            torch.ones_like(drafted, dtype=torch.bool),
+            torch.stack(probs, 1) if probs else None,
+            logits=tuple(all_logits),
+        )
+
+
+class TreeDrafter(HeadDrafter):
+    """Drafts a tree with a head: at each depth the `top_k` likeliest continuations of each of the `top_k` likeliest branches, then the
+    `num_nodes` likeliest of all of them. EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (arXiv 2406.16858).
+    """
+
+    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, num_nodes: int, top_k: int) -> None:
+        super().__init__(head, parts, num_speculative_tokens)
+        self.top_k = top_k
+        self.num_nodes = min(num_nodes, top_k + (num_speculative_tokens - 1) * top_k**2)
+
+    @property
+    def draft_slots(self) -> int:
+        """Of the target's cache, and of the head's, which holds `top_k` rows of each depth but the last."""
+        return max(self.num_nodes, self.top_k * (self.num_speculative_tokens - 1))
+
+    def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
+        """See `HeadDrafter.later_depths`; W is `top_k`, C counts the candidates of all depths."""
+        batch_size, width = len(first.logits), self.top_k
+        root = first.position + 1  # the first slot behind the keys of verified rows
+        scores, tokens = self._likeliest(first.logits, sampler)  # [B, W], of a branch its log-probability
+        all_scores, all_tokens, all_parents = [scores], [tokens], [torch.full_like(tokens, -1)]
+        parents = torch.arange(width, device=tokens.device).repeat(batch_size, 1)  # [B, W], candidates that are continued
+        recycled = first.recycled[:, None].expand(-1, width, -1)  # [B, W, H], read beside `tokens`
+        sees = torch.zeros(batch_size, width, 0, dtype=torch.bool, device=tokens.device)  # [B, W, slots of the tree]
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
+        for depth in range(1, self.num_speculative_tokens):
+            sees = torch.cat([sees, own], dim=2)
+            positions = (first.position + depth)[:, None].expand(-1, width)
+            tree = TreeRows(root, (depth - 1) * width, sees)
+            states, fed_back = self.head.decode(recycled, self.parts.embed(tokens), positions, self.cache, tree)
+            more_scores, more_tokens = self._likeliest(self.head.logits(states, self.parts), sampler)  # [B, W, W]
+            more_scores = (scores[..., None] + more_scores).flatten(1)  # [B, W * W]
+            num_before = sum(part.shape[1] for part in all_scores)
+            all_scores.append(more_scores)
+            all_tokens.append(more_tokens.flatten(1))
+            all_parents.append(parents.repeat_interleave(width, dim=1))
+            scores, chosen = more_scores.topk(width)  # [B, W]
+            branches = chosen // width
+            parents, tokens = num_before + chosen, all_tokens[-1].gather(1, chosen)
+            recycled = fed_back.gather(1, branches[..., None].expand(-1, -1, fed_back.shape[-1]))
+            sees = sees.gather(1, branches[..., None].expand(-1, -1, sees.shape[2]))
+        return self._best(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1))
+
+    def _likeliest(self, logits: torch.Tensor, sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and the target's ids of the `top_k` likeliest tokens [..., W] from logits [..., D].
+
+        A step down costs a little more than it does: no child stands before its parent, not even one that is certain.
+        """
+        logprobs = logits.double() if sampler.is_greedy else logits.double() / sampler.temperature
+        found, tokens = logprobs.log_softmax(-1).topk(self.top_k)
+        return found - 1e-9, self.head.target_tokens(tokens)
+
+    def _best(self, scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Draft:
+        """The likeliest of the candidates [B, C]: with a token its parents are among them, and before it."""
+        chosen = scores.topk(self.num_nodes).indices.sort(1).values  # [B, D]
+        places = torch.full_like(tokens, -1).scatter_(
+            1, chosen, torch.arange(self.num_nodes, device=tokens.device).expand_as(chosen)
+        )
+        above = parents.gather(1, chosen)  # among candidates
+        above = torch.where(above < 0, -1, places.gather(1, above.clamp(min=0)))
+        return Draft(tokens.gather(1, chosen), torch.ones_like(chosen, dtype=torch.bool), parents=above)
+
+
+class ModelDrafter:
+    """Drafts a chain of K tokens with a small language model of the target's tokenizer."""
+
+    capture_layers: tuple[int, ...] = ()
+
+    def __init__(self, model: Target, vocab_size: int, num_speculative_tokens: int, sample_drafts: bool = False) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+        """Of the target: checkpoints of one family pad the tokenizer's tokens to other sizes."""
+        self.own_vocab_size = len(model.parts.embed_tokens)
+        self.draft_slots = num_speculative_tokens
+        self.sample_drafts = sample_drafts
+        self.cache = PositionCache(0)
+
+    def start(self, batch_size: int, num_slots: int) -> None:
+        self.cache = PositionCache(num_slots)
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        positions, last_row = verified.positions + 1, verified.last_row  # of tokens that the model has not read
+        if self.cache.get_seq_length() == 0:
+            positions, last_row = F.pad(positions, (1, 0)), last_row + 1  # the first token too, at position 0
+        logits = self._read(verified.tokens.gather(1, positions), positions, last_row)
+        own_sampler = sampler if self.sample_drafts else Sampler()
+        tokens: list[torch.Tensor] = []
+        probs: list[torch.Tensor] = []
+        for depth in range(self.draft_slots):
+            if depth > 0:
+                logits = self._read(tokens[-1][:, None], (verified.num_tokens + depth - 1)[:, None], torch.zeros_like(last_row))
+            if not own_sampler.is_greedy:
+                probs.append(sampler.probs(logits))
+            tokens.append(own_sampler.sample(probs[-1]) if probs else logits.argmax(-1))
+        drafted = torch.stack(tokens, 1)  # [B, K]
+        return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
+
+    def _read(self, tokens: torch.Tensor, positions: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] behind one row of each sequence.
+
+        The target can produce ids that the model has no embedding for, its padding: the model reads them as token 0. They are in no
+        text, and a draft behind one is only more likely to be rejected.
+        """
+        tokens = tokens.masked_fill(tokens >= self.own_vocab_size, 0)
+        states = self.model.forward(tokens, positions, self.cache).hidden_states
+        logits = self.model.parts.logits(states[torch.arange(len(row), device=row.device), row])
+        missing = max(0, self.vocab_size - logits.shape[-1])
+        return F.pad(logits[:, : self.vocab_size], (0, missing), value=-torch.inf)
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    capture_layers: tuple[int, ...] = ()
+    draft_slots = 0
+
+    def start(self, batch_size: int, num_slots: int) -> None:
+        pass
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        nothing = verified.tokens[:, :0]
+        return Draft(nothing, nothing.bool())
+
+
+class PromptLookupDrafter:
+    """Drafts what followed an earlier occurrence of the newest tokens: the baseline that needs no training.
+
+    The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs before wins, and its first occurrence: vLLM's method `ngram`.
+
+    Args:
+        latest: take the latest occurrence that K tokens follow; a text goes on as it did last rather than as it did first.
+    """
+
+    capture_layers: tuple[int, ...] = ()
+
+    def __init__(self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2, latest: bool = False) -> None:
+        self.draft_slots = num_speculative_tokens
+        self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
+        self.latest = latest
+
+    def start(self, batch_size: int, num_slots: int) -> None:
+        pass
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        rows = [tokens[:count] for tokens, count in zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)]
+        found = [self._look_up(row) for row in rows]
+        missing = [self.draft_slots - len(tokens) for tokens in found]
+        tokens = [proposed + [0] * pad for proposed, pad in zip(found, missing, strict=True)]
+        is_proposed = [[True] * len(proposed) + [False] * pad for proposed, pad in zip(found, missing, strict=True)]
+        device = verified.tokens.device
+        return Draft(torch.tensor(tokens, device=device), torch.tensor(is_proposed, device=device))
+
+    def _look_up(self, tokens: list[int]) -> list[int]:
+        for size in range(self.max_ngram, self.min_ngram - 1, -1):
+            suffix = tokens[-size:]
+            starts = range(len(tokens) - size - self.draft_slots, -1, -1) if self.latest else range(len(tokens) - size)
+            for start in starts:
+                if tokens[start : start + size] == suffix:
+                    return tokens[start + size : start + size + self.draft_slots]
+        return []
+
+
+class HybridDrafter:
+    """What followed the latest occurrence of the newest `min_match` tokens that K tokens follow; a head's chain elsewhere."""
+
+    def __init__(self, head: HeadDrafter, min_match: int) -> None:
+        self.head = head
+        self.look_up = PromptLookupDrafter(head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match, latest=True)
+        self.capture_layers = head.capture_layers
+        self.draft_slots = head.draft_slots
+        self.start = head.start
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        first, copied = self.head.first_depth(verified), self.look_up.draft(verified, sampler)
+        is_found = copied.is_proposed.all(1)  # [B]
+        if is_found.all():
+            return copied
+        drafted = self.head.later_depths(first, sampler)
+        tokens = torch.where(is_found[:, None], copied.tokens, drafted.tokens)
+        if drafted.probs is None:
+            return replace(drafted, tokens=tokens, logits=None)
+        certain = F.one_hot(copied.tokens, drafted.probs.shape[-1]).to(drafted.probs.dtype)
+        return replace(drafted, tokens=tokens, logits=None, probs=torch.where(is_found[:, None, None], certain, drafted.probs))

@@ -1,0 +1,260 @@
+"""The prompts that acceptance is measured on: from held-out documents, or from a file of the user's."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mtptrain.config import PipelineConfig
+from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash, render_prompt
+from mtptrain.data.questions import first_user_turn, text_hash
+from mtptrain.decoding.speculate import check_prompts
+from mtptrain.run_dir import require
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import load_tokenizer
+
+CHOOSING_FRACTION = 0.25
+"""Of the held-out files or conversations, those by which training chooses its best head; reports are of the others."""
+
+
+class HeldOut(StrEnum):
+    """Parts of the held-out files or conversations; the first two share none, and no question."""
+
+    choosing = "choosing"
+    reporting = "reporting"
+    all = "all"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is asked, by id."""
+
+    input_ids: dict[str, list[int]]
+    sources: dict[str, str] = field(default_factory=dict)
+    """File or question that a prompt was cut from; of others the prompt is its own."""
+    categories: dict[str, str] = field(default_factory=dict)
+    turns: dict[str, list[str]] = field(default_factory=dict)
+    """All that the user says in a conversation whose answers are the target's own."""
+    questions: dict[str, str] = field(default_factory=dict)
+    """Hash of what the user says first, of prompts from a file that says so."""
+
+    @property
+    def sha256(self) -> str:
+        """Equal where the same is asked under the same ids."""
+        asked = json.dumps({"prompts": self.input_ids, "turns": self.turns}, sort_keys=True)
+        return hashlib.sha256(asked.encode()).hexdigest()
+
+
+def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0) -> Prompts:
+    """The prompts of `acceptance`, every one checked against the target before it is loaded.
+
+    Args:
+        spare_tokens: of the target's context that must be left behind prompt and answer.
+    """
+    settings, target_config = config.acceptance, read_target_config(target_dir)
+    context_tokens = target_config.max_position_embeddings - spare_tokens
+    if settings.prompts_file is not None:
+        prompts = read_prompts_file(Path(settings.prompts_file), load_tokenizer(target_dir), target_config.vocab_size)
+        check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens)
+        warn_of_trained_questions(prompts.questions, config.stage_dir("prompts"))
+        return prompts
+    prompts_dir = config.stage_dir("prompts")
+    documents = held_out_documents(prompts_dir, HeldOut.reporting)
+    found = held_out_prompts(documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens)
+    entries = DocumentEntry.read_all(prompts_dir)
+    return Prompts(found, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in found})
+
+
+def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
+    """Warns where prompts of a file begin with the first user turn of a training conversation, whatever its system prompt is.
+
+    Args:
+        questions: hash of the first user turn by prompt id.
+        prompts_dir: output of stage 1; nothing is compared where it has not run.
+    """
+    if not (prompts_dir / DOCUMENTS_FILE).exists():
+        return
+    trained = {entry.group.split(".")[0] for entry in DocumentEntry.read_all(prompts_dir) if entry.split is Split.train}
+    known = [prompt_id for prompt_id, question in questions.items() if question in trained]
+    if known:
+        warnings.warn(
+            f"acceptance.prompts_file: its first turns should not be among the training prompts, but {len(known):,} of "
+            f"{len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}) in {prompts_dir}; their acceptance "
+            "is that of data the head was trained on: leave them out of the file, or out of prompts.paths and train again",
+            stacklevel=2,
+        )
+
+
+def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
+    """Returns the held-out documents to cut prompts from: every window of texts, but of the conversations that ask the same question
+    one document with the first answer, so that no question weighs more than another and none begins in the middle of a turn.
+
+    Raises:
+        FileNotFoundError: stage 1 has not run.
+        ValueError: no conversation has its first answer in its first window.
+    """
+    documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
+    every_entry = DocumentEntry.read_all(prompts_dir)
+    entries = [every_entry[document_id] for document_id in documents.document_ids]
+    wanted = groups_of(part, {entry.group for entry in entries})
+    places = [place for place, entry in enumerate(entries) if entry.group in wanted]
+    if not documents.loss_mask.all():
+        places = first_answers(documents, entries, places)
+    return Documents.from_list(
+        [(int(documents.document_ids[place]), documents.tokens(place), documents.mask(place)) for place in places]
+    )
+
+
+def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
+    """Returns the groups of a part: files, or conversations that ask the same question. Each falls to its part by its name alone.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if part is HeldOut.all:
+        return groups
+    in_order = sorted(groups, key=_choosing_hash)
+    num_choosing = sum(_choosing_hash(group) < CHOOSING_FRACTION for group in groups)
+    num_choosing = min(max(num_choosing, 1), len(groups) - 1)
+    wanted = set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
+    if not wanted:
+        raise ValueError(
+            "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by and one to "
+            f"report on, but holds out {len(groups)}; raise it and run data_prep.prompts and data_prep.hidden_states again, or set "
+            "train.validation_prompts=0"
+        )
+    return wanted
+
+
+def _choosing_hash(group: str) -> float:
+    return name_hash(f"choosing {group}")  # another one than that which holds out
+
+
+def first_answers(documents: Documents, entries: list[DocumentEntry], places: list[int]) -> list[int]:
+    """Returns, for each group of conversations that ask the same question, the place of one document with the first answer.
+
+    Raises:
+        ValueError: no conversation has its first answer in its first window.
+    """
+    first: dict[str, int] = {}
+    prompt_tokens = {place: int(documents.mask(place).argmax()) for place in places}
+    for place in places:
+        group = entries[place].group
+        if entries[place].window == 0 and prompt_tokens[place] <= prompt_tokens[first.setdefault(group, place)]:
+            first[group] = place
+    if not first:
+        raise ValueError(
+            f"prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but none of "
+            f"{len({entries[place].name for place in places})} does; raise it and run data_prep.prompts again, or set "
+            "prompts.validation_fraction higher"
+        )
+    return sorted(first.values())
+
+
+def held_out_prompts(
+    documents: Documents, num_prompts: int, prompt_tokens: int, max_new_tokens: int, context_tokens: int
+) -> dict[str, list[int]]:
+    """Prompts from held-out documents, by document id, in an order fixed by its hash.
+
+    A conversation is cut before its first answer, a document without turns behind `prompt_tokens` tokens; documents too short for
+    that, or too long for the context with their answer, are passed over.
+
+    Raises:
+        ValueError: no document gives a prompt.
+    """
+    prompts: dict[str, list[int]] = {}
+    for index in sorted(range(len(documents)), key=lambda index: name_hash(str(documents.document_ids[index]))):
+        mask = documents.mask(index)
+        end = prompt_tokens if mask.all() else int(mask.argmax())
+        if 0 < end <= min(len(mask), context_tokens - max_new_tokens):
+            prompts[str(documents.document_ids[index])] = documents.tokens(index)[:end].tolist()
+        if len(prompts) == num_prompts:
+            break
+    if not prompts:
+        raise ValueError(
+            f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens that fits a context of "
+            f"{context_tokens} with {max_new_tokens} new ones, but none of {len(documents)} does; lower it, "
+            "acceptance.max_new_tokens or train.validation_new_tokens, or raise prompts.validation_fraction"
+        )
+    return prompts
+
+
+def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Prompts:
+    """Prompts of a jsonl file; each line has `id` (or Spec-Bench's `question_id`) and one of `input_ids`, `text`, `messages`,
+    `turns`, whose first turn is the prompt.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is not of that form, an id stands twice, a token is not in the vocabulary, or there is no prompt.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist; correct the path")
+    prompts = Prompts({})
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        row, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer)
+        prompt_id = str(row["id"] if "id" in row else row["question_id"])
+        if prompt_id in prompts.input_ids:
+            raise ValueError(f"{path}:{number}: ids must be unique, but {prompt_id!r} stands twice; rename one")
+        outside = [token for token in input_ids if not 0 <= token < vocab_size]
+        if outside:
+            raise ValueError(
+                f"{path}:{number}: tokens must lie in the target's vocabulary of {vocab_size}, but one is {outside[0]}; the file was "
+                "made for another target"
+            )
+        prompts.input_ids[prompt_id] = input_ids
+        if "category" in row:
+            prompts.categories[prompt_id] = str(row["category"])
+        if "turns" in row:
+            prompts.turns[prompt_id] = row["turns"]
+        if (asked := _first_turn(row)) is not None:
+            prompts.questions[prompt_id] = text_hash(asked)
+    if not prompts.input_ids:
+        raise ValueError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
+    return prompts
+
+
+def _first_turn(row: Mapping[str, Any]) -> str | None:
+    """Returns what the user says first; None where the row does not tell."""
+    if "turns" in row:
+        return str(row["turns"][0])
+    messages = row.get("messages", [])
+    place = first_user_turn([{"role": str(message.get("role"))} for message in messages])
+    return None if place is None else str(messages[place].get("content"))
+
+
+def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: a line must be JSON, but is not ({error}); correct it") from error
+    kinds = [kind for kind in ("input_ids", "text", "messages", "turns") if isinstance(row, dict) and kind in row]
+    if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
+        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(
+            f"{where}: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has {keys}; correct it"
+        )
+    if kinds[0] == "input_ids":
+        if not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
+            raise ValueError(f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it")
+        return row, row["input_ids"]
+    if kinds[0] == "text":
+        if not isinstance(row["text"], str):
+            raise ValueError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
+        return row, list(tokenizer(row["text"])["input_ids"])
+    if kinds[0] == "turns":
+        if not isinstance(row["turns"], list) or not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
+            raise ValueError(f"{where}: turns must be a list of at least one string, but is {str(row['turns'])[:40]}; correct it")
+        return row, render_prompt(tokenizer, [{"role": "user", "content": row["turns"][0]}])
+    if not isinstance(row["messages"], list) or not all(isinstance(message, dict) for message in row["messages"] or [0]):
+        raise ValueError(
+            f"{where}: messages must be a list of at least one message, but is {str(row['messages'])[:40]}; correct it"
+        )
+    return row, render_prompt(tokenizer, row["messages"])

@@ -1,0 +1,104 @@
+"""A head on disk: `head.safetensors` and `head.json`, its config and the target that it belongs to."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedConfig
+
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head
+from mtptrain.heads.config import HeadConfig
+from mtptrain.target.hub import weights_fingerprint
+from mtptrain.utils.files import save_tensors, write_json
+
+TARGET_WEIGHTS = "target_weights_sha256"
+
+
+def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
+    """A new head for a target, initialised from torch's global generator."""
+    return HEADS[config.name](config, target_config)
+
+
+def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, object]) -> None:
+    """Write a head whole or not at all: weights first under a temporary name, `head.json` last.
+
+    Args:
+        state: weights by name, in the dtype they were trained in.
+        facts: what else to keep with it, such as the step and its acceptance.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    save_tensors(directory / "head.safetensors", state)
+    write_json(directory / "head.json", {"head": asdict(config), **facts})
+
+
+def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """A head's settings as they were written, and the defaults of those that did not exist yet."""
+    return {**asdict(HEADS[settings["name"]].Config()), **settings}
+
+
+START = ("init_from", "start_from_target")
+"""Settings that say where a head started from, which is no part of what it is."""
+
+
+def check_head_target(directory: Path, target_dir: Path) -> None:
+    """Refuse a head that was trained for other weights than the target's.
+
+    Raises:
+        FileNotFoundError: there is no head.
+        ValueError: naming both hashes.
+    """
+    stored, found = _read_facts(directory)[TARGET_WEIGHTS], weights_fingerprint(target_dir)
+    if stored != found:
+        raise ValueError(
+            f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target_dir}, but is {stored}: the head belongs to "
+            "another target; set target.path to it, or train again"
+        )
+
+
+def load_head(
+    directory: Path, config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype | None, device: torch.device
+) -> Head:
+    """The head in a directory, ready to draft; in the dtype that it was trained in where `dtype` is None.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is of another config or for another target.
+    """
+    stored, wanted = (json.loads(json.dumps(each)) for each in (with_defaults(_read_facts(directory)["head"]), asdict(config)))
+    different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key) and key not in START)
+    if different:
+        raise ValueError(
+            f"{directory / 'head.json'}: the head's settings must be those of the config, but differ in "
+            + ", ".join(f"head.{key} ({stored.get(key)} there, {wanted.get(key)} here)" for key in different)
+            + "; set them alike or train again"
+        )
+    head = build_head(config, target_config)
+    state = load_file(directory / "head.safetensors")
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if found != expected:
+        name = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+        raise ValueError(
+            f"{directory / 'head.safetensors'}: {name} must be of shape {expected.get(name)} for this target, but is "
+            f"{found.get(name)}; the head belongs to another target, train again"
+        )
+    return fill_head(head, state, dtype, device)
+
+
+def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device) -> Head:
+    """The head with these weights, ready to draft; in the dtype that they have where `dtype` is None."""
+    stored_dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    head.to(stored_dtype).load_state_dict(state)
+    return head.to(device, dtype).eval().requires_grad_(False)
+
+
+def _read_facts(directory: Path) -> dict[str, Any]:
+    """What `save_head` kept in `head.json`."""
+    if not (directory / "head.json").is_file():
+        raise FileNotFoundError(f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first")
+    facts: dict[str, Any] = json.loads((directory / "head.json").read_text())
+    return facts

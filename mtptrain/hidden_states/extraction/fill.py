@@ -1,0 +1,97 @@
+"""Filling shards from a backend: the loop of stage 2, whatever runs the target."""
+
+import errno
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from mtptrain.config import StoreDtype
+from mtptrain.data.prompt_files import Documents
+from mtptrain.hidden_states.extraction.overlapped_writer import OverlappedWriter
+from mtptrain.hidden_states.shard_format import bytes_per_token
+from mtptrain.hidden_states.writer import ShardFile
+
+
+class Streams(Protocol):
+    """What a backend gives."""
+
+    def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
+        """For each shard in order, its prompts' residual streams in any order: the index of the prompt in its shard, and [n, L, H].
+
+        A shard's iterator is exhausted before the next one is asked for.
+        """
+
+
+def num_tokens(documents: Documents, shards: list[range]) -> int:
+    return sum(int(documents.document_offsets[shard.stop] - documents.document_offsets[shard.start]) for shard in shards)
+
+
+def fill_shards(
+    streams: Streams,
+    documents: Documents,
+    shards: dict[int, range],
+    store_dir: Path,
+    hidden_size: int,
+    num_captured: int,
+    dtype: StoreDtype,
+    who: str,
+    show: bool = True,
+    writer_threads: int = 1,
+) -> None:
+    """Write shards, each document while later ones are computed.
+
+    Args:
+        streams: a backend that gives the captured layers and then the last one before the final norm.
+        documents: all of the prompts.
+        shards: the documents of each shard to be written, by its index.
+        store_dir: a store that `begin_store` made ready.
+        hidden_size: H.
+        num_captured: L of `aux_hidden_states`.
+        dtype: of the stored states.
+        who: is at work, for the bar of progress.
+        show: the bar.
+        writer_threads: that check, encode and write states.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    total = num_tokens(documents, list(shards.values()))
+    prompts = ([documents.tokens(i) for i in shard] for shard in shards.values())
+    try:
+        with (
+            OverlappedWriter(writer_threads) as writer,
+            tqdm(total=total, unit="tok", unit_scale=True, desc=f"hidden states, {who}", disable=not show) as bar,
+        ):
+            for (index, shard), states_of_shard in zip(shards.items(), streams.extract(prompts), strict=True):
+                file = ShardFile(store_dir, index, tokens_of_shard(documents, shard), hidden_size, num_captured, dtype)
+                writer.begin(file)
+                for document, states in states_of_shard:
+                    writer.write(document, states)
+                    bar.update(len(states))
+                writer.finish()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            error.errno,
+            f"the disk must have room for {bytes_per_token(hidden_size, num_captured, dtype) * total / 1e9:.3f} GB of hidden states, "
+            "but is full; finished shards are kept: make space and run the same command again",
+            str(store_dir),
+        ) from error
+
+
+def tokens_of_shard(documents: Documents, shard: range) -> dict[str, torch.Tensor]:
+    """All tensors of a shard but the states, by the names of the format."""
+    offsets = documents.document_offsets[shard.start : shard.stop + 1]
+    tokens = slice(int(offsets[0]), int(offsets[-1]))
+    return {
+        "input_ids": torch.tensor(documents.input_ids[tokens]),
+        "loss_mask": torch.tensor(documents.loss_mask[tokens]),
+        "document_offsets": torch.tensor(offsets - offsets[0]),
+        "document_ids": torch.tensor(documents.document_ids[shard.start : shard.stop]),
+    }

@@ -1,0 +1,317 @@
+"""Residual streams by vLLM: one engine per rank, in a process of its own, that takes a shard's prompts and leaves a file for each."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from transformers import PreTrainedConfig
+
+from mtptrain.config import HiddenStatesConfig
+from mtptrain.serving.vllm_client import SHOWN_LINES, WORKER, find_python
+from mtptrain.target.families import read_target_config, sliding_window
+
+CPU_BATCH_TOKENS = 4096
+"""Of one forward on a CPU, where more leave its caches: the demo target takes a third longer with 16,384."""
+CPU_BLOCK_TOKENS = 128
+"""Of vLLM's cache on a CPU."""
+MAX_SEQS, CPU_MAX_SEQS = 256, 64
+"""Prompts of one forward, and the least tokens of it that vLLM then takes."""
+LOG = "vllm.log"
+ENDS_WITHIN_S = 10.0
+"""An engine that is told to end takes a moment; one that is still importing vLLM is killed after this, and has no workers yet."""
+FULL_BYTES = 2**16
+"""A disk with less than this is full."""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # A scheduler in a process of its own would begin while prompts still arrive: its batches, and their bits, would be chance.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # A prompt may fill the target's context; the token that is generated behind it is never read.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    # On GPUs vLLM 0.32 prefers its second model runner, which extracts by other code. The worker's connector, and the equal bits of
+    # every run, are tested with the first one.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+"""Of every engine, whatever the user's says."""
+WITHOUT_CAPTURE = ("gemma3_text",)
+"""Families without `SupportsEagle3` in vLLM 0.32, whose engine ends with "Model does not support EAGLE3 interface"."""
+
+
+def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
+    """Refuse targets that vLLM does not extract from.
+
+    Raises:
+        ValueError: vLLM does not capture the family's layers, or lacks its windows or size of heads, or the target has multi-head
+            latent attention.
+    """
+    family, reason = target_config.model_type, ""
+    if family in WITHOUT_CAPTURE:
+        reason = "has layers that vLLM does not capture"
+    elif getattr(target_config, "kv_lora_rank", None) is not None:
+        reason = "has multi-head latent attention, whose cache has no room for hidden states"
+    elif family in ("qwen2", "qwen3") and sliding_window(target_config) is not None:
+        reason = "has a sliding window in some of its layers, which vLLM has not for this family"
+    elif family == "qwen2" and (head_size := _head_size(target_config)) != _default_head_size(target_config):
+        reason = f"has head_dim={head_size}, where vLLM takes hidden_size / num_attention_heads={_default_head_size(target_config)}"
+    if reason:
+        raise ValueError(
+            f"hidden_states.backend: the target must be one that vLLM extracts hidden states from, but family {family!r} {reason}; "
+            "set hidden_states.backend=transformers"
+        )
+
+
+def _head_size(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or _default_head_size(config))
+
+
+def _default_head_size(config: PreTrainedConfig) -> int:
+    return int(config.hidden_size // config.num_attention_heads)
+
+
+class VllmStreams:
+    """vLLM's extraction of hidden states, in vLLM's own Python. A context manager, as every backend is.
+
+    A window is a shard. The engine has nothing else under way while it runs one, so that its batches, and with them the bits of the
+    states, depend on the shard alone. It runs the next window while the files of this one are read.
+    """
+
+    def __init__(
+        self,
+        target_dir: Path,
+        layers: tuple[int, ...],
+        settings: HiddenStatesConfig,
+        max_document_tokens: int,
+        scratch_dir: Path,
+        device_index: int,
+        device_type: str,
+        python: str | None,
+    ) -> None:
+        """Prepare an engine, which `with` starts.
+
+        Args:
+            target_dir: the frozen target, quantised or not.
+            layers: k for the stream after k decoder layers; 0 gives the embeddings, the number of layers the state before the
+                final norm.
+            settings: of the stage.
+            max_document_tokens: of the longest prompt.
+            scratch_dir: a folder of this rank alone, which is created, and removed at the end.
+            device_index: local rank: its engine has the GPUs behind those of the ranks before it.
+            device_type: `cuda` where this rank has a GPU: its engine then refuses to run on CPUs.
+            python: as `serving.python`.
+
+        Raises:
+            FileNotFoundError, ValueError: there is no such Python, it has no vLLM, vLLM does not extract from this target, or there
+                are too few GPUs.
+        """
+        self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
+        target_config = read_target_config(target_dir)
+        check_vllm_can_extract(target_config)
+        self._python = find_python(python)
+        self._environment = engine_environment(os.environ, device_index, settings.tensor_parallel_size)
+        self._layer_ids = sorted(set(layers))  # the engine's order
+        self._columns = [self._layer_ids.index(layer) for layer in layers]
+        self._engine = {
+            "target_dir": str(target_dir),
+            "layer_ids": self._layer_ids,
+            "device_type": device_type,
+            **engine_limits(settings, target_config, len(self._layer_ids), max_document_tokens),
+        }
+
+    def __enter__(self) -> "VllmStreams":
+        self.scratch_dir.mkdir(parents=True)
+        with (self.scratch_dir / LOG).open("wb") as log:
+            self._process = subprocess.Popen(
+                [self._python, WORKER, "extract"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._environment,
+            )
+        self._send(self._engine)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # ends the engine with its workers, once its process has imported vLLM
+        try:
+            self._process.wait(ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        shutil.rmtree(self.scratch_dir, ignore_errors=True)
+
+    def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
+        """For each shard in order, its prompts' streams: the index of the prompt in its shard, and [n, L, H] on the CPU.
+
+        A shard's iterator must be exhausted before the next one is asked for: the engine then begins the shard after that, so that
+        the files of two shards exist at most.
+
+        Raises:
+            RuntimeError: the engine failed, or its states are not those of the prompt.
+        """
+        running: _Window | None = None
+        for number, prompts in enumerate(shards):
+            window = _Window(number, prompts, self.scratch_dir)
+            self._send({"prompts": [prompt.tolist() for prompt in prompts], "paths": [str(path) for path in window.paths]})
+            if running:
+                yield self._read(running)
+            running = window
+        if running:
+            yield self._read(running)
+
+    def _read(self, window: "_Window") -> Iterator[tuple[int, torch.Tensor]]:
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            self._raise_failure()
+        for index, path in enumerate(window.paths):
+            found = load_file(path)
+            path.unlink()
+            states, token_ids = found["hidden_states"], found["token_ids"]
+            window.check(index, states, token_ids, len(self._layer_ids))
+            yield index, states if self._columns == list(range(len(self._layer_ids))) else states[:, self._columns]
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        status = self._process.wait()
+        lines = (self.scratch_dir / LOG).read_text(errors="replace").splitlines()
+        if any("No space left on device" in line for line in lines) or shutil.disk_usage(self.scratch_dir).free < FULL_BYTES:
+            raise OSError(
+                errno.ENOSPC, "the disk of hidden_states.scratch_dir must hold two shards, but is full", str(self.scratch_dir)
+            )
+        raise RuntimeError(
+            f"vLLM: must extract hidden states of {self.target_dir}, but its process ended with status {status}; its last lines:\n"
+            + "\n".join(lines[-SHOWN_LINES:])
+        )
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A shard that the engine was given."""
+
+    number: int
+    """Among the shards of this rank and run."""
+    prompts: Sequence[NDArray[np.int32]]
+    scratch_dir: Path
+
+    @property
+    def paths(self) -> list[Path]:
+        """A file for each prompt."""
+        return [self.scratch_dir / f"window_{self.number:05d}_{index:06d}.safetensors" for index in range(len(self.prompts))]
+
+    def check(self, index: int, states: torch.Tensor, token_ids: torch.Tensor, num_streams: int) -> None:
+        """Refuse states [n, L, H] that are not those of every token of a prompt.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        prompt = self.prompts[index]
+        where = f"vLLM: document {index} of the {len(self.prompts)} in shard {self.number} of this process"
+        advice = "set hidden_states.backend=transformers, or use the vLLM that this version was tested with"
+        if len(states) != len(prompt) or states.shape[1] != num_streams:
+            raise RuntimeError(
+                f"{where} must have {num_streams} states for each of its {len(prompt)} tokens, but has {states.shape[1]} for "
+                f"{len(states)}; {advice}"
+            )
+        if not np.array_equal(token_ids.numpy(), prompt):
+            raise RuntimeError(f"{where} must have the states of its own {len(prompt)} tokens, but has those of others; {advice}")
+
+
+def engine_environment(environment: Mapping[str, str], local_rank: int, tensor_parallel_size: int) -> dict[str, str]:
+    """The environment of a rank's engine: its GPUs and one thread, as for the other backend; nothing of torchrun's group of ranks.
+
+    Raises:
+        ValueError: there are too few GPUs.
+    """
+    kept = {name: value for name, value in environment.items() if not _is_of_torchrun(name)}
+    devices = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), local_rank, tensor_parallel_size)
+    return {**kept, "CUDA_VISIBLE_DEVICES": devices, **ENVIRONMENT}
+
+
+def _is_of_torchrun(name: str) -> bool:
+    return name.startswith(("TORCHELASTIC_", "MASTER_")) or name.endswith(("RANK", "WORLD_SIZE"))
+
+
+def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a rank's engine.
+
+    Args:
+        visible: that of the rank; None shows all GPUs, an empty one hides them.
+        local_rank: of the rank on its node.
+        tensor_parallel_size: GPUs of an engine.
+
+    Raises:
+        ValueError: fewer are visible than the ranks up to this one need.
+    """
+    end = (local_rank + 1) * tensor_parallel_size
+    names = [str(index) for index in range(end)] if visible is None else visible.split(",")
+    if visible and len(names) < end:
+        raise ValueError(
+            f"hidden_states.tensor_parallel_size: local rank {local_rank} must have {tensor_parallel_size} GPUs behind those of the "
+            f"ranks before it, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer ranks on a node, one "
+            "for each engine"
+        )
+    return ",".join(names[end - tensor_parallel_size : end])
+
+
+def engine_limits(
+    settings: HiddenStatesConfig, target_config: PreTrainedConfig, num_streams: int, max_document_tokens: int
+) -> dict[str, Any]:
+    """What bounds an engine: its context, batches and memory. `cpu_limits` replace the others where vLLM runs on a CPU."""
+    max_model_len = max_document_tokens + 1  # it generates a token
+    batch_tokens = min(max(settings.batch_tokens, CPU_MAX_SEQS), CPU_BATCH_TOKENS)
+    itemsize = getattr(torch, settings.dtype.value).itemsize
+    cache_bytes = cpu_cache_bytes(target_config, num_streams, itemsize, max_model_len, batch_tokens)
+    return {
+        "dtype": settings.dtype.value,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": MAX_SEQS,
+        "batch_tokens": max(settings.batch_tokens, MAX_SEQS),
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        "cpu_limits": {
+            "max_num_seqs": CPU_MAX_SEQS,
+            "max_num_batched_tokens": batch_tokens,
+            "kv_cache_memory_bytes": settings.kv_cache_memory_bytes or cache_bytes,
+        },
+    }
+
+
+def cpu_cache_bytes(target_config: PreTrainedConfig, num_streams: int, itemsize: int, max_model_len: int, batch_tokens: int) -> int:
+    """Bytes of vLLM's cache on a CPU with room for two batches: the one that runs, and the one whose states are written.
+
+    Hidden states lie in blocks of the same pool as keys and values. A block has a page in every layer, of which states fill one
+    (`get_kv_cache_groups` in vLLM 0.32).
+    """
+    page_bytes: int = (
+        CPU_BLOCK_TOKENS * 2 * target_config.num_key_value_heads * _head_size(target_config) * itemsize
+    )  # keys and values
+    num_layers: int = target_config.num_hidden_layers
+    state_bytes: int = num_streams * target_config.hidden_size * itemsize
+    scale = -(-state_bytes // page_bytes)  # pages grow until one has room for the states of a token
+    block_tokens, page_bytes = CPU_BLOCK_TOKENS * scale, page_bytes * scale
+    states_per_page = max(n for n in range(1, block_tokens + 1) if block_tokens % n == 0 and n * state_bytes <= page_bytes)
+    tokens = 2 * (batch_tokens + max_model_len)
+    num_blocks = tokens // block_tokens + tokens // states_per_page
+    num_blocks += 2 * 2 * (CPU_MAX_SEQS + 1)  # every prompt's last block of either kind
+    return num_blocks * page_bytes * num_layers

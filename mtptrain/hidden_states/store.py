@@ -1,0 +1,335 @@
+"""The format of stage 2's output: filled through mtptrain/hidden_states/writer.py, read by training.
+
+`run_dir/hidden_states/` holds `shard_00000.safetensors`, ... and `manifest.json`, which is written last and says what the states
+belong to. A shard: `input_ids` i32[N], `loss_mask` u8[N], `document_offsets` i64[D+1], `document_ids` i64[D], `document_checksums`
+u8[D, 16], `hidden_states` bf16[N, H] (after the last decoder layer, before the final norm) and, for heads that capture layers,
+`aux_hidden_states` bf16[N, L, H]. With dtype fp8 both are e4m3, with fp8_aux the captured ones alone; `hidden_states_scales` f32[N]
+and `aux_hidden_states_scales` f32[N, L] are the scales of e4m3 values (`fp8.py`). While the store is being filled, `plan.json`
+stands for the manifest and a `shard_*.json` beside each finished shard holds its record; neither outlives the manifest.
+
+Three checks guard the bytes. Opening compares the length of every shard, and the checksum of its header, tables and loss mask, which
+is in the manifest. Each document is compared with its own checksum whenever it is read. `verify` compares every byte with the sha256
+of each shard.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from tqdm import tqdm
+
+from mtptrain.config import PipelineConfig
+from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, identity_from_json, refuse_other
+from mtptrain.data.prompt_files import PromptsManifest
+from mtptrain.hidden_states.shard_format import CHECKED, CHECKSUMS, OPTIONAL, document_checksum, index_checksum
+from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.files import file_sha256
+
+SCHEMA_VERSION = 2
+"""2 added the checksums of documents and of what opening reads."""
+MANIFEST, PLAN = "manifest.json", "plan.json"
+OPENING_THREADS = 8
+"""The number of shards that are opened at a time: a file system over a network answers each after milliseconds."""
+REMEDY = "delete this file and run data_prep.hidden_states, which computes it alone again"
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One shard as the manifest lists it."""
+
+    file: str
+    num_documents: int
+    num_tokens: int
+    num_supervised_tokens: int
+    """Tokens whose loss mask is set."""
+    num_bytes: int
+    sha256: str
+    index_bytes: int
+    """The size of the header and the tables of documents at the start of the file."""
+    index_checksum: str
+    """XXH3-128 of these and of the loss mask, which ends the file."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a finished store holds. No times, hosts or ranks: equal states give equal bytes."""
+
+    schema_version: int
+    identity: StoreIdentity
+    shard_tokens: int
+    """A shard ends with the document that reaches this many tokens."""
+    hidden_size: int
+    num_documents: int
+    num_tokens: int
+    num_supervised_tokens: int
+    shards: tuple[ShardRecord, ...]
+
+    @staticmethod
+    def read(directory: Path) -> "Manifest":
+        """Read `directory`/manifest.json.
+
+        Raises:
+            FileNotFoundError: the store does not exist or is unfinished.
+            ValueError: the file is damaged or of another schema version.
+        """
+        path = directory / MANIFEST
+        if not path.exists():
+            state = "the extraction is unfinished" if (directory / PLAN).exists() else "it does not"
+            raise FileNotFoundError(
+                f"{path}: must exist, but {state}; run data_prep.hidden_states with the same recipe and run_dir"
+            )
+        content = read_json(path)
+        if content.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"{path}: the schema version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; "
+                f"delete {directory} and run data_prep.hidden_states again"
+            )
+        try:
+            shards = tuple(ShardRecord(**record) for record in content.pop("shards"))
+            return Manifest(identity=identity_from_json(content.pop("identity")), shards=shards, **content)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}: must hold every field of a manifest and no other, but does not ({error}); delete {directory} and run "
+                "data_prep.hidden_states again"
+            ) from error
+
+
+@dataclass(frozen=True)
+class StoredDocument:
+    """One document as memory-mapped views; read-only by agreement."""
+
+    document_id: int
+    """Line in stage 1's documents.jsonl."""
+    input_ids: torch.Tensor  # i32[n]
+    loss_mask: torch.Tensor  # u8[n]
+    hidden_states: torch.Tensor  # bf16 or e4m3 [n, H], before the final norm
+    aux_hidden_states: torch.Tensor | None  # bf16 or e4m3 [n, L, H]
+    hidden_states_scales: torch.Tensor | None = None  # f32[n], of e4m3
+    aux_hidden_states_scales: torch.Tensor | None = None  # f32[n, L]
+
+
+class HiddenStore:
+    """A finished store, read lazily: shards are mapped when a document of theirs is asked for, and stay mapped."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self._first_documents = np.cumsum([0, *(record.num_documents for record in manifest.shards)])  # [shards + 1]
+        self._mapped: dict[int, dict[str, torch.Tensor]] = {}
+
+    @staticmethod
+    def open(directory: Path) -> "HiddenStore":
+        """Open by the manifest alone.
+
+        Raises:
+            FileNotFoundError: the store does not exist or is unfinished.
+            ValueError: the manifest is damaged or of another schema version.
+        """
+        return HiddenStore(directory, Manifest.read(directory))
+
+    @property
+    def num_documents(self) -> int:
+        return self.manifest.num_documents
+
+    @cached_property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document [D]."""
+        return np.concatenate([np.diff(shard["document_offsets"].numpy()) for shard in self._shards()])
+
+    @cached_property
+    def document_ids(self) -> NDArray[np.int64]:
+        """Line of each document in stage 1's documents.jsonl [D]."""
+        return np.concatenate([shard["document_ids"].numpy() for shard in self._shards()])
+
+    def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+        """Yields for each shard the loss mask [N] of its tokens and the offsets [D + 1] of its documents, without copies."""
+        for shard in self._shards():
+            yield shard["loss_mask"].numpy(), shard["document_offsets"].numpy()
+
+    def document(self, index: int) -> StoredDocument:
+        """Returns document `index` of `num_documents`, without a copy, after its bytes have been compared with their checksum.
+
+        Raises:
+            FileNotFoundError: its shard is missing.
+            ValueError: its shard is truncated, or bytes of the document were changed.
+        """
+        path, shard, local = self._locate(index)
+        tensors = _tensors_of(shard, local)
+        expected, found = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(tensors)
+        document = _document(shard, local, tensors)
+        if found != expected:
+            raise ValueError(
+                f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, but is "
+                f"{found.hex()}: bytes were changed or damaged after they were written; {REMEDY}; verify=true checks the whole store"
+            )
+        return document
+
+    def mapped_document(self, index: int) -> StoredDocument:
+        """Returns document `index` without reading or checking its states."""
+        _, shard, local = self._locate(index)
+        return _document(shard, local, _tensors_of(shard, local))
+
+    def close(self) -> None:
+        """Unmap all shards: nothing is read from now on."""
+        self._mapped.clear()
+
+    def _locate(self, index: int) -> tuple[Path, dict[str, torch.Tensor], int]:
+        """Returns the shard of a document, its path, and the document's index in it."""
+        assert 0 <= index < self.num_documents, "document index out of range"
+        shard_index = int(np.searchsorted(self._first_documents, index, side="right")) - 1
+        path = self.directory / self._record(shard_index).file
+        return path, self._shard(shard_index), index - int(self._first_documents[shard_index])
+
+    def _record(self, index: int) -> ShardRecord:
+        return self.manifest.shards[index]
+
+    def _shards(self) -> list[dict[str, torch.Tensor]]:
+        with ThreadPoolExecutor(OPENING_THREADS) as pool:
+            return list(pool.map(self._shard, range(len(self.manifest.shards))))
+
+    def _shard(self, index: int) -> dict[str, torch.Tensor]:
+        if index not in self._mapped:
+            record = self._record(index)
+            _check_length(self.directory, index, record)
+            _check_index(self.directory, index, record)
+            # Closing the file keeps the mapping: no file descriptor stays open per shard.
+            with safe_open(self.directory / record.file, framework="pt") as file:
+                self._mapped[index] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return self._mapped[index]
+
+
+def _tensors_of(shard: dict[str, torch.Tensor], document: int) -> dict[str, torch.Tensor]:
+    start, end = shard["document_offsets"][document : document + 2].tolist()
+    return {name: shard[name][start:end] for name in CHECKED if name in shard}
+
+
+def _document(shard: dict[str, torch.Tensor], index: int, tensors: dict[str, torch.Tensor]) -> StoredDocument:
+    return StoredDocument(document_id=int(shard["document_ids"][index]), **{**dict.fromkeys(OPTIONAL), **tensors})  # type: ignore[arg-type]
+
+
+def expected_identity(
+    config: PipelineConfig, target_dir: Path, capture_layers: tuple[int, ...], prompts_file: Path
+) -> StoreIdentity:
+    """What the hidden states of a run must belong to: its target, and the prompts of `prompts_file`.
+
+    Raises:
+        ValueError: the prompts were made with another tokenizer or chat template than the target's.
+    """
+    tokenizer = load_tokenizer(target_dir)
+    wanted, found = TokenizerIdentity.of(tokenizer), PromptsManifest.read(prompts_file.parent).tokenizer
+    for name, value in vars(wanted).items():
+        if getattr(found, name) != value:
+            raise ValueError(
+                f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, that of target {config.target.path}, but is "
+                f"{getattr(found, name)}; run data_prep.prompts again with this target"
+            )
+    target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
+    settings = config.hidden_states
+    return StoreIdentity.of(target, capture_layers, settings.dtype, prompts_file, settings.store_dtype, settings.backend)
+
+
+def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
+    """Open a store for training, if it is that of this target, tokenizer, template, captured layers, dtype and prompts.
+
+    Raises:
+        FileNotFoundError: the store does not exist or is unfinished, or a shard is missing.
+        ValueError: it belongs to something else, and the message names each difference and both values; or a shard is truncated.
+    """
+    store = HiddenStore.open(directory)
+    refuse_other(directory / MANIFEST, expected, store.manifest.identity)
+    for index, record in enumerate(store.manifest.shards):
+        _check_length(directory, index, record)
+    return store
+
+
+def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> dict[int, str]:
+    """Read every byte of the shards and compare with the manifest's hashes.
+
+    Args:
+        store: to check.
+        shards: indices, all unless given; ranks may share the work: `range(rank, len(store.manifest.shards), world_size)`.
+        show_progress: with a progress bar.
+
+    Returns:
+        What is wrong with each damaged shard, and what to do, by its index.
+    """
+    chosen = list(range(len(store.manifest.shards)) if shards is None else shards)
+    records = {index: store.manifest.shards[index] for index in chosen}
+    num_bytes = sum(record.num_bytes for record in records.values())
+    damaged = {}
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="verify hidden states", disable=not show_progress) as bar:
+        for index, record in records.items():
+            try:
+                _check_bytes(store.directory, index, record)
+            except (FileNotFoundError, ValueError) as error:
+                damaged[index] = str(error)
+            bar.update(record.num_bytes)
+    return damaged
+
+
+def verify(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> None:
+    """Raise ValueError with what `find_damage` says, where it finds any."""
+    damaged = find_damage(store, shards, show_progress)
+    if damaged:
+        raise ValueError("\n".join(damaged.values()))
+
+
+def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
+    _check_length(directory, index, record)
+    path = directory / record.file
+    digest = file_sha256(path)
+    if digest != record.sha256:
+        raise ValueError(
+            f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were changed or damaged after it "
+            f"was written; {REMEDY}"
+        )
+
+
+def _check_index(directory: Path, index: int, record: ShardRecord) -> None:
+    """Compare what opening reads of a shard with the manifest's checksum."""
+    path = directory / record.file
+    with path.open("rb") as file:
+        head = file.read(record.index_bytes)
+        file.seek(record.num_bytes - record.num_tokens)
+        found = index_checksum(head, file.read(record.num_tokens))
+    if found != record.index_checksum:
+        raise ValueError(
+            f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, but is {found}: "
+            f"bytes were changed or damaged after it was written; {REMEDY}"
+        )
+
+
+def _check_length(directory: Path, index: int, record: ShardRecord) -> None:
+    path = directory / record.file
+    remedy = "run data_prep.hidden_states, which computes it alone again"
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: shard {index} must exist, but does not; {remedy}")
+    if not has_length(path, record):
+        raise ValueError(f"{path}: shard {index} must have {record.num_bytes} bytes, but has {path.stat().st_size}; {remedy}")
+
+
+def has_length(path: Path, record: ShardRecord) -> bool:
+    """Returns whether a shard is there in full length; training may delete a streamed one at any moment."""
+    try:
+        return path.stat().st_size == record.num_bytes
+    except FileNotFoundError:
+        return False
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: must be JSON, but is not ({error}); delete {path.parent} and run data_prep.hidden_states again"
+        ) from error
+    assert isinstance(content, dict)
+    return content

@@ -1,0 +1,303 @@
+"""Filling a hidden-state store: shards whose bounds depend on the prompts alone, each complete or absent whatever kills the run.
+
+Written by data_prep.hidden_states; mtptrain/hidden_states/store.py has the format and reads it.
+"""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mtptrain.config import StoreDtype
+from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
+from mtptrain.hidden_states.fp8 import encode
+from mtptrain.hidden_states.shard_format import (
+    AUX_HIDDEN_STATES,
+    CHECKSUM_BYTES,
+    CHECKSUMS,
+    HIDDEN_STATES,
+    ShardLayout,
+    bytes_of,
+    document_checksum,
+    index_checksum,
+    is_fp8,
+    scales_of,
+)
+from mtptrain.hidden_states.store import MANIFEST, PLAN, SCHEMA_VERSION, Manifest, ShardRecord, has_length, read_json
+from mtptrain.utils.files import file_sha256, publish, write_text
+
+TEMPORARY = ("shard_*.tmp", f"{PLAN}.*.tmp", f"{MANIFEST}.*.tmp", "mtptrain_*.tmp")
+"""Of shards, of the two files beside them, and folders of backends."""
+
+
+def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
+    """Documents of each shard: a shard ends with the document that reaches `shard_tokens`, whatever the number of ranks.
+
+    Args:
+        lengths: tokens of each document [D].
+        shard_tokens: at least 1.
+    """
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    shards: list[range] = []
+    start = 0
+    while start < len(lengths):
+        end = min(int(np.searchsorted(offsets, offsets[start] + shard_tokens)), len(lengths))
+        shards.append(range(start, end))
+        start = end
+    return shards
+
+
+def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, shards: Collection[int]) -> Manifest | None:
+    """Make the directory ready for shards, or for the rest of them after an interruption.
+
+    One process of a part calls it; other parts may be at work on other shards.
+
+    Args:
+        directory: of the store.
+        identity: what the states belong to.
+        shard_tokens: as in `shard_ranges`.
+        shards: indices of the part's own shards, whose leftovers are removed.
+
+    Returns:
+        The manifest where the store is finished and every shard lies there in full length: then nothing is left to do.
+
+    Raises:
+        ValueError: the directory holds states of another target, tokenizer, template, layers, dtype, prompts or shard size.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / MANIFEST).exists():
+        manifest = Manifest.read(directory)
+        refuse_other(directory / MANIFEST, identity, manifest.identity, shard_tokens, manifest.shard_tokens)
+        if all(has_length(directory / record.file, record) for record in manifest.shards):
+            _remove(directory, "*.tmp", PLAN, "shard_*.json")
+            return manifest
+        _reopen(directory, manifest)
+    elif (directory / PLAN).exists():
+        plan = read_json(directory / PLAN)
+        refuse_other(directory / PLAN, identity, identity_from_json(plan["identity"]), shard_tokens, plan["shard_tokens"])
+    else:
+        _write_plan(directory, identity, shard_tokens)
+    _remove_leftovers(directory, shards)
+    return None
+
+
+def _remove_leftovers(directory: Path, shards: Collection[int]) -> None:
+    """Remove unfinished files of these shards, shards without a record, and records whose shard is missing or truncated."""
+    indices = {shard_path(directory, index).stem: index for index in shards}
+    for path in list(directory.glob("shard_*")):
+        index = indices.get(path.name.split(".")[0])
+        if index is not None and (path.suffix == ".tmp" or not has_shard(directory, index)):
+            path.unlink(missing_ok=True)
+
+
+def has_shard(directory: Path, index: int) -> bool:
+    """Whether a shard was finished, by this part or by another, and has its full length.
+
+    Its record was written after its bytes were on the disk; they are not read again here. Training checks every document that it
+    reads, and `verify` all of them.
+    """
+    if read_record(directory, index) is not None:
+        return True
+    if not (directory / MANIFEST).exists():
+        return False
+    record = Manifest.read(directory).shards[index]  # another part has finished the store since
+    return has_length(directory / record.file, record)
+
+
+class ShardFile:
+    """A shard that is being filled: a file of full size under a temporary name, whose documents come in any order.
+
+    A kill leaves it complete or absent: it gets its name when every byte is on the disk, and then its record.
+    """
+
+    def __init__(
+        self, directory: Path, index: int, tokens: dict[str, torch.Tensor], hidden_size: int, num_captured: int, dtype: StoreDtype
+    ) -> None:
+        """Take the space of a shard.
+
+        Args:
+            directory: of a store that `begin_store` made ready.
+            index: of the shard.
+            tokens: `input_ids`, `loss_mask`, `document_offsets` and `document_ids`, as mtptrain/hidden_states/store.py lists them.
+            hidden_size: H.
+            num_captured: L of `aux_hidden_states`.
+            dtype: of the stored states.
+
+        Raises:
+            OSError: the disk has no room for it.
+        """
+        self._path = shard_path(directory, index)
+        self._temporary = _temporary_path(self._path)
+        self._tokens, self._num_captured, self._dtype = tokens, num_captured, dtype
+        self._hidden_size = hidden_size
+        self._layout = ShardLayout.of(tokens, hidden_size, num_captured, dtype)
+        self._checksums = torch.zeros(len(tokens["document_ids"]), CHECKSUM_BYTES, dtype=torch.uint8)
+        self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._is_open = True
+        try:
+            os.posix_fallocate(self._file, 0, self._layout.num_bytes)
+            _write_at(self._file, 0, self._layout.header)
+            for name, tensor in tokens.items():
+                self._write_tensor(name, 0, tensor)
+        except BaseException:
+            self.discard()
+            raise
+
+    def write(self, document: int, streams: torch.Tensor) -> None:
+        """Write the states of document `document` of the shard: [n, L + 1, H], captured layers first, in any float dtype.
+
+        Raises:
+            ValueError: a state is not finite.
+            OSError: the disk is full.
+        """
+        first, end = self._tokens["document_offsets"][document : document + 2].tolist()
+        assert streams.shape[:2] == (end - first, self._num_captured + 1), "streams of another document"
+        if not is_finite(streams):
+            raise ValueError(
+                f"{self._path}: hidden states must be finite, but those of document {int(self._tokens['document_ids'][document])} of "
+                "documents.jsonl are not; set hidden_states.dtype=float32, or take the document out of the data"
+            )
+        states = self._encoded(HIDDEN_STATES, streams[:, -1])
+        if self._num_captured:
+            states |= self._encoded(AUX_HIDDEN_STATES, streams[:, :-1])
+        for name, tensor in states.items():
+            self._write_tensor(name, first, tensor)
+        tokens = {name: self._tokens[name][first:end] for name in ("input_ids", "loss_mask")}
+        checksum = document_checksum({**tokens, **states})
+        self._checksums[document] = torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
+
+    def _encoded(self, name: str, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns states as they are stored, on the CPU, with their scales: computed where the states are."""
+        if not is_fp8(self._dtype, name):
+            return {name: states.to(torch.bfloat16).cpu().contiguous()}
+        values, scales = encode(states)
+        return {name: values.cpu(), scales_of(name): scales.cpu()}
+
+    def _write_tensor(self, name: str, first_row: int, tensor: torch.Tensor) -> None:
+        """Write rows of the shard's tensor `name`, from `first_row` of it."""
+        row_bytes = tensor[:1].numel() * tensor.element_size()
+        if row_bytes:
+            _write_at(self._file, self._layout.begins[name] + first_row * row_bytes, bytes_of(tensor))
+
+    def finish(self) -> None:
+        """Hash, publish, and record."""
+        self._write_tensor(CHECKSUMS, 0, self._checksums)
+        index = os.pread(self._file, self._layout.index_bytes, 0)
+        self._close()
+        record = ShardRecord(
+            file=self._path.name,
+            num_documents=len(self._tokens["document_ids"]),
+            num_tokens=len(self._tokens["input_ids"]),
+            num_supervised_tokens=int(self._tokens["loss_mask"].sum()),
+            num_bytes=self._layout.num_bytes,
+            sha256=file_sha256(self._temporary),
+            index_bytes=self._layout.index_bytes,
+            index_checksum=index_checksum(index, bytes_of(self._tokens["loss_mask"])),
+        )
+        publish(self._temporary, self._path)
+        _write_json(record_path(self._path), asdict(record))
+
+    def discard(self) -> None:
+        """Give the space back."""
+        self._close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            os.close(self._file)
+
+
+def is_finite(states: torch.Tensor) -> bool:
+    """Whether every value is finite: the least and the largest are, and either is NaN where any value is. On a CPU this takes a
+    hundredth of the time of `isfinite`, which writes a tensor of its own."""
+    return bool(torch.stack(torch.aminmax(states)).isfinite().all())
+
+
+def _write_at(file: int, position: int, content: bytes | memoryview) -> None:
+    view = memoryview(content)
+    while view:  # a call writes 2 GiB at most
+        written = os.pwrite(file, view, position)
+        view, position = view[written:], position + written
+
+
+def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hidden_size: int, num_shards: int) -> Manifest | None:
+    """Write the manifest over all shards and remove the records; None where shards of other parts are missing still.
+
+    One process of a part calls it, after the part's shards are written. Parts that end together write the same bytes.
+    """
+    records = [record for index in range(num_shards) if (record := read_record(directory, index)) is not None]
+    if len(records) < num_shards:
+        if not (directory / MANIFEST).exists():
+            return None
+        _remove(directory, PLAN, "shard_*.json")  # of a part that began while another finished
+        return Manifest.read(directory)
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        identity=identity,
+        shard_tokens=shard_tokens,
+        hidden_size=hidden_size,
+        num_documents=sum(record.num_documents for record in records),
+        num_tokens=sum(record.num_tokens for record in records),
+        num_supervised_tokens=sum(record.num_supervised_tokens for record in records),
+        shards=tuple(records),
+    )
+    try:
+        _write_json(directory / MANIFEST, asdict(manifest))
+    except FileNotFoundError:  # another part has just written it, and removed what lay around
+        return Manifest.read(directory)
+    _remove(directory, *TEMPORARY, PLAN, "shard_*.json")
+    return manifest
+
+
+def read_record(directory: Path, index: int) -> ShardRecord | None:
+    """Returns the record of a shard that has its full length."""
+    path = shard_path(directory, index)
+    try:
+        record = ShardRecord(**read_json(record_path(path)))
+    except FileNotFoundError:
+        return None
+    return record if has_length(path, record) else None
+
+
+def _reopen(directory: Path, manifest: Manifest) -> None:
+    """Make a finished store that lost a shard an unfinished one; the manifest goes last, so that a kill in between is harmless."""
+    for record in manifest.shards:
+        if has_length(directory / record.file, record):
+            _write_json(record_path(directory / record.file), asdict(record))
+    _write_plan(directory, manifest.identity, manifest.shard_tokens)
+    _remove(directory, MANIFEST)
+
+
+def _write_plan(directory: Path, identity: StoreIdentity, shard_tokens: int) -> None:
+    _write_json(directory / PLAN, {"identity": asdict(identity), "shard_tokens": shard_tokens})
+
+
+def shard_path(directory: Path, index: int) -> Path:
+    return directory / f"shard_{index:05d}.safetensors"
+
+
+def record_path(shard: Path) -> Path:
+    return shard.with_suffix(".json")
+
+
+def _temporary_path(path: Path) -> Path:
+    """Of this process alone: workers may outlive a killed torchrun and write the same shard as the run that resumes."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+
+
+def _write_json(path: Path, content: object) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n", _temporary_path(path))
+
+
+def _remove(directory: Path, *patterns: str) -> None:
+    for pattern in patterns:
+        for path in directory.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,0 +1,263 @@
+"""Counts memory, FLOPs, bytes moved and host-device synchronisations of operators, on tensors with or without data."""
+
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+WAITING = frozenset(
+    (
+        "_local_scalar_dense",
+        "is_nonzero",
+        "equal",
+        "nonzero",
+        "masked_select",
+        "bincount",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+    )
+)
+"""Operators after which the host must read the result or its shape."""
+MASKED = frozenset(("index", "index_put", "index_put_"))
+"""Operators after which the host must read a shape if an index is a boolean mask."""
+WRITING = frozenset(("fill", "fill_", "zero_", "zeros_like", "full_like", "ones_like", "zeros", "full", "ones", "arange"))
+"""Operators that write their result without reading a tensor of its size."""
+FLASH_OF_CPUS = frozenset(("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"))
+ATTENTION = FLASH_OF_CPUS | {"_flash_attention_forward", "_flash_attention_backward"}
+PART_READING = frozenset(("index", "index_select", "gather", "embedding"))
+"""Operators that read only as many bytes of their first tensor as they write."""
+
+
+class Meter(TorchDispatchMode):
+    """Counts the operators that are dispatched inside its `with` block.
+
+    Each operator counts as reading its inputs and writing its outputs once, as eager kernels do. Views and `empty` move nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = Counter[str]()
+        """The most memory alive at once on each device. Counts the outputs of operators and the tensors passed to `hold`."""
+        self.matmul_flops = 0
+        self.matmul_bytes = 0
+        self.attention_flops = 0
+        self.attention_bytes = 0
+        self.elementwise_bytes = 0
+        """Bytes moved by operators that are neither matrix products nor flash attention."""
+        self.bytes_of = Counter[str]()
+        """`elementwise_bytes` by the operator's name, without the operators inside `fused`."""
+        self.num_calls = Counter[str]()
+        self.syncs = Counter[str]()
+        """How often the host waits for a CUDA device, by operator and calling line."""
+        self._alive_bytes = Counter[str]()
+        self._alive: set[int] = set()
+        self._is_fused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_composite(func):  # inference mode dispatches `linear`, `matmul` and the like undivided
+            with self:
+                return func.decompose(*args, **kwargs)
+        name = func._overloadpacket.__name__
+        self.num_calls[name] += 1
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if _waits(name, args, kwargs, inputs):  # before the call, which raises for a tensor without data
+            self.syncs[f"{name} at {_caller()}"] += 1
+        if name == "_flash_attention_backward":
+            self._count_peak(args[1].device, flash_scratch_bytes(args))
+        out = func(*args, **kwargs)
+        outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if func.namespace == "aten":
+            self._count(func, name, args, kwargs, inputs, outputs, out)
+        self.hold(*outputs)
+        return out
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        """Count the memory of tensors until it is freed, without keeping them alive."""
+        for tensor in tensors:
+            storage, device = tensor.untyped_storage(), str(tensor.device)
+            key, num_bytes = storage._cdata, storage.nbytes()
+            if key not in self._alive:
+                self._alive.add(key)
+                self._alive_bytes[device] += num_bytes
+                self._count_peak(tensor.device)
+                weakref.finalize(storage, self._release, key, device, num_bytes)
+
+    def _count_peak(self, device: torch.device, scratch_bytes: int = 0) -> None:
+        name = str(device)
+        self.peak_bytes[name] = max(self.peak_bytes[name], self._alive_bytes[name] + scratch_bytes)
+
+    def fused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function and count the bytes that compiled kernels would move. Used with `mtptrain.utils.compile.fused_through`.
+
+        Compiled kernels read the arguments and write the results, in the forward and in the backward pass, and move the inputs and
+        outputs of matrix products. Other intermediate tensors never reach memory.
+        """
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, torch.Tensor)):
+            out = _Fused.apply(self, partial(function, **kwargs), *args)  # type: ignore[no-untyped-call]
+        else:
+            with self.fusing():
+                out = function(*args, **kwargs)
+        self.elementwise_bytes += sum(num_bytes_of(x) for x in [*tensors, *tree_leaves(out)] if isinstance(x, torch.Tensor))
+        return out
+
+    @contextmanager
+    def fusing(self) -> Iterator[None]:
+        """Inside this context, all operators count as one kernel."""
+        self._is_fused = True
+        try:
+            yield
+        finally:
+            self._is_fused = False
+
+    def _release(self, key: int, device: str, num_bytes: int) -> None:
+        self._alive.discard(key)
+        self._alive_bytes[device] -= num_bytes
+
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, inputs: Any, outputs: Any, out: Any) -> None:
+        if func.is_view or not outputs or name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh")):
+            return
+        num_bytes = _moved(name, inputs, outputs)
+        if name in ATTENTION:
+            self.attention_flops += attention_flops(name, args)
+            self.attention_bytes += num_bytes
+        elif func._overloadpacket in flop_registry:
+            self.matmul_flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            self.matmul_bytes += num_bytes
+            if self._is_fused:
+                self.elementwise_bytes += num_bytes_of(inputs[-2]) + sum(map(num_bytes_of, outputs))
+        elif not self._is_fused:
+            self.elementwise_bytes += num_bytes
+            self.bytes_of[name] += num_bytes
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+    return (
+        func.namespace == "aten"
+        and func._overloadpacket not in flop_registry
+        and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit)
+    )
+
+
+class _Fused(torch.autograd.Function):
+    """A function whose backward pass is also one kernel. Weights that it uses but does not take as arguments get gradients too."""
+
+    @staticmethod
+    def forward(ctx: Any, meter: Meter, function: Callable[..., Any], *args: Any) -> Any:
+        ctx.meter, ctx.args = (
+            meter,
+            [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args],
+        )
+        with torch.enable_grad(), meter.fusing():
+            ctx.out = function(*ctx.args)
+        return tuple(x.detach() for x in ctx.out) if isinstance(ctx.out, tuple) else ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        outs = ctx.out if isinstance(ctx.out, tuple) else (ctx.out,)
+        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+        with ctx.meter.fusing():
+            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        found = [x.grad if isinstance(x, torch.Tensor) else None for x in ctx.args]
+        moved = [
+            *(grad for _, grad in pairs),
+            *(x for x in ctx.args if isinstance(x, torch.Tensor)),
+            *(x for x in found if x is not None),
+        ]
+        ctx.meter.elementwise_bytes += sum(map(num_bytes_of, moved))
+        ctx.out = ctx.args = None
+        return None, None, *found
+
+
+def attention_flops(name: str, args: Any) -> int:
+    """Returns the FLOPs of a flash kernel.
+
+    For each query and each key that it sees, these are two products in the forward pass and five in the backward pass. If the
+    segment offsets have no data, every segment counts as being as long as the longest one.
+    """
+    products, tensors = (2, args) if "backward" not in name else (5, args[1:])
+    query, key = tensors[:2]
+    if name in FLASH_OF_CPUS:  # [B, heads, S, head_dim]
+        is_causal = args[4 if products == 2 else 7]
+        return products * query.numel() * key.shape[2] * 2 // (2 if is_causal else 1)
+    offsets = tensors[3:5] if products == 2 else tensors[5:7]
+    longest, is_causal = (args[5:7], args[8]) if products == 2 else (args[8:10], args[11])
+    pairs = sum(
+        q * k / 2 if is_causal else q * k for q, k in zip(*(_lengths(*x) for x in zip(offsets, longest, strict=True)), strict=True)
+    )
+    return int(products * 2 * query.shape[1] * query.shape[2] * pairs)
+
+
+def flash_scratch_bytes(args: Any) -> int:
+    """Returns the memory that flash attention's backward pass allocates: its results, and scratch that the dispatcher does not see.
+
+    The scratch is the query's gradient in fp32 and one sum per row, both padded by 128 rows per segment. With fewer key heads than
+    query heads it also holds gradients of keys and values for each query head (`mha_varlen_bwd` of FlashAttention 2).
+    """
+    query, key, offsets = args[1], args[2], args[6]
+    num_heads, head_dim = query.shape[1:]
+    padded_rows = query.shape[0] + 128 * (len(offsets) - 1)
+    of_each_head = 2 * key.shape[0] * num_heads * head_dim * key.element_size() if key.shape[1] != num_heads else 0
+    # At the end of the kernel the results are allocated too.
+    results = num_bytes_of(query) + 2 * num_bytes_of(key)
+    return int(padded_rows * num_heads * (-(-head_dim // 32) * 32 + 1) * 4 + of_each_head + results)
+
+
+def _lengths(offsets: torch.Tensor, longest: int) -> list[int]:
+    if isinstance(offsets, FakeTensor):
+        return [longest] * (len(offsets) - 1)
+    with unset_fake_temporarily():
+        return offsets.diff().tolist()
+
+
+def _moved(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    written = sum(map(num_bytes_of, outputs))
+    if name in WRITING:
+        return written
+    if name == "copy_":
+        return num_bytes_of(inputs[1]) + written
+    if name in PART_READING:
+        return 2 * written + sum(map(num_bytes_of, inputs[1:]))
+    if name in ("index_put_", "index_put"):
+        return sum(map(num_bytes_of, inputs[1:])) + num_bytes_of(inputs[-1])
+    return sum(map(num_bytes_of, inputs)) + written
+
+
+def num_bytes_of(x: torch.Tensor) -> int:
+    """Returns the bytes of a tensor; expanded dimensions count once."""
+    count = x.element_size()
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        count *= size if stride else 1
+    return count
+
+
+def _waits(name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
+    """Returns whether the host waits for a CUDA device: to read a value or a shape, or for a copy that is not `non_blocking`."""
+    devices = {x.device.type for x in inputs}
+    if name in ("_to_copy", "copy_"):
+        is_free = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
+        devices |= {torch.device(kwargs["device"]).type} if kwargs.get("device") else set()
+        return "cuda" in devices and len(devices) > 1 and not is_free
+    if "cuda" not in devices:
+        return False
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    return name in WAITING or (name in MASKED and any(x is not None and x.dtype == torch.bool for x in args[1]))
+
+
+def _caller() -> str:
+    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.filename != __file__]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"

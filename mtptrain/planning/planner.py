@@ -1,0 +1,247 @@
+"""The plan of a run as a table, and what of it will not fit.
+
+Reads the target's config.json (of a hub name that file alone) and, where data_prep.prompts has been run, its documents; loads no
+weights and writes nothing. Printed in place of the run by
+
+    python -m data_prep.hidden_states recipe=llama3_1_8b_mtp plan=true
+"""
+
+from rich.console import Console
+from rich.table import Table
+
+from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
+from mtptrain.hidden_states.stream import OPEN_WINDOWS
+from mtptrain.planning.plan import ENGINE_SHARE, FITTING_SHARE, Plan, TrainMemory, make_plan
+from mtptrain.planning.speed import Speed
+
+
+def print_plan(config: PipelineConfig) -> Plan:
+    """Print the plan of a run, and warn of what will not fit.
+
+    Raises:
+        FileNotFoundError: the target does not exist.
+        ValueError: the target's family is not supported, or the head does not fit the target.
+    """
+    plan = make_plan(config)
+    table = Table(title=f"plan of {config.run_dir}: estimates, but for what is said to be measured", show_header=False)
+    for name, value in plan_rows(plan, config):
+        table.add_row(name, value)
+    table.add_row("free disk", f"{_gb(plan.free_bytes)} where run_dir is")
+    table.add_row("export", f"{_gb(plan.export_bytes)} of the machine's memory, whatever the target's layers take")
+    console = Console()
+    console.print(table, markup=False)
+    for warning in plan_warnings(plan, config):
+        console.print(f"WARNING {warning}", markup=False, highlight=False, soft_wrap=True)
+    return plan
+
+
+def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
+    """The plan as names and texts, but for what depends on the disk at hand."""
+    chosen, memory = config.hidden_states.store_dtype, plan.memory
+    sizes = {
+        dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)" for dtype in plan.store_bytes
+    }
+    target = f"{plan.target.num_parameters / 1e9:.2f} B parameters, {_gb(plan.target_bytes_per_gpu)} of weights on each GPU"
+    if plan.is_spread:
+        target += f", spread by accelerate over {config.planner.num_gpus} in one process"
+    elif config.hidden_states.backend is Backend.vllm and config.hidden_states.tensor_parallel_size > 1:
+        target += f", tensor parallel over {config.hidden_states.tensor_parallel_size}"
+    is_vllm = config.hidden_states.backend is Backend.vllm
+    weights, states = plan.target_bytes_per_gpu, plan.states_in_flight_bytes
+    extraction = ("extraction, each GPU", f"{_gb(weights + states)}: weights {_gb(weights)}, states in flight {_gb(states)}")
+    return [
+        ("documents", _describe_workload(plan, config)),
+        ("hidden states", f"{sizes.pop(chosen)}; " + "; ".join(sizes.values())),
+        *([("streamed", f"{_gb(streamed_bytes(plan, config))} at a time")] * config.train.stream),
+        *([("scratch", f"{plan.scratch_bytes_per_token:,} bytes/token of vLLM's files, gone with each shard")] * is_vllm),
+        ("target", f"{target}, {config.hidden_states.backend}"),
+        *([extraction] * is_vllm),
+        ("head", f"{config.head.name}, {plan.head_parameters / 1e6:,.1f} M parameters"),
+        ("training, each GPU", f"{_gb(memory.state + memory.activations)}: {_describe_memory(memory)}"),
+        *([("validation, each GPU", _describe_validation(memory))] if memory.validation else []),
+        ("training", f"{plan.num_steps:,} steps of {config.train.batch_tokens * config.train.micro_batches_per_step:,} tokens"),
+        ("time of hidden states", _describe_speed(plan.hidden_states)),
+        ("time of training", _describe_speed(plan.train)),
+        ("time of both", _duration(plan.hidden_states.seconds + plan.train.seconds)),
+    ]
+
+
+def _describe_workload(plan: Plan, config: PipelineConfig) -> str:
+    work = plan.workload
+    if work.is_counted:
+        share = work.supervised_tokens / max(1, work.tokens)
+        return (
+            f"{work.documents:,} with {work.tokens:,} tokens, {work.supervised_tokens:,} supervised ({share:.0%}); the longest "
+            f"{work.longest_tokens:,}"
+        )
+    bounds = f"each of {work.longest_tokens:,} and every token supervised, as bounds: data_prep.prompts has not been run"
+    what = "at most {:,} tokens" if config.prompts.max_train_tokens else "for each {:,} tokens"
+    return f"{what.format(work.tokens)}, {bounds}"
+
+
+def _describe_memory(memory: TrainMemory) -> str:
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        f"optimizer (ZeRO {memory.zero_stage})": memory.optimizer,
+        "frozen parts": memory.frozen_parts,
+        "activations": memory.activations,
+    }
+    if memory.validation_target:
+        parts["target for validation"] = memory.validation_target
+    return ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
+
+
+def _describe_validation(memory: TrainMemory) -> str:
+    parts = f"{_gb(memory.validation)} for keys, values and prompts, in place of the activations"
+    return f"{_gb(memory.state + memory.validation)}: {parts}"
+
+
+def _describe_speed(speed: Speed) -> str:
+    cost = f", {speed.flops_per_token / 1e9:,.3g} GFLOP/token" if speed.flops_per_token else ""
+    return f"{_duration(speed.seconds)} at {speed.tokens_per_s:,.0f} tokens/s, {speed.basis}{cost}"
+
+
+def plan_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
+    """What will not fit, and what to change."""
+    return [
+        *_disk_warnings(plan, config),
+        *_target_warnings(plan, config),
+        *_memory_warnings(plan, config),
+        *_setting_warnings(plan, config),
+    ]
+
+
+def _disk_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
+    streamed = streamed_bytes(plan, config)
+    size = streamed if config.train.stream else plan.store_bytes[config.hidden_states.store_dtype]
+    if size <= plan.free_bytes:
+        return []
+    eight_bits = config.hidden_states.store_dtype is not StoreDtype.fp8
+    smaller = f"hidden_states.store_dtype=fp8 ({_gb(plan.store_bytes[StoreDtype.fp8])}), " if eight_bits else ""
+    if streamed <= plan.free_bytes:
+        smaller += f"train.stream=true ({_gb(streamed)} at a time, one epoch), "
+    elif config.train.stream:
+        smaller += "a lower train.stream_shards, "
+    return [
+        f"run_dir: {_gb(size)} must be free for the hidden states, but {_gb(plan.free_bytes)} are in {config.run_dir}; set {smaller}"
+        "run_dir to a larger disk, or a lower prompts.max_train_tokens"
+    ]
+
+
+def streamed_bytes(plan: Plan, config: PipelineConfig) -> int:
+    """Returns the most that the store takes at a time with `train.stream`: its open windows."""
+    settings = config.hidden_states
+    window_tokens = OPEN_WINDOWS * config.train.stream_shards * settings.shard_tokens
+    return min(plan.store_bytes[settings.store_dtype], window_tokens * plan.bytes_per_token[settings.store_dtype])
+
+
+def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
+    room, settings = FITTING_SHARE * config.planner.gpu_memory_gb * 1e9, config.hidden_states
+    gpus_of_engine = _gpus_of_engine(plan, config)
+    warnings = []
+    if plan.target_bytes_per_gpu > room:
+        with_vllm = f"set hidden_states.tensor_parallel_size={gpus_of_engine} with hidden_states.backend=vllm, or "
+        warnings.append(
+            f"target.path: weights must fit {_gb(room)} of each GPU in extraction, but take {_gb(plan.target_bytes_per_gpu)}; "
+            f"{with_vllm * (gpus_of_engine is not None)}take more GPUs in one machine"
+        )
+    elif settings.backend is Backend.vllm:
+        warnings += _states_warnings(plan, config)
+    elif plan.is_spread and gpus_of_engine is not None and gpus_of_engine <= config.planner.num_gpus:
+        warnings.append(
+            f"target.path: weights must fit {_gb(room)} of one GPU for every GPU to work at once, but take {_gb(plan.target_bytes)}; "
+            "start data_prep.hidden_states as one process, over which accelerate spreads them, or set hidden_states.backend=vllm "
+            f"hidden_states.tensor_parallel_size={gpus_of_engine}"
+        )
+    if settings.backend is Backend.vllm and config.planner.num_gpus % settings.tensor_parallel_size:
+        warnings.append(
+            f"hidden_states.tensor_parallel_size: must divide the {config.planner.num_gpus} GPUs of planner.num_gpus, but is "
+            f"{settings.tensor_parallel_size}; change one of them"
+        )
+    return warnings
+
+
+def _states_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
+    room, settings = ENGINE_SHARE * config.planner.gpu_memory_gb * 1e9, config.hidden_states
+    states, gpus_of_engine = plan.states_in_flight_bytes, _gpus_of_engine(plan, config)
+    if plan.target_bytes_per_gpu + states <= room:
+        return []
+    is_enough = gpus_of_engine is not None and gpus_of_engine <= config.planner.num_gpus
+    more_gpus = f"set hidden_states.tensor_parallel_size={gpus_of_engine}, " if is_enough else "set "
+    return [
+        f"hidden_states.batch_tokens: weights and states in flight must fit {_gb(room)} of each GPU with vLLM, but take "
+        f"{_gb(plan.target_bytes_per_gpu + states)}, {_gb(states)} of them for the states of two batches of "
+        f"{settings.batch_tokens:,} tokens and a document of {plan.workload.longest_tokens:,}, which no tensor parallelism divides; "
+        f"{more_gpus}a lower hidden_states.batch_tokens, a lower prompts.max_document_tokens, or hidden_states.backend=transformers"
+    ]
+
+
+def _gpus_of_engine(plan: Plan, config: PipelineConfig) -> int | None:
+    """Least power of two of GPUs over which vLLM has room for weights and states in flight; None where no number has."""
+    memory = config.planner.gpu_memory_gb * 1e9
+    left = min(FITTING_SHARE * memory, ENGINE_SHARE * memory - plan.states_in_flight_bytes)
+    return _power_of_two(plan.target_bytes / left) if left > 0 else None
+
+
+def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
+    memory, room = plan.memory, config.planner.gpu_memory_gb * 1e9
+    without_target = memory.state - memory.validation_target + memory.activations
+    of_validation = memory.state + memory.validation
+    warnings = []
+    recompute = "" if config.train.recompute else "set train.recompute=true, or "
+    if without_target > room:
+        warnings.append(
+            f"train.batch_tokens: training must fit {_gb(room)} of each GPU, but takes {_gb(without_target)}, {_gb(memory.activations)} of "
+            f"them for activations; {recompute}lower it from {config.train.batch_tokens}, with prompts.max_document_tokens, or "
+            f"head.ttt_steps from {config.head.ttt_steps}"
+        )
+    elif without_target + memory.validation_target > room:
+        bf16 = "" if config.acceptance.dtype is Dtype.bfloat16 else "acceptance.dtype=bfloat16, "
+        left, needed = _gb(room - without_target), _gb(memory.validation_target)
+        warnings.append(
+            f"train.validation_prompts: the target must fit beside training, for validation on every GPU, but takes {needed} where {left} "
+            f"are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 and measure the last head with "
+            "eval.acceptance, or take GPUs with more memory"
+        )
+    elif of_validation > room:
+        warnings.append(
+            f"acceptance.batch_tokens: validation must fit {_gb(room)} of each GPU, but takes {_gb(of_validation)}, "
+            f"{_gb(memory.validation)} of them for keys, values and prompts; lower it from {config.acceptance.batch_tokens:,}, lower "
+            "acceptance.batch_size, or set train.validation_prompts=0"
+        )
+    return warnings
+
+
+def _setting_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
+    longest, num_gpus, per_step = plan.workload.longest_tokens, config.planner.num_gpus, config.train.micro_batches_per_step
+    again = " and run data_prep.prompts again" if plan.workload.is_counted else ""
+    warnings = []
+    if longest > plan.max_position_embeddings:
+        warnings.append(
+            f"prompts.max_document_tokens: documents must have at most {plan.max_position_embeddings:,} tokens, the target's "
+            f"max_position_embeddings, but have up to {longest:,}; lower it{again}"
+        )
+    if longest > config.train.batch_tokens:
+        warnings.append(
+            f"train.batch_tokens: must be at least the longest document, up to {longest:,} tokens, but is {config.train.batch_tokens:,}; "
+            f"raise it, or lower prompts.max_document_tokens{again}"
+        )
+    if per_step % num_gpus:
+        warnings.append(
+            f"train.micro_batches_per_step: must be a multiple of the {num_gpus} GPUs of planner.num_gpus, but is {per_step}; set it to "
+            f"{-(-per_step // num_gpus) * num_gpus}"
+        )
+    return warnings
+
+
+def _power_of_two(at_least: float) -> int:
+    return 1 << max(0, int(-(-at_least // 1)) - 1).bit_length()
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.0f} GB" if num_bytes >= 99.5e9 else f"{num_bytes / 1e9:.3g} GB"

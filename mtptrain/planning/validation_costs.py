@@ -1,0 +1,80 @@
+"""Estimates the memory of validation besides the target's weights: the caches of a batch, and the forward over its prompts."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedConfig
+
+from mtptrain.config import PipelineConfig, PromptSource
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.speculate import Verified
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.files import build_head
+from mtptrain.planning.costs import _DefaultDtype, _frozen_parts
+from mtptrain.planning.meter import Meter
+from mtptrain.target.model import TargetStates
+
+
+def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
+    """Returns the most bytes that validation needs at once on a GPU, in addition to the target's and the head's weights.
+
+    This is an upper bound: it assumes the largest batch that the settings allow, and that all of its tokens are prompts. Later
+    rounds process only a few rows per sequence and need less memory than the prompts do.
+
+    Args:
+        config: the run's settings.
+        target_config: the target's config.
+        longest_tokens: tokens of the longest document.
+    """
+    dtype = getattr(torch, config.acceptance.dtype.value)
+    prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
+    drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)  # slots that `speculate` adds to prompt and answer
+    cached = (tokens + drafted_slots) * cached_values(target_config) * dtype.itemsize
+    by_target = tokens * forward_values(target_config) * dtype.itemsize
+    return cached + max(by_target, head_prompt_bytes(config.head, target_config, dtype, tokens))
+
+
+def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
+    """Returns the most prompts that validation decodes together on a GPU, and their tokens including answers and padding."""
+    new_tokens = config.train.validation_new_tokens
+    is_text = config.prompts.source is PromptSource.text_files
+    prompt_tokens = min(longest_tokens, config.acceptance.prompt_tokens) if is_text else longest_tokens
+    longest = min(prompt_tokens + new_tokens, context_tokens)
+    prompts = min(config.acceptance.batch_size, -(-config.train.validation_prompts // config.planner.num_gpus))
+    return prompts, max(longest, min(prompts * longest, config.acceptance.batch_tokens))
+
+
+def cached_values(target_config: PreTrainedConfig) -> int:
+    """Returns the number of values that the target's cache holds per token, over all layers."""
+    if target_config.model_type == "deepseek_v2":  # the cache holds the latent from which all heads' keys and values are made
+        of_layer = target_config.kv_lora_rank + target_config.qk_rope_head_dim
+    else:
+        head_dim = getattr(target_config, "head_dim", None) or target_config.hidden_size // target_config.num_attention_heads
+        of_layer = 2 * target_config.num_key_value_heads * head_dim
+    return int(target_config.num_hidden_layers * of_layer)
+
+
+def forward_values(target_config: PreTrainedConfig) -> int:
+    """Returns about how many values per token are alive at once in the MLP, the widest part of a decoder layer."""
+    hidden_size = target_config.hidden_size
+    dense = 3 * target_config.intermediate_size
+    experts_size = getattr(target_config, "moe_intermediate_size", None)
+    routed = target_config.num_experts_per_tok * (3 * experts_size + 2 * hidden_size) if experts_size else 0
+    return int(max(dense, routed) + 4 * hidden_size)  # plus the residual stream, its norm, and their sums
+
+
+def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Returns the peak bytes of a head's depth 0 over a prompt: the target's states, and the head's cache and activations."""
+    meter = Meter()
+    with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype), torch.no_grad():
+        head, parts = build_head(config, target_config), _frozen_parts(target_config)
+        meter.hold(*head.parameters(), *head.buffers(), parts.embed_tokens, parts.norm_weight, parts.lm_head)
+        held = meter.peak_bytes["cpu"]
+        with meter:
+            drafter = HeadDrafter(head, parts, 1)
+            drafter.start(1, tokens + 1)
+            states = torch.empty(1, tokens, target_config.hidden_size)
+            captured = torch.empty(1, tokens, len(head.capture_layers), target_config.hidden_size)
+            read = TargetStates(states, captured if head.capture_layers else None)
+            positions = torch.arange(tokens)[None]
+            drafter.first_depth(Verified(torch.zeros(1, tokens + 1, dtype=torch.long), torch.tensor([tokens + 1]), positions, read))
+    return meter.peak_bytes["cpu"] - held

@@ -1,0 +1,1 @@
+"""Runs vLLM in a process of its own, and compares its answers with ours."""

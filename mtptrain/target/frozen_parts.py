@@ -1,0 +1,139 @@
+"""The target's embeddings, final norm and lm_head: all that a head is tied to."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from transformers import (
+    PreTrainedConfig,
+)
+
+from mtptrain.target.families import OFFSET_NORM_MODEL_TYPES, read_target_config
+from mtptrain.target.hub import weight_files
+
+EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Dtypes in safetensors files whose numbers need no scale."""
+
+
+@dataclass(frozen=True)
+class FrozenParts:
+    """Embeddings, final norm and lm_head of the target: all that a head is tied to."""
+
+    embed_tokens: torch.Tensor  # [V, H]
+    norm_weight: torch.Tensor  # [H]
+    norm_eps: float
+    lm_head: torch.Tensor  # [V, H]
+    has_offset_norm: bool = False
+    """The norm multiplies by 1 + weight."""
+    logit_softcap: float | None = None
+    """The target's own logits are kept within +- this."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, weights: Mapping[str, torch.Tensor]) -> "FrozenParts":
+        """From the target's tensors by name; tied ones need the embeddings alone."""
+        embed_tokens = weights[EMBED_TOKENS]
+        return cls(
+            embed_tokens,
+            weights[FINAL_NORM],
+            config.rms_norm_eps,
+            embed_tokens if config.tie_word_embeddings else weights[LM_HEAD],
+            config.model_type in OFFSET_NORM_MODEL_TYPES,
+            getattr(config, "final_logit_softcapping", None),
+        )
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the table as they are: what engines share with a head.
+
+        Gemma multiplies by sqrt(H) behind its table, in its own forward only (vLLM's Gemma3Model.embed_input_ids).
+        """
+        return F.embedding(input_ids, self.embed_tokens)  # [..., H]
+
+    def final_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Post-norm states from those after the last layer, rounded where the family's own norm rounds."""
+        states, dtype = hidden_states.float(), self.norm_weight.dtype
+        normed = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)  # [..., H]
+        if self.has_offset_norm:
+            return (normed * (1.0 + self.norm_weight.float())).to(dtype)
+        return self.norm_weight * normed.to(dtype)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's own, soft-capped where it does so."""
+        logits = F.linear(states, self.lm_head)  # [..., V]
+        return logits if self.logit_softcap is None else torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "FrozenParts":
+        embed_tokens, norm_weight = self.embed_tokens.to(device, dtype), self.norm_weight.to(device, dtype)
+        lm_head = embed_tokens if self.lm_head is self.embed_tokens else self.lm_head.to(device, dtype)
+        return replace(self, embed_tokens=embed_tokens, norm_weight=norm_weight, lm_head=lm_head)
+
+
+def load_frozen_parts(target_dir: Path) -> FrozenParts:
+    """Read embeddings, final norm and lm_head from the target's safetensors, and no other tensor.
+
+    Raises:
+        ValueError: a tensor is missing or quantised, or the family is not supported.
+    """
+    config = read_target_config(target_dir)
+    refuse_quantised_parts(target_dir)
+    wanted = {EMBED_TOKENS, FINAL_NORM} | (set() if config.tie_word_embeddings else {LM_HEAD})
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(target_dir):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in wanted.intersection(file.keys())}
+    _refuse_missing(target_dir, wanted - tensors.keys())
+    return FrozenParts.of(config, tensors)
+
+
+def refuse_quantised_parts(target_dir: Path) -> None:
+    """Refuse a checkpoint with quantised embeddings or a quantised lm_head; reads the headers of its files alone.
+
+    Raises:
+        ValueError: one of them is quantised.
+    """
+    _refuse_quantised(target_dir, tuple(name.removesuffix("weight") for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD)))
+
+
+def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
+    """Refuse tensors of these modules that are no plain numbers, and scales that belong to others."""
+    for path in weight_files(target_dir):
+        with safe_open(path, framework="pt") as file:
+            names = sorted(name for name in file.keys() if name.startswith(prefixes))  # noqa: SIM118
+            dtypes = {name: file.get_slice(name).get_dtype() for name in names}
+        for name, dtype in dtypes.items():
+            module, _, parameter = name.rpartition(".")
+            if dtype not in PLAIN_DTYPES or "scale" in parameter:
+                raise ValueError(
+                    f"target.path: {module} must be stored unquantised, for training reads it without scales, but {path} has {name} in "
+                    f"{dtype}; choose the checkpoint before quantisation, or one that leaves this module out of it"
+                )
+
+
+def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
+    """Read the target's last decoder layer: tensors in fp32 by their names inside the layer, norms as what they multiply by.
+
+    Raises:
+        ValueError: a tensor is quantised, or the family is not supported.
+    """
+    config = read_target_config(target_dir)
+    prefix, offset = f"model.layers.{config.num_hidden_layers - 1}.", float(config.model_type in OFFSET_NORM_MODEL_TYPES)
+    _refuse_quantised(target_dir, (prefix,))
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(target_dir):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            tensors |= {name.removeprefix(prefix): file.get_tensor(name).float() for name in names}
+    return {name: tensor + offset * name.endswith("norm.weight") for name, tensor in tensors.items()}
+
+
+def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
+    if tensor_names:
+        named = sorted(tensor_names)[:3]
+        rest = f" and {len(tensor_names) - 3} more" if len(tensor_names) > 3 else ""
+        raise ValueError(
+            f"{target_dir}: the checkpoint must hold {', '.join(named)}{rest}, but does not; it is incomplete, fetch it again"
+        )

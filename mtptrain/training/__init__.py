@@ -1,0 +1,1 @@
+"""Stage 3: batches, losses, the training step, checkpoints and validation."""

@@ -1,0 +1,314 @@
+"""Packed batches for training: the aligned tensors of one batch, and the batches of every step.
+
+The documents of a step depend on the seed and the epoch alone, never on the number of ranks: a step has `micro_batches_per_step`
+batches of about equal cost, and rank r of W computes those with index r, r + W, ... among them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mtptrain.heads.packing import Packing
+from mtptrain.hidden_states.fp8 import decode, decode_into
+from mtptrain.hidden_states.shard_format import scales_of
+from mtptrain.hidden_states.store import HiddenStore, StoredDocument
+from mtptrain.training.step_packing import Step, balance, pack_documents, shuffled
+
+X = TypeVar("X")
+
+TOKEN_COST = 1 / 16
+"""Of a token that gives keys alone, where a row that drafts costs 1."""
+PAIR_COST = 1 / 32_768
+"""Of a row's attention to one token, likewise."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents packed without padding, each up to the last token that a draft needs, and what its rows read and predict."""
+
+    hidden_states: torch.Tensor
+    """Last layer before the final norm [N, H], as stored until `to` decodes it."""
+    aux_hidden_states: torch.Tensor | None
+    """Captured residual streams [N, L, H], for heads that read them; likewise."""
+    next_ids: torch.Tensor
+    """i64[N]: the token after each, which depth 0 reads, and depth k of the row k before it."""
+    is_draft: torch.Tensor
+    """bool[T, M]: depth k of a row is a draft that serving makes, so it counts."""
+    num_drafts: torch.Tensor
+    """f32[T]: drafts that count, by depth."""
+    packing: Packing
+    document_ids: tuple[int, ...]
+    document_tokens: int
+    """Of the whole documents, what is left out included."""
+    hidden_states_scales: torch.Tensor | None = None
+    """f32[N], where the states are e4m3."""
+    aux_hidden_states_scales: torch.Tensor | None = None
+    """f32[N, L], likewise."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.hidden_states.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.is_draft.shape[1]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        """On a device, the states in `dtype`: eight bits cross the bus as eight bits."""
+        moved = map_tensors(self, lambda x: x.to(device, non_blocking=True))
+        aux_hidden_states = moved.aux_hidden_states
+        return replace(
+            moved,
+            hidden_states=_decoded(moved.hidden_states, moved.hidden_states_scales, dtype),
+            aux_hidden_states=(
+                None if aux_hidden_states is None else _decoded(aux_hidden_states, moved.aux_hidden_states_scales, dtype)
+            ),
+            hidden_states_scales=None,
+            aux_hidden_states_scales=None,
+        )
+
+
+def _decoded(states: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return states.to(dtype) if scales is None else decode(states, scales, dtype)
+
+
+def map_tensors(x: X, function: Callable[[torch.Tensor], torch.Tensor]) -> X:
+    """The same dataclass, or tuple of such, with every tensor replaced."""
+    if isinstance(x, torch.Tensor):
+        return function(x)  # type: ignore[return-value]
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{field.name: map_tensors(getattr(x, field.name), function) for field in fields(x)})
+    if isinstance(x, tuple) and any(is_dataclass(part) for part in x):
+        return tuple(map_tensors(part, function) for part in x)  # type: ignore[return-value]
+    return x
+
+
+class StateBuffers:
+    """Memory of batches that are done with, for the states of those to come: on a CPU, fresh pages cost more than a copy into them.
+
+    For a GPU it is pinned, and torch itself uses that again once the copies from it are done.
+    """
+
+    def __init__(self, batch_tokens: int, for_gpu: bool = False) -> None:
+        self._batch_tokens = batch_tokens
+        self._for_gpu = for_gpu
+        self._free: list[torch.Tensor] = []
+
+    def take(self, num_tokens: int, row_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """[num_tokens, *row_shape], filled with anything."""
+        if self._for_gpu:
+            return torch.empty(num_tokens, *row_shape, dtype=dtype, pin_memory=True)
+        wanted = (dtype, row_shape)
+        fitting = (
+            i for i, buffer in enumerate(self._free) if (buffer.dtype, buffer.shape[1:]) == wanted and len(buffer) >= num_tokens
+        )
+        found = next(fitting, None)
+        if found is None:
+            return torch.empty(max(num_tokens, self._batch_tokens), *row_shape, dtype=dtype)[:num_tokens]
+        return self._free.pop(found)[:num_tokens]
+
+    def give_back(self, batch: Batch) -> None:
+        """Nothing may read the states of this batch from now on."""
+        if self._for_gpu:
+            return
+        states = (batch.hidden_states, batch.aux_hidden_states)
+        self._free += [x if x._base is None else x._base for x in states if x is not None]
+
+
+def make_batch(
+    documents: Sequence[StoredDocument], ttt_steps: int, decode_states: bool = False, buffers: StateBuffers | None = None
+) -> Batch:
+    """Pack documents and align every depth by design: the draft of token j at depth k counts only if tokens j-1-k .. j all lie in
+    one generated span of one document. Documents without a draft are left out.
+
+    Args:
+        documents: of one store.
+        ttt_steps: T.
+        decode_states: those of eight bits here and now, for a batch that stays on the CPU.
+        buffers: where the states are to lie; in memory of their own without.
+    """
+    kept: list[StoredDocument] = []
+    spans: list[tuple[int, int, int]] = []  # document, first row, rows
+    used = []
+    for document in sorted(documents, key=lambda document: len(document.input_ids), reverse=True):
+        first_rows, counts = draft_spans(document.loss_mask.numpy())
+        if len(counts):
+            spans += [(len(kept), int(first), int(count)) for first, count in zip(first_rows, counts, strict=True)]
+            kept.append(document)
+            used.append(int(first_rows[-1] + counts[-1]) + 1)  # the last row's teacher is the token behind it
+    assert kept, "no document has a draft"
+    packing = Packing.of(used, spans)
+    ends = torch.tensor([count for *_, count in spans], dtype=torch.long).cumsum(0)
+    of_row = torch.repeat_interleave(torch.arange(len(spans)), ends.diff(prepend=torch.zeros(1, dtype=torch.long)))  # [M], its span
+    rows_left = ends[of_row] - torch.arange(len(of_row))  # in the span, the row itself included
+    hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, buffers)
+    aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, buffers)
+    assert hidden_states is not None
+    is_draft = rows_left > torch.arange(ttt_steps)[:, None]  # [T, M]
+    return Batch(
+        hidden_states=hidden_states,
+        aux_hidden_states=aux_hidden_states,
+        next_ids=torch.cat([document.input_ids[1 : length + 1] for document, length in zip(kept, used, strict=True)]).long(),
+        is_draft=is_draft,
+        num_drafts=is_draft.sum(1, dtype=torch.float32),
+        packing=packing,
+        document_ids=tuple(document.document_id for document in kept),
+        document_tokens=sum(len(document.input_ids) for document in kept),
+        hidden_states_scales=hidden_states_scales,
+        aux_hidden_states_scales=aux_hidden_states_scales,
+    )
+
+
+def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First row and number of rows of each span of a document that drafts: from row t, tokens t + 1 and t + 2 must be generated."""
+    drafts = (loss_mask[1:-1] & loss_mask[2:]).astype(np.int8)
+    edges = np.diff(drafts, prepend=0, append=0)
+    first_rows = np.flatnonzero(edges == 1)
+    return first_rows, np.flatnonzero(edges == -1) - first_rows
+
+
+def pack_states(
+    documents: Sequence[StoredDocument], used: Sequence[int], name: str, decode_states: bool, buffers: StateBuffers | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """States [N, ..., H] of the first `used` tokens of each document, and the scales [N, ...] of those that are still e4m3."""
+    states, scales = (
+        [part[:count] for document, count in zip(documents, used, strict=True) if (part := getattr(document, field)) is not None]
+        for field in (name, scales_of(name))
+    )
+    if not states:
+        return None, None
+    buffers = buffers or StateBuffers(0)
+    lengths, row_shape = [len(part) for part in states], states[0].shape[1:]
+    if scales and decode_states:
+        packed = buffers.take(sum(lengths), row_shape, torch.bfloat16)
+        for out, values, document_scales in zip(packed.split(lengths), states, scales, strict=True):
+            decode_into(out, values, document_scales)
+        return packed, None
+    packed = torch.cat(states, out=buffers.take(sum(lengths), row_shape, states[0].dtype))
+    return packed, torch.cat(scales) if scales else None
+
+
+def document_costs(store: HiddenStore) -> NDArray[np.float64]:
+    """What each document costs in training, in rows that draft [D]; 0 where it has none."""
+    return np.concatenate([shard_costs(mask, offsets) for mask, offsets in store.loss_masks()])
+
+
+def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Returns the costs [D] of documents whose loss masks [N] follow each other, document i at `offsets[i]`.
+
+    All documents are counted in one go: a store may have millions.
+    """
+    drafts = np.zeros(len(loss_mask) + 2, np.uint8)  # with a token that does not draft at either end
+    drafts[1:-3] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
+    for behind in (1, 2):  # the last two tokens of a document have no draft
+        drafts[1 + np.maximum(offsets[1:] - behind, 0)] = 0
+    changes = np.flatnonzero(drafts[1:] != drafts[:-1])
+    first_rows, ends = changes[::2], changes[1::2]
+    document = np.searchsorted(offsets, first_rows, side="right") - 1  # of each span
+    counts, first_rows, ends = ends - first_rows, first_rows - offsets[document], ends - offsets[document]
+    num_documents = len(offsets) - 1
+    last_ends = np.zeros(num_documents)
+    last_ends[document] = ends  # the last one stays
+    rows_and_pairs = counts + PAIR_COST * (counts * (first_rows + counts / 2))
+    return TOKEN_COST * last_ends + np.bincount(document, rows_and_pairs, num_documents)
+
+
+class BatchSchedule:
+    """Every step's batches, known from the start: resuming is counting. Steps are asked for in rising order."""
+
+    def __init__(
+        self,
+        store: HiddenStore,
+        ttt_steps: int,
+        batch_tokens: int,
+        micro_batches_per_step: int,
+        seed: int,
+        for_gpu: bool = True,
+        order: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Pack the first epoch.
+
+        Args:
+            store: of the documents.
+            ttt_steps: T.
+            batch_tokens: of one micro-batch at most.
+            micro_batches_per_step: over all ranks.
+            seed: shuffles the documents of each epoch.
+            for_gpu: read ahead in a thread, into pinned memory.
+            order: of the documents of the only epoch, where the store asks for one.
+        """
+        self.store = store
+        self.order = order
+        self.for_gpu = for_gpu
+        self.ttt_steps = ttt_steps
+        self.batch_tokens = batch_tokens
+        self.micro_batches_per_step = micro_batches_per_step
+        self.seed = seed
+        self.costs = document_costs(store)
+        self._pins = for_gpu and torch.cuda.is_available()
+        self._buffers = StateBuffers(batch_tokens, self._pins)
+        self._epoch, self._first_step = 0, 0  # of the epoch in _packed
+        self._packed = self._pack(epoch=0)
+        self.steps_per_epoch = len(self._packed)
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"train.micro_batches_per_step: must be at most the number of documents that train, but is {micro_batches_per_step} "
+                f"with {np.count_nonzero(self.costs)} of them in {store.directory}; lower it"
+            )
+
+    def _pack(self, epoch: int) -> list[Step]:
+        lengths = self.store.document_lengths
+        is_streamed = self.order is not None
+        order = shuffled(len(lengths), self.seed, epoch) if self.order is None else self.order
+        return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, order, not is_streamed)
+
+    @property
+    def first_epoch(self) -> list[Step]:
+        """Returns the document indices of every micro-batch of every step of the first epoch."""
+        return self._packed if self._epoch == 0 else self._pack(0)
+
+    def documents_of(self, step: int) -> Step:
+        """Document indices of each micro-batch of a step, counted over all epochs."""
+        while step >= self._first_step + len(self._packed):
+            self._first_step += len(self._packed)
+            self._epoch += 1
+            self._packed = self._pack(self._epoch)
+        documents = self._packed[step - self._first_step]
+        return balance(documents, self.store.document_lengths, self.costs, self.batch_tokens)
+
+    def micro_batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
+        """This rank's batches of a step."""
+        return [
+            self._pinned(make_batch([self.store.document(i) for i in documents], self.ttt_steps, not self.for_gpu, self._buffers))
+            for documents in self.documents_of(step)[rank::world_size]
+        ]
+
+    def _pinned(self, batch: Batch) -> Batch:
+        """For a GPU, so that copies to it run beside the step."""
+        return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if self._pins else batch
+
+    def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
+        """This rank's batches of steps first_step .. last_step - 1; for a GPU each is read while the step before it runs.
+
+        A step on a CPU keeps all its cores: a reader beside it cost a third of its speed, and reading first costs a hundredth.
+        The states of a step's batches are overwritten once those of the next step are asked for.
+        """
+        reader = ThreadPoolExecutor(max_workers=1) if self.for_gpu else None
+        coming: Future[list[Batch]] | None = None
+        try:
+            for step in range(first_step, last_step):
+                ready = self.micro_batches(step, rank, world_size) if coming is None else coming.result()
+                if reader is not None and step + 1 < last_step:
+                    coming = reader.submit(self.micro_batches, step + 1, rank, world_size)
+                yield ready
+                for batch in ready:
+                    self._buffers.give_back(batch)
+        finally:
+            self.store.close()
+            if reader is not None:
+                reader.shutdown()

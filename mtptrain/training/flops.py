@@ -1,0 +1,82 @@
+"""What a training step needs, in FLOPs of its formula, and what a device can do."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mtptrain.heads.base import Head
+from mtptrain.training.batches import Batch
+
+INPUT_PROJECTIONS = ("eh_proj", "fc")
+"""Of the target's states: read at depth 0 by every token."""
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Of forward, loss and backward: products with weights, and attention; nothing that is computed twice counts twice."""
+
+    per_token: int
+    """Of each of N tokens: what gives its depth-0 key and value."""
+    per_row: int
+    """Of each of M rows: all depths, their T drafts and one teacher."""
+    per_pair: int
+    """Of each row and each token that it sees, at all depths."""
+
+    @staticmethod
+    def of(head: Head, vocab_size: int, depths: int) -> "StepFlops":
+        """Of a head for a target with V tokens, trained over T depths: 2 FLOPs per weight forward, 4 backward.
+
+        Embeddings and the target's states need no gradient, so the weights that read them cost 2 fewer, behind a norm or not; `fc` of
+        eagle3 behind its norms is computed as any other.
+        """
+        weights = {name: module.weight.numel() for name, module in head.named_modules() if isinstance(module, nn.Linear)}
+        hidden_size = int(head.self_attn.o_proj.out_features)
+        own_vocab = weights.pop("lm_head", None)
+        first = sum(weights.pop(name, 0) for name in INPUT_PROJECTIONS)
+        keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
+        joint = sum(layer.weight.numel() for layer in head.joint_layers)  # half of it reads embeddings, once for all depths
+        is_fused = bool(head.capture_layers)  # at depth 0 alone; what reads them then is read anew at each depth
+        has_bare_input = all(getattr(head, norm, None) is None for norm in ("fc_norm", "input_norm"))
+        draft = (own_vocab * 6) if own_vocab else vocab_size * hidden_size * 4
+        return StepFlops(
+            per_token=first * (4 if has_bare_input else 6) + keys * (5 if is_fused else 6),
+            per_row=depths * (6 * (sum(weights.values()) - keys) + draft)
+            - ((joint - keys) if is_fused else 0)
+            + (depths - 1) * 6 * ((0 if is_fused else first) + keys - joint // 2)
+            + 2 * vocab_size * hidden_size,
+            per_pair=depths * 12 * int(head.self_attn.o_proj.in_features),
+        )
+
+    def of_batch(self, batch: Batch) -> float:
+        return self.per_token * batch.num_tokens + self.per_row * batch.num_rows + self.per_pair * batch.packing.num_pairs
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of ten products of [2048, 2048] matrices, of [8192, 8192] on a GPU.
+
+    A CPU without instructions for bf16 may take a minute for each of these: there products of [256, 256] are as fast as any.
+    """
+    if device.type == "cuda":
+        return _rate_of_products(8192, device, dtype)
+    small = _rate_of_products(256, device, dtype)
+    return small if small < SLOW_FLOPS else _rate_of_products(2048, device, dtype)
+
+
+SLOW_FLOPS = 1e10
+"""FLOP/s of a processor that is not worth measuring with large products."""
+
+
+def _rate_of_products(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(10):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)

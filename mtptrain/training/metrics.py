@@ -1,0 +1,130 @@
+"""Metrics of a run: `metrics.jsonl` always, wandb beside it."""
+
+import json
+import os
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import wandb
+
+from mtptrain.config import PipelineConfig, Tracker
+from mtptrain.training.batches import Batch
+from mtptrain.training.flops import StepFlops
+from mtptrain.utils.clock import PhaseClock
+from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.files import write_text
+
+METRICS = "metrics.jsonl"
+PHASES = ("forward", "loss", "backward", "optimizer")
+"""Of a step, as the trainer's clock names them."""
+
+
+class Tracking:
+    """Writes one line per record; rank 0 alone has one."""
+
+    def __init__(self, directory: Path, config: PipelineConfig, first_step: int) -> None:
+        self.path = directory / METRICS
+        # A resumed run repeats the steps since its checkpoint: what they wrote before goes.
+        kept = [line for line in self._lines() if json.loads(line)["step"] <= first_step] if first_step else []
+        write_text(self.path, "".join(line + "\n" for line in kept))
+        self._wandb = None
+        if config.train.tracker is Tracker.wandb:
+            os.environ.setdefault("WANDB_MODE", "offline")
+            self._wandb = wandb.init(project="mtptrain", dir=directory, config=asdict(config), settings={"silent": True})
+
+    def _lines(self) -> list[str]:
+        """Of an earlier run; one that a kill has torn is left out."""
+        return [line for line in self.path.read_text().splitlines() if line.endswith("}")] if self.path.is_file() else []
+
+    def write(self, step: int, metrics: dict[str, object]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._wandb is not None:
+            self._wandb.log({name: value for name, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+class Meter:
+    """What the steps since the last reading did with their time."""
+
+    def __init__(self, device: torch.device, clock: PhaseClock, flops: StepFlops, peak_flops: float) -> None:
+        self.device, self.clock, self.flops, self.peak_flops = device, clock, flops, peak_flops
+        self.restart()
+
+    def restart(self) -> None:
+        self.clock.read()
+        self._started = self._step_ended = time.perf_counter()
+        self._data_wait_s, self._tokens, self._drafts, self._flops = 0.0, 0, 0, 0.0
+
+    def data_arrived(self) -> None:
+        self._data_wait_s += time.perf_counter() - self._step_ended
+
+    def step_done(self, batches: Sequence[Batch]) -> None:
+        self._tokens += sum(batch.document_tokens for batch in batches)
+        self._drafts += sum(batch.num_rows for batch in batches)
+        self._flops += sum(self.flops.of_batch(batch) for batch in batches)
+        self._step_ended = time.perf_counter()
+
+    def read(self, ranks: Ranks) -> dict[str, float]:
+        """Of all ranks together; starts anew.
+
+        Returns:
+            `tokens` of whole documents, `tokens_per_s`, `supervised_tokens_per_s`; shares of the time that went into waiting for
+            data and into each phase; `share_of_limit`, the FLOPs that were needed over what the matmul peak gives in that time;
+            `peak_bytes` of the rank that used most memory.
+        """
+        phases = self.clock.read()
+        seconds = time.perf_counter() - self._started
+        # The host may wait while a GPU still works on what is queued: only time outside all phases can be lost.
+        data_wait_s = min(self._data_wait_s, max(0.0, seconds - sum(phases.values())))
+        counts = [self._tokens, self._drafts, self._flops, data_wait_s, *(phases.get(name, 0.0) for name in PHASES)]
+        tokens, drafts, flops, data_wait_s, *phase_s = ranks.sum(
+            torch.tensor(counts, dtype=torch.float64, device=self.device)
+        ).tolist()
+        self.restart()
+        of_all_ranks = seconds * ranks.world_size
+        return {
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+            "supervised_tokens_per_s": drafts / seconds,
+            "data_wait_share": data_wait_s / of_all_ranks,
+            **{f"{name}_share": spent / of_all_ranks for name, spent in zip(PHASES, phase_s, strict=True)},
+            "share_of_limit": flops / (of_all_ranks * self.peak_flops),
+            "peak_bytes": float(max(ranks.gather(peak_bytes(self.device)))),
+        }
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory that this process has used: of the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Tracer:
+    """A trace of three steps, after five that warm up; nothing without a path."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._profiler = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler = torch.profiler.profile(
+                schedule=torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1),
+                on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+            )
+            self._profiler.start()
+
+    def step_done(self) -> None:
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def close(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()

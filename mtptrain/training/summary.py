@@ -1,0 +1,62 @@
+"""What a training run shows of its speed: in the progress bar, and in the table at the end."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mtptrain.training.checkpoint import Progress
+from mtptrain.training.metrics import METRICS, PHASES
+
+
+def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
+    return {
+        "loss": f"{record['loss']:.3f}",
+        "tok/s": f"{record['tokens_per_s']:,.0f}",
+        "supervised/s": f"{record['supervised_tokens_per_s']:,.0f}",
+        "data": f"{record['data_wait_share']:.0%}",
+        "limit": f"{record['share_of_limit']:.0%}",
+        "GB": f"{record['peak_bytes'] / 1e9:.1f}",
+    }
+
+
+def print_summary(stage_dir: Path, progress: Progress) -> None:
+    best = progress.best_acceptance_length
+    table = Table(title="mtptrain.train", show_header=False)
+    table.add_row("steps", f"{progress.step:,}")
+    table.add_row("best acceptance length", f"{best:.3f}" if best else "not measured: run eval.acceptance")
+    for name, value in speed_rows(stage_dir / METRICS):
+        table.add_row(name, value)
+    table.add_row("best head", str(stage_dir / "best"))
+    table.add_row("metrics", str(stage_dir / METRICS))
+    Console().print(table)
+
+
+def speed_rows(metrics: Path) -> list[tuple[str, str]]:
+    """What the run did with its time, from its records: the medians over the run, and what limits it."""
+    records = [record for line in metrics.read_text().splitlines() if "tokens_per_s" in (record := json.loads(line))]
+    median = {name: statistics.median(record[name] for record in records) for name in records[-1] if name in MEASURED}
+    shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}
+    longest = max(shares, key=lambda name: shares[name])
+    shown = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares.items())
+    return [
+        ("tokens", f"{sum(record['tokens'] for record in records):,.0f}"),
+        ("tokens/s", f"{median['tokens_per_s']:,.0f}, {median['supervised_tokens_per_s']:,.0f} supervised"),
+        ("of the matmul peak", f"{median['share_of_limit']:.1%}"),
+        ("time", shown),
+        ("limited by", LIMITS[longest]),
+        ("peak memory", f"{records[-1]['peak_bytes'] / 1e9:.2f} GB"),
+    ]
+
+
+MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "share_of_limit", "data_wait_share", *(f"{name}_share" for name in PHASES))
+LIMITS = {
+    "data_wait": "reading: a faster disk, or hidden_states.store_dtype=fp8",
+    "forward": "the head's layer",
+    "loss": "products with the vocabulary: a draft vocabulary (eagle3) would shorten them",
+    "backward": "the head's layer, backward",
+    "optimizer": "the optimizer: larger train.batch_tokens, or more micro-batches per step",
+}

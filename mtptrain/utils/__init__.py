@@ -1,0 +1,1 @@
+"""Ranks, clocks, compiled functions and files."""

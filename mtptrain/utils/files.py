@@ -1,0 +1,69 @@
+"""Writes files atomically: after a kill or the loss of a node, either the old file or the whole new one is there."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Flush a finished file to the disk, rename it to `path`, and flush the directory entry too."""
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
+    """Write a text file completely or not at all.
+
+    Args:
+        temporary: the file's name until it is complete, `path`.tmp by default. Processes that may write the same file need names
+            of their own.
+
+    Raises:
+        OSError: the file could not be written, for instance because the disk is full. The temporary file is removed.
+    """
+    temporary = temporary or path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        publish(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file whole or not at all."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a file whole or not at all, as `atomic_files.publish` does."""
+    temporary = path.with_name(path.name + ".tmp")
+    write_tensors(temporary, tensors)
+    publish(temporary, path)
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a file that whoever shares the run may read, as the umask says: safetensors makes it the owner's alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

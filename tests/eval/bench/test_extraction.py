@@ -1,0 +1,52 @@
+"""The bench of extraction runs to its end and fills its file; what it says of speed is not asserted."""
+
+import json
+from pathlib import Path
+
+from tests.conftest import run_program
+
+TINY = ("bench.documents=9", "bench.median_tokens=40", "bench.max_tokens=200", "bench.repeats=1")
+SMALL_STORES = ("bench.read_tokens=8192", "bench.open_tokens=8192")
+
+
+def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Path) -> None:
+    overrides = (
+        f"target.path={tiny_target}",
+        f"bench.out={tmp_path}/figures.json",
+        "serving.python=/nowhere",
+        *TINY,
+        *SMALL_STORES,
+    )
+    result = run_program("eval.bench.extraction", *overrides)
+    assert result.returncode == 0, result.stderr[-3000:]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert sorted(figures) == [
+        "bare_forward_tokens_per_s",
+        "batches_bfloat16_gb_per_s",
+        "batches_fp8_gb_per_s",
+        "batches_fp8_undecoded_gb_per_s",
+        "bytes_per_token_beyond_states",
+        "mapped_copy_gb_per_s",
+        "open_anonymous_mb",
+        "open_seconds",
+        "ours_fp8_tokens_per_s",
+        "ours_tokens_per_s",
+        "ours_without_writer_tokens_per_s",
+        "plain_loop_tokens_per_s",
+        "share_of_limit",
+    ]
+    assert all(value > 0 for name, value in figures.items() if name != "open_anonymous_mb")
+    assert 5 < figures["bytes_per_token_beyond_states"] < 6
+    for word in (
+        "plain loop",
+        "of the bare forward",
+        "batches fp8",
+        "vLLM is left out: serving.python: must be a Python with vLLM",
+    ):
+        assert word in result.stdout.replace("\n", " ")
+
+
+def test_an_unknown_target_of_the_bench_is_refused(tmp_path: Path) -> None:
+    result = run_program("eval.bench.extraction", "bench.target=9b")
+    assert result.returncode != 0
+    assert "bench.target: must be `8b` or left out for the recipe's target, but is '9b'" in result.stderr

@@ -1,0 +1,31 @@
+"""What a step takes is counted as its tensors come and go."""
+
+import torch
+
+from eval.bench.step_memory import resident_bytes, tensor_bytes
+
+CPU = torch.device("cpu")
+MEGABYTES = 50
+
+
+def filled() -> torch.Tensor:
+    return torch.ones(MEGABYTES, 1_000_000, dtype=torch.uint8)
+
+
+def test_tensors_that_live_at_once_are_added_up() -> None:
+    assert tensor_bytes(lambda: (filled(), filled()), CPU) == 2 * MEGABYTES * 1_000_000
+
+
+def test_tensors_behind_each_other_are_not() -> None:
+    kept = filled()
+
+    def step() -> None:
+        filled()
+        kept.add_(1)
+        filled()
+
+    assert MEGABYTES * 1_000_000 <= tensor_bytes(step, CPU) < 1.01 * MEGABYTES * 1_000_000
+
+
+def test_resident_memory_grows_by_what_is_written() -> None:
+    assert 0.9 * MEGABYTES * 1_000_000 < resident_bytes(filled) < 2 * MEGABYTES * 1_000_000

@@ -1,0 +1,97 @@
+"""The bench of training runs to its end and fills its file; what it says of speed is not asserted, what it compares is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.bench.train_steps import case_of, plain_losses, random_batch, random_parts
+from mtptrain.heads import HEADS
+from mtptrain.heads.files import build_head
+from mtptrain.training.losses import LossSettings, draft_losses
+from tests.conftest import run_program
+
+ROOT = Path(__file__).parents[3]
+TINY = (
+    "bench.hidden_sizes=[64]",
+    "bench.train_tokens=[96]",
+    "bench.vocab_size=50",
+    "bench.depths=2",
+    "bench.prompt_sizes=[64,60]",
+    "bench.longest_tokens=2048",
+    "bench.repeats=1",
+    "bench.peer_python=/nowhere",
+)
+
+
+def test_every_candidate_is_measured_and_written(tmp_path: Path) -> None:
+    result = run_program("eval.bench.train", f"bench.out={tmp_path}/figures.json", *TINY)
+    assert result.returncode == 0, result.stderr[-3000:]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    (step,) = figures["steps"]
+    assert {"tokens_per_s", "plain_tokens_per_s", "share_of_limit", "peak_bytes", "plain_peak_bytes"} <= set(step)
+    assert figures["tokens_per_s"] == step["tokens_per_s"] > 0 and figures["prompt_token_cost"] != 0
+    assert [(row["tokens"], row["rows"]) for row in figures["lengths"]] == [(1024, 1024), (2048, 1024)]
+    assert "*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_the_plain_formula_that_is_timed_gives_the_same_loss(name: str) -> None:
+    torch.manual_seed(0)
+    case, depths = case_of(64, 50, 3, name), 3
+    settings = {"capture_layers": [2, 4, 6]} if name == "eagle3" else {}
+    head = build_head(HEADS[name].Config(ttt_steps=depths, **settings), case.target).bfloat16()
+    parts = random_parts(case.target, torch.device("cpu"))
+    batch = random_batch(case.target, ([20, 9, 9], [5, 0, 8]), len(head.capture_layers), depths)
+    target_states = parts.final_norm(batch.hidden_states)
+    states = head(
+        target_states if batch.aux_hidden_states is None else batch.aux_hidden_states,
+        parts.embed(batch.next_ids),
+        batch.packing,
+        depths,
+    )
+    scale = torch.full((depths,), 1 / depths) / batch.num_drafts
+    teachers = target_states[batch.packing.rows + 1]
+    ours = draft_losses(states, parts.lm_head, teachers, parts.logits, batch.is_draft, scale, LossSettings())
+    assert plain_losses(head, parts, batch).item() == pytest.approx(ours.loss.item(), rel=5e-3)
+
+
+AS_ON_A_GPU = """
+from eval import bench_train
+from mtptrain.distributed import Ranks
+from tests.conftest import make_config
+
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1}
+bench_train.GPU_TARGETS, bench_train.GPU_VOCAB, bench_train.GPU_DOCUMENTS = {"8b": sizes}, 300, ([96] * 2, [0] * 2)
+config = make_config("bench.target=8b", "bench.repeats=1", "train.micro_batches_per_step=1")
+for head, depths, draft_vocab_size in bench_train.GPU_CASES:
+    figures = bench_train.bench_gpu(config, Ranks(0, 1, 0), 1e12, head, depths, draft_vocab_size and 200)
+    assert figures["tokens_per_s"] > 0 and 0 < figures["optimizer_share"] < 1
+    bench_train.print_tables({"device": "a GPU", "matmul_tflops": 1.0, "gpu": [figures]})
+"""
+
+
+def test_what_runs_on_a_gpu_runs_here_at_a_tiny_size() -> None:
+    """In a process of its own: an engine leaves its process group and the variables of torchrun behind."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", AS_ON_A_GPU], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("eagle3") == 2 and "mtp" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("bench.target=9b", "bench.target: must be one of `8b`, `70b` or left out, but is '9b'"),
+        ("bench.hidden_sizes=[100]", "bench.hidden_sizes: must be multiples of 64, the head dim, but hold 100"),
+    ],
+)
+def test_what_the_bench_cannot_measure_is_refused(override: str, message: str) -> None:
+    result = run_program("eval.bench.train", override)
+    assert result.returncode != 0 and message in result.stderr

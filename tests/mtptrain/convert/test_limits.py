@@ -1,0 +1,118 @@
+"""What is refused, with which reason and which way out."""
+
+import pytest
+from transformers import AutoConfig, PreTrainedConfig
+
+from mtptrain.convert.formats import FORMATS, format_for
+from mtptrain.convert.limits import LIMITS
+from mtptrain.target.families import SUPPORTED_MODEL_TYPES
+from tests.mtptrain.convert.conftest import head_config
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] = [
+    *(
+        (
+            engine, "mtp", {"norms": ["norm"]}, "llama", {},
+            rf"head\.norms: must be all four to export head mtp for {engine}, but is \[norm\]: its class has every norm; train with",
+        )
+        for engine in ("vllm", "sglang", "transformers")
+    ),
+    (
+        "vllm", "mtp", {}, "llama", FP8,
+        r"target\.path: must be a target that is not quantised to export head mtp for vllm, but is \{'quant_method': 'fp8'\}: vLLM "
+        r"builds the layers of this head with the target's quantisation; export for the target in bf16, or train head=eagle3",
+    ),
+    (
+        "vllm", "eagle3", {}, "gemma3_text", {},
+        r"target\.path: must be of a family that hands out captured layers to export head eagle3 for vllm, but is gemma3_text: "
+        r"vLLM's class has no such interface; train head=mtp",
+    ),
+    ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class hands out the output of the MLP .*; train head=mtp"),
+    (
+        "sglang", "eagle3", {"norm_before_residual": True}, "llama", {},
+        r"head\.norm_before_residual: must be false .* but is True: SGLang's residual goes on from the bare state; set "
+        r"export\.engine=vllm",
+    ),
+    (
+        "sglang", "eagle3", {"capture_layers": [1, 2, 4]}, "llama", {},
+        r"head\.capture_layers: must be below the target's last layer .* but is \[1, 2, 4\]: SGLang captures a stream where the next",
+    ),
+    ("sglang", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"head\.capture_layers: must be above 0, .* but is \[0, 2\]"),
+    ("sglang", "eagle3", {"capture_layers": [2]}, "llama", {}, r"head\.capture_layers: must be two or more .* but is \[2\]"),
+    (
+        "sglang", "eagle3", {"capture_layers": [1, 2, 3]}, "deepseek_v2", {},
+        r"head\.capture_layers: must be other than 1 at first for a deepseek_v2 .* but is \[1, 2, 3\]",
+    ),
+    (
+        "transformers", "mtp", {}, "qwen3", {},
+        r"target\.path: must be a Llama or Mistral .* but is a qwen3: transformers makes the head's block of the target's own decoder "
+        r"layer; set export\.engine=vllm",
+    ),
+    ("transformers", "mtp", {}, "llama", {"attention_bias": True}, r"but is one with biases"),
+    ("transformers", "mtp", {}, "llama", {"mlp_bias": True}, r"but is one with biases"),
+    ("transformers", "mtp", {}, "llama", {"hidden_act": "gelu"}, r"but is one with hidden_act gelu"),
+    ("transformers", "mtp", {}, "mistral", {"sliding_window": 128}, r"but is one with a sliding window of 128 tokens"),
+    ("transformers", "mtp", {}, "llama", FP8, r"target\.path: must be a target that is not quantised .* head mtp for transformers"),
+    (
+        "transformers", "mtp", {"intermediate_size": 64}, "llama", {},
+        r"head: must be of the target's heads, key/value heads, head dim and intermediate size .* \(1, 1, 128, 64\) beside "
+        r"\(1, 1, 128, 96\)",
+    ),
+    ("transformers", "mtp", {}, "llama", {"head_dim": 64}, r"\(1, 1, 128, 96\) beside \(1, 1, 64, 96\)"),
+]  # fmt: skip
+
+
+def configured(model_type: str, **settings: object) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **{**SIZES, **settings})
+    return config
+
+
+@pytest.mark.parametrize(("engine", "name", "head", "family", "target", "message"), REFUSED)
+def test_a_combination_that_no_engine_serves_is_refused_with_the_reason(
+    engine: str, name: str, head: dict[str, object], family: str, target: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        format_for(engine, head_config(name, **head), configured(family, **target))
+
+
+def test_every_row_is_among_the_cases() -> None:
+    """Each row refuses the first case that gets as far as it, so a row without a case would leave this difference."""
+    provoked = set()
+    for engine, name, head, family, target, _ in REFUSED:
+        rows = [row for row in LIMITS if (row.engine, row.head) == (engine, name)]
+        config, target_config = head_config(name, **head), configured(family, **target)
+        provoked.add(next(row for row in rows if row.found(config, target_config) is not None))
+    assert provoked == set(LIMITS)
+
+
+def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
+    """A family that is added must be looked up in the engines first."""
+    served = {
+        (engine, name, family)
+        for family in SUPPORTED_MODEL_TYPES
+        for engine, name in FORMATS
+        if not any(
+            row.found(head_config(name, capture_layers=[2, 3]) if name == "eagle3" else head_config(name), configured(family))
+            for row in LIMITS
+            if (row.engine, row.head) == (engine, name)
+        )
+    }
+    families = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2")
+    expected = {(engine, name, family) for engine in ("vllm", "sglang") for name in ("mtp", "eagle") for family in families}
+    expected |= {(engine, "eagle3", family) for engine in ("vllm", "sglang") for family in families if family != "gemma3_text"}
+    assert served == expected | {("transformers", "mtp", "llama")}, "mistral's default has a sliding window"
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_quantised_target_is_served_where_the_head_keeps_its_own_dtype(engine: str, name: str) -> None:
+    config = format_for(engine, head_config(name), configured("llama", **FP8)).config_json("bfloat16")
+    assert "quantization_config" not in config

@@ -1,0 +1,150 @@
+"""The directory for transformers, generated from with `use_mtp` and compared with our own drafting."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from mtptrain.convert.base import Format
+from mtptrain.convert.formats import format_for
+from mtptrain.convert.transformers import link_or_copy
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.speculate import Sampler, speculate
+from mtptrain.export import check_tensors, write_head
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.target.model import Target, load_target
+from tests.conftest import make_target
+from tests.mtptrain.convert.conftest import head_config, random_head, shapes, target_config
+from tests.mtptrain.convert.test_vllm import LAYER
+
+PROMPTS = [[1, 2, 3], [50, 60, 70, 80, 90], [7, 7, 7, 9], list(range(40))]
+NEW_TOKENS = 32
+
+
+def test_mtp_is_one_more_layer_behind_the_targets_last() -> None:
+    target = target_config()
+    form = format_for("transformers", head_config("mtp"), target)
+    tensors = form.tensors(random_head(form.head, target).state_dict())
+    norms = {f"model.layers.4.{name}.weight": [64] for name in ("enorm", "hnorm", "post_norm")}
+    layer = {f"model.layers.4.{name}": shape for name, shape in LAYER.items()}
+    assert shapes(tensors) == {**norms, "model.layers.4.eh_proj.weight": [64, 128], **layer}
+
+
+def guessing_pair(directory: Path, family: str) -> tuple[Target, Head]:
+    """A target whose next token depends on little but the last one, and a head that passes that one on: some drafts are right."""
+    make_target(directory, family, tie_word_embeddings=False, **({"sliding_window": None} if family == "mistral" else {}))
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.02)
+    model.save_pretrained(directory)
+    target = load_target(directory, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    head = build_head(head_config("mtp"), target.config).eval().requires_grad_(False)
+    head.eh_proj.weight.mul_(0.16)
+    head.eh_proj.weight[:, :64] += torch.eye(64)
+    head.norm.weight.copy_(target.parts.norm_weight)
+    return target, head
+
+
+def write(directory: Path, target_dir: Path, target: Target, head: Head) -> Format:
+    form = format_for("transformers", head_config("mtp"), target.config)
+    write_head(directory, form, head.state_dict())
+    form.add_target(directory, target_dir)
+    check_tensors(directory, form)
+    return form
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], **how: object) -> tuple[list[int], int]:
+    """The answer, and the forwards of the target that it took."""
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    handle = model.model.register_forward_hook(count)
+    ids = torch.tensor([prompt])
+    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **how)[0, len(prompt) :].tolist()
+    handle.remove()
+    return answer, forwards
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_generate_accepts_exactly_the_drafts_that_our_own_loop_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    target, head = guessing_pair(tmp_path / "target", family)
+    form = write(tmp_path / "export", tmp_path / "target", target, head)
+    model_class = getattr(transformers, form.architecture)
+    monkeypatch.setattr(model_class, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
+    model = model_class.from_pretrained(tmp_path / "export")
+    accepted = 0
+    for prompt in PROMPTS:
+        plain, _ = greedy(model, prompt)
+        drafted, forwards = greedy(model, prompt, use_mtp=True)
+        drafter = HeadDrafter(head, target.parts, 1)
+        settings = {"num_speculative_tokens": 1, "max_new_tokens": NEW_TOKENS, "sampler": Sampler()}
+        ours = speculate(target, drafter, [prompt], **settings)[0]
+        assert drafted == plain == ours.tokens
+        assert forwards == 1 + ours.rounds, "the prompt, and one forward a round"
+        accepted += sum(ours.accepted_at)
+    assert accepted > 10
+
+
+def test_the_directory_is_the_target_for_whoever_does_not_ask_for_drafts(tmp_path: Path) -> None:
+    target, head = guessing_pair(tmp_path / "target", "llama")
+    write(tmp_path / "export", tmp_path / "target", target, head)
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    expected = target.model.state_dict()
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert AutoTokenizer.from_pretrained(tmp_path / "export")("a")["input_ids"]
+    ours, theirs = (AutoConfig.from_pretrained(path).to_dict() for path in (tmp_path / "export", tmp_path / "target"))
+    assert ours.pop("num_mtp_layers") == 1 and ours.pop("_name_or_path") != theirs.pop("_name_or_path")
+    assert ours == theirs
+    assert str(tmp_path) not in (tmp_path / "export/config.json").read_text()
+
+
+def test_the_shards_of_a_target_keep_their_names_and_are_not_copied(tmp_path: Path) -> None:
+    target, head = guessing_pair(tmp_path / "target", "llama")
+    target.model.save_pretrained(tmp_path / "sharded", max_shard_size="200KB")
+    write(tmp_path / "export", tmp_path / "sharded", target, head)
+    shards = {path.name for path in (tmp_path / "sharded").glob("*.safetensors")}
+    assert len(shards) > 1
+    assert {path.name for path in (tmp_path / "export").glob("*.safetensors")} == {*shards, "mtp.safetensors"}
+    for name in shards:
+        assert os.path.samefile(tmp_path / "sharded" / name, tmp_path / "export" / name)
+    index = json.loads((tmp_path / "export/model.safetensors.index.json").read_text())["weight_map"]
+    written = {name: path.name for path in (tmp_path / "export").glob("*.safetensors") for name in load_file(path)}
+    assert index == written
+
+
+def test_where_links_are_impossible_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, destination: object) -> None:
+        raise OSError("Invalid cross-device link")
+
+    (tmp_path / "source").write_text("weights")
+    monkeypatch.setattr(os, "link", refuse)
+    link_or_copy(tmp_path / "source", tmp_path / "copy")
+    assert (tmp_path / "copy").read_text() == "weights"
+    assert not os.path.samefile(tmp_path / "source", tmp_path / "copy")
+
+
+def test_the_program_that_is_written_for_the_user_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, head = guessing_pair(tmp_path / "target", "llama")
+    form = write(tmp_path / "export", tmp_path / "target", target, head)
+    before = transformers.LlamaForCausalLM._keys_to_ignore_on_load_unexpected
+    try:
+        exec(form.launch("unused", tmp_path / "export", 3), {})
+    finally:
+        transformers.LlamaForCausalLM._keys_to_ignore_on_load_unexpected = before
+    assert capsys.readouterr().out.startswith("def main")
+    assert "one token a round" in form.notes()[0]

@@ -1,0 +1,131 @@
+"""Directories for vLLM: names, shapes and settings from its 0.32 source."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+
+from mtptrain.convert.formats import format_for
+from tests.mtptrain.convert.conftest import head_config, random_head, shapes, target_config
+
+LAYER = {
+    "input_layernorm.weight": [64],
+    "self_attn.q_proj.weight": [64, 64],
+    "self_attn.k_proj.weight": [64, 64],
+    "self_attn.v_proj.weight": [64, 64],
+    "self_attn.o_proj.weight": [64, 64],
+    "post_attention_layernorm.weight": [64],
+    "mlp.gate_proj.weight": [96, 64],
+    "mlp.up_proj.weight": [96, 64],
+    "mlp.down_proj.weight": [64, 96],
+}
+
+
+def test_mtp_has_the_tensors_of_deepseek_eagle(target: LlamaConfig) -> None:
+    """enorm, hnorm, fc, norm; query, key and value fused on disk already; no embeddings and no lm_head, which are shared."""
+    config = head_config("mtp")
+    head = random_head(config, target)
+    tensors = format_for("vllm", config, target).tensors(head.state_dict())
+    qkv = "layers.0.self_attn.qkv_proj.weight"
+    layer = {
+        f"layers.0.{name}": shape for name, shape in LAYER.items() if "q_" not in name and "k_" not in name and "v_" not in name
+    }
+    norms = {"enorm.weight": [64], "hnorm.weight": [64], "norm.weight": [64]}
+    assert shapes(tensors) == {**norms, "fc.weight": [64, 128], qkv: [192, 64], **layer}
+    for part, tensor in zip("qkv", tensors[qkv].split(64), strict=True):
+        assert torch.equal(tensor, head.state_dict()[f"self_attn.{part}_proj.weight"])
+    assert torch.equal(tensors["fc.weight"], head.state_dict()["eh_proj.weight"]), "columns of the embedding first"
+
+
+def test_grouped_query_heads_are_split_where_they_were_joined() -> None:
+    target = target_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    config = head_config("mtp")
+    form, state = format_for("vllm", config, target), random_head(config, target).state_dict()
+    assert form.tensors(state)["layers.0.self_attn.qkv_proj.weight"].shape == (256 + 2 * 128, 256)
+    restored = form.state(form.tensors(state))
+    assert all(torch.equal(restored[f"self_attn.{part}_proj.weight"], state[f"self_attn.{part}_proj.weight"]) for part in "qkv")
+
+
+def test_mtp_is_a_dense_layer_without_latent_attention_in_a_class_for_deepseek(target: LlamaConfig) -> None:
+    config = format_for("vllm", head_config("mtp"), target).config_json("bfloat16")
+    assert config["architectures"] == ["EagleDeepSeekMTPModel"] and config["model_type"] == "llama"
+    assert config["qk_nope_head_dim"] == config["qk_rope_head_dim"] == config["n_routed_experts"] == 0
+    assert config["first_k_dense_replace"] > 1000, "the layer's index is the target's number of layers"
+    assert "routed_scaling_factor" not in config and config["dtype"] == "bfloat16"
+
+
+def test_eagle_has_the_tensors_of_llama_eagle(target: LlamaConfig) -> None:
+    """One norm, before the MLP; the class replaces the input norm and has no other."""
+    form = format_for("vllm", head_config("eagle"), target)
+    tensors = form.tensors(random_head(form.head, target).state_dict())
+    layer = {f"layers.0.{name}": shape for name, shape in LAYER.items() if name != "input_layernorm.weight"}
+    assert shapes(tensors) == {"fc.weight": [64, 128], **layer}
+    assert form.config_json("bfloat16")["architectures"] == ["EagleLlamaForCausalLM"]
+
+
+def eagle3_layer() -> dict[str, list[int]]:
+    wide = {f"self_attn.{part}_proj.weight": [64, 128] for part in "qkv"}  # [embedding; state]
+    return {f"midlayer.{name}": shape for name, shape in {**LAYER, **wide, "hidden_norm.weight": [64]}.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({}, {"fc.weight": [64, 192]}),
+        ({"capture_layers": [2]}, {"fc.weight": [64, 64]}),
+        ({"draft_vocab_size": 260}, {"fc.weight": [64, 192], "lm_head.weight": [260, 64]}),
+        (
+            {"draft_vocab_size": 96},
+            {"fc.weight": [64, 192], "lm_head.weight": [96, 64], "d2t": [96], "t2d": [260]},
+        ),
+        ({"norm_before_fc": True}, {"fc.weight": [64, 192], "input_norm.weight": [192]}),
+        ({"fc_norm": True}, {"fc.weight": [64, 192], **{f"fc_norm.{i}.weight": [64] for i in range(3)}}),
+    ],
+)
+def test_eagle3_has_the_tensors_of_llama_eagle3(
+    target: LlamaConfig, settings: dict[str, object], more: dict[str, list[int]]
+) -> None:
+    """Trap: vLLM refuses d2t and t2d beside a whole vocabulary."""
+    form = format_for("vllm", head_config("eagle3", **settings), target)
+    tensors = form.tensors(random_head(form.head, target).state_dict())
+    assert shapes(tensors) == {**eagle3_layer(), "norm.weight": [64], **more}
+
+
+def test_eagle3_names_every_variant_in_its_config(target: LlamaConfig) -> None:
+    flags = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
+    plain = format_for("vllm", head_config("eagle3"), target).config_json("bfloat16")
+    assert plain["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert plain["draft_vocab_size"] is None and not any(plain[flag] for flag in flags)
+    for flag in flags:
+        config = format_for("vllm", head_config("eagle3", **{flag: True}), target).config_json("bfloat16")
+        assert [name for name in flags if config[name]] == [flag]
+    config = format_for("vllm", head_config("eagle3", draft_vocab_size=96, head_dim=128), target).config_json("bfloat16")
+    assert config["draft_vocab_size"] == 96 and config["head_dim"] == 128
+
+
+def test_layer_ids_are_ours_and_left_out_where_they_are_the_engines_default() -> None:
+    target = target_config(num_hidden_layers=12)
+    config = format_for("vllm", head_config("eagle3", capture_layers=[0, 5, 12]), target).config_json("bfloat16")
+    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 5, 12]} and config["num_aux_hidden_states"] == 3
+    for default in (None, [2, 6, 9]):
+        config = format_for("vllm", head_config("eagle3", capture_layers=default), target).config_json("bfloat16")
+        assert "eagle_config" not in config and config["num_aux_hidden_states"] == 3
+
+
+def test_the_launch_command_names_the_method_whatever_the_path(target: LlamaConfig) -> None:
+    for name, method in (("mtp", "eagle"), ("eagle", "eagle"), ("eagle3", "eagle3")):
+        words = shlex.split(format_for("vllm", head_config(name), target).launch("TARGET", Path("/DIR"), 5))
+        assert words[:4] == ["vllm", "serve", "TARGET", "--speculative-config"]
+        assert json.loads(words[4]) == {"method": method, "model": "/DIR", "num_speculative_tokens": 5}
+
+
+def test_a_window_of_every_layer_that_vllm_gives_the_head_too_is_noted(target: LlamaConfig) -> None:
+    settings = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    windowed = AutoConfig.for_model("mistral", **settings, sliding_window=128)
+    assert "sliding window of 128 tokens" in format_for("vllm", head_config("mtp"), windowed).notes()[0]
+    assert format_for("sglang", head_config("eagle3"), windowed).notes() == []
+    for other in (target, AutoConfig.for_model("mistral", **settings, sliding_window=512)):
+        assert format_for("vllm", head_config("mtp"), other).notes() == []

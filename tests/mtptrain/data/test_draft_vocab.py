@@ -1,0 +1,89 @@
+"""The draft vocabulary on disk: offsets that lead back to the chosen tokens, and what makes it unusable."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtptrain.data.draft_vocab import (
+    DRAFT_VOCAB,
+    DraftVocabManifest,
+    d2t_sha256,
+    membership,
+    offsets,
+    read_draft_vocab,
+    write_draft_vocab,
+    write_manifest,
+)
+
+TOKEN_IDS = torch.tensor([0, 3, 4, 9])
+MANIFEST = DraftVocabManifest(
+    draft_vocab_size=4,
+    vocab_size=10,
+    prompts_sha256="abc",
+    draft_vocab_sha256="",
+    distinct_tokens=7,
+    filled_up_tokens=0,
+    coverage={"train": 0.9, "validation": 0.8},
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A draft vocabulary of tokens 0, 3, 4 and 9 of ten."""
+    sha256 = write_draft_vocab(tmp_path, offsets(TOKEN_IDS), vocab_size=10)
+    write_manifest(tmp_path, replace(MANIFEST, draft_vocab_sha256=sha256))
+    return tmp_path
+
+
+def test_offsets_lead_from_draft_tokens_to_the_targets(directory: Path) -> None:
+    d2t = read_draft_vocab(directory, 4, 10, "abc")
+    assert d2t.dtype is torch.int64 and d2t.tolist() == [0, 2, 2, 6]
+    assert (torch.arange(4) + d2t).tolist() == TOKEN_IDS.tolist()
+
+
+def test_t2d_marks_the_tokens_of_the_target_that_can_be_drafted(directory: Path) -> None:
+    t2d = load_file(directory / DRAFT_VOCAB)["t2d"]
+    assert t2d.dtype is torch.bool and t2d.nonzero()[:, 0].tolist() == TOKEN_IDS.tolist() and len(t2d) == 10
+    assert torch.equal(membership(torch.zeros(10, dtype=torch.long), 10), torch.ones(10, dtype=torch.bool))
+
+
+def test_two_vocabularies_have_different_hashes_and_the_targets_own_has_none() -> None:
+    assert d2t_sha256(None) is None
+    assert d2t_sha256(torch.tensor([0, 2])) == d2t_sha256(torch.tensor([0, 2])) != d2t_sha256(torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, 10, "abc"), r"head\.draft_vocab_size must be 3, but is 4; run data_prep\.draft_vocab again with the same recipe"),
+        ((4, 11, "abc"), r"the target's vocab_size must be 11, but is 10; run data_prep\.draft_vocab again"),
+        (
+            (4, 10, "xyz"),
+            r"the hash of the prompts \(train\.safetensors\) must be xyz, but is abc; run data_prep\.draft_vocab again",
+        ),
+    ],
+    ids=["size", "target", "prompts"],
+)
+def test_a_vocabulary_for_something_else_is_refused(directory: Path, arguments: tuple[int, int, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_draft_vocab(directory, *arguments)
+
+
+def test_a_changed_file_is_refused(directory: Path) -> None:
+    content = bytearray((directory / DRAFT_VOCAB).read_bytes())
+    content[-1] ^= 1
+    (directory / DRAFT_VOCAB).write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"manifest\.json: the sha256 of draft_vocab\.safetensors must be \w+, but is \w+; run data_prep"
+    ):
+        read_draft_vocab(directory, 4, 10, "abc")
+
+
+@pytest.mark.parametrize("missing", ["manifest.json", DRAFT_VOCAB])
+def test_a_vocabulary_that_was_not_chosen_names_the_program_that_does(directory: Path, missing: str) -> None:
+    (directory / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{missing}: must exist, but does not; run data_prep\.draft_vocab with the same"):
+        read_draft_vocab(directory, 4, 10, "abc")

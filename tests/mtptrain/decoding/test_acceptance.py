@@ -1,0 +1,95 @@
+"""Counts to lengths and rates, and loops."""
+
+import numpy as np
+import pytest
+
+from mtptrain.decoding.acceptance import has_loop, intervals, summarise, token_batches
+from mtptrain.decoding.speculate import Generation
+
+
+def generation(rounds: int, accepted_at: list[int], empty_rounds: int = 0) -> Generation:
+    return Generation([1], rounds, empty_rounds, rounds * len(accepted_at), accepted_at)
+
+
+def test_counts_are_pooled_over_prompts_and_divided_once() -> None:
+    found = summarise([generation(10, [9, 6, 3]), generation(2, [0, 0, 0])])
+    assert found.acceptance_length == 1 + 18 / 12
+    assert found.acceptance_rate == 18 / 36
+    assert found.acceptance_rate_at == [9 / 12, 6 / 12, 3 / 12]
+    assert found.acceptance_length_mean_of_prompts == (1 + 1.8 + 1) / 2
+    assert (found.rounds, found.drafted, found.accepted, found.prompts) == (12, 36, 18, 2)
+
+
+def test_rounds_without_a_draft_lower_the_tokens_per_step_only() -> None:
+    found = summarise([generation(10, [5], empty_rounds=10)])
+    assert (found.acceptance_length, found.tokens_per_step) == (1.5, 1.25)
+
+
+def test_nothing_generated_is_a_length_of_one() -> None:
+    assert summarise([generation(0, [0, 0])]).acceptance_length == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_loop"),
+    [
+        ([7] * 32, True),
+        ([7] * 31, False),
+        (list(range(40)), False),
+        ([5, 4, 3, *[1, 2, 3, 4, 5, 6] * 6], True),
+        ([*list(range(20)) * 2, 99], False),
+        (list(range(20)) * 3, True),
+        ([], False),
+    ],
+)
+def test_a_loop_is_a_block_that_follows_itself_twice_over_32_tokens(tokens: list[int], is_loop: bool) -> None:
+    assert has_loop(tokens) is is_loop
+
+
+def test_intervals_hold_the_figure_and_are_those_of_drawing_prompts_anew() -> None:
+    """The mean of n lengths has a standard error of sd / sqrt(n): where rounds are equal, the interval is 1.96 of it to each side."""
+    rng = np.random.default_rng(1)
+    generations = [Generation([], 10, 0, 20, [int(count), 0]) for count in rng.binomial(10, 0.6, size=200)]
+    alone = [[generation] for generation in generations]
+    found, pooled = intervals(alone), summarise(generations)
+    assert found is not None
+    low, high = found.acceptance_length
+    error = np.std([sum(each.accepted_at) / 10 for each in generations]) / len(generations) ** 0.5
+    assert (pooled.acceptance_length - low, high - pooled.acceptance_length) == pytest.approx(
+        (1.96 * error, 1.96 * error), rel=0.15
+    )
+    assert found.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1)) and found.acceptance_rate_at[1] == (0.0, 0.0)
+    assert found.tokens_per_step == found.acceptance_length
+    assert intervals(alone) == found, "the same seed gives the same interval"
+    twice = intervals([answers * 2 for answers in alone])
+    assert twice is not None and twice.acceptance_length == pytest.approx((low, high)), (
+        "a conversation of two like answers tells no more than one"
+    )
+
+
+def test_one_source_gives_no_interval() -> None:
+    """Drawing from one conversation gives that one each time: an interval of no width would claim to know all."""
+    answers = [generation(10, [9, 6]), generation(10, [3, 0])]
+    assert intervals([answers]) is None
+    found = intervals([[answer] for answer in answers])
+    assert found is not None and found.acceptance_length[0] < found.acceptance_length[1]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "batch_tokens", "batches"),
+    [
+        (2, None, [[1, 3], [0, 4], [2]]),
+        (2, 1000, [[1, 3], [0, 4], [2]]),
+        (8, 60, [[1, 3, 0], [4], [2]]),  # 3 prompts of up to 10 tokens and 10 new ones are 60
+        (8, 59, [[1, 3], [0], [4], [2]]),  # 2 of 10 and 20 would be 60
+        (8, 1, [[1], [3], [0], [4], [2]]),  # a prompt too long for any batch is decoded alone
+    ],
+)
+def test_batches_hold_so_many_prompts_and_tokens_at_most(
+    batch_size: int, batch_tokens: int | None, batches: list[list[int]]
+) -> None:
+    lengths = [10, 5, 50, 8, 20]
+    assert token_batches(lengths, 10, batch_size, batch_tokens) == batches
+
+
+def test_no_prompts_are_no_batches() -> None:
+    assert token_batches([], 10, 8, 100) == []

@@ -1,0 +1,220 @@
+"""Drafting by head against a loop without caches: every proposed token, every count."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.decoding.drafters import HeadDrafter, ModelDrafter, TreeDrafter
+from mtptrain.decoding.speculate import Draft, Sampler, Verified, speculate
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.heads.packing import Packing
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.model import Target, load_draft_model, load_target
+from tests.conftest import make_target
+
+Plain = tuple[list[int], int, list[int], list[list[int]]]
+
+
+@torch.no_grad()
+def plain_speculation(target: Target, head: Head, prompt: list[int], depths: int, max_new_tokens: int, eos: set[int]) -> Plain:
+    """New tokens, rounds, accepted by position and every draft: the whole text is read anew for every token, and drafts come from the
+    head's *training* forward over the tokens that the target has read."""
+    tokens = [*prompt, int(target.model(torch.tensor([prompt])).logits[0, -1].argmax())]
+    rounds, accepted_at, proposals = 0, [0] * depths, []
+    while len(tokens) < len(prompt) + max_new_tokens and not eos & set(tokens[len(prompt) :]):
+        count = len(tokens)
+        output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        states = output.last_hidden_state[0]
+        if head.capture_layers:
+            states = torch.stack([output.hidden_states[layer][0] for layer in head.capture_layers], -2)
+        draft: list[int] = []
+        for _ in range(depths):
+            draft.append(int(head.target_tokens(next_draft(target, head, states, tokens + draft).argmax())))
+        wanted = target.model(torch.tensor([tokens + draft])).logits[0, count - 1 :].argmax(-1).tolist()
+        accepted = next((i for i, token in enumerate(draft) if token != wanted[i]), depths)
+        rounds += 1
+        accepted_at = [n + (i < accepted) for i, n in enumerate(accepted_at)]
+        proposals.append(draft)
+        tokens += [*draft[:accepted], wanted[accepted]]
+    new = tokens[len(prompt) :][:max_new_tokens]
+    ends = [i for i, token in enumerate(new) if token in eos]
+    return (new[: ends[0] + 1] if ends else new), rounds, accepted_at, proposals
+
+
+def next_draft(target: Target, head: Head, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Logits [D] behind a text, from the head's training forward.
+
+    The last of the target's states drafts, so that its depths read the tokens behind the one that the target gave; states of those tokens
+    are not there, and no row that counts sees theirs.
+    """
+    depth = len(tokens) - 1 - len(states)
+    packed = torch.cat([states, states.new_zeros(depth, *states.shape[1:])])
+    found = head(packed, target.parts.embed(torch.tensor(tokens[1:])), Packing.of([len(packed)]), depth + 1)
+    return head.logits(found[depth, len(states) - 1], target.parts)
+
+
+HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "mtp": ("mtp", {}),
+    "eagle": ("eagle", {}),
+    "eagle3": ("eagle3", {}),
+    "eagle3 own lm_head": ("eagle3", {"draft_vocab_size": 5}),
+    "eagle3 draft vocabulary": ("eagle3", {"draft_vocab_size": 4}),
+    "eagle3 norms before": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
+}
+
+
+class RecordingDrafter(HeadDrafter):
+    """Keeps every proposal."""
+
+    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int) -> None:
+        super().__init__(head, parts, num_speculative_tokens)
+        self.proposals: list[torch.Tensor] = []
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        draft = super().draft(verified, sampler)
+        self.proposals.append(draft.tokens)
+        return draft
+
+
+def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target, Head, list[list[int]]]:
+    """Random ones with a vocabulary of 5, so that drafts are accepted now and then, and prompts."""
+    directory = make_target(
+        tmp_path,
+        model_type,
+        vocab_size=5,
+        eos_token_id=None,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_hidden_layers=4,
+    )
+    target = load_target(directory, torch.float32, torch.device("cpu"))
+    torch.manual_seed(1)
+    name, settings = HEAD_CASES[case]
+    if name == "eagle3":
+        settings = {"capture_layers": [1, 2, 3], **settings}
+    head = build_head(HEADS[name].Config(num_attention_heads=2, num_key_value_heads=1, **settings), target.config).eval()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5))
+    if head.d2t is not None:
+        head.d2t.copy_(torch.tensor([0, 0, 1, 1]))  # drafts tokens 0, 1, 3, 4
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 5, (length,), generator=generator).tolist() for length in (1, 2, 5, 9, 14, 20, 25, 30)]
+    return target, head, prompts
+
+
+@pytest.mark.parametrize("depths", [1, 3, 5])
+@pytest.mark.parametrize("case", HEAD_CASES)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, model_type: str, case: str, depths: int) -> None:
+    """Sequences end inside accepted drafts."""
+    target, head, prompts = target_and_head(tmp_path, model_type, case)
+    drafter = RecordingDrafter(head, target.parts, depths)
+    found = speculate(
+        target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=20, sampler=Sampler(), eos_token_ids=[4]
+    )
+    assert sum(sum(generation.accepted_at) for generation in found) > 0, "nothing accepted shows little"
+    for row, (prompt, generation) in enumerate(zip(prompts, found, strict=True)):
+        tokens, rounds, accepted_at, proposals = plain_speculation(target, head, prompt, depths, 20, {4})
+        assert generation.tokens == tokens
+        assert (generation.rounds, generation.accepted_at, generation.drafted) == (rounds, accepted_at, depths * rounds)
+        assert [step[row].tolist() for step in drafter.proposals[:rounds]] == proposals
+
+
+Branch = tuple[int, ...]
+
+
+@torch.no_grad()
+def plain_tree(target: Target, head: Head, tokens: list[int], depths: int, num_nodes: int, top_k: int) -> dict[Branch, float]:
+    """Branches of the tree and their log-probabilities; each one is computed anew from the head's *training* forward."""
+    output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+    states = output.last_hidden_state[0]
+    if head.capture_layers:
+        states = torch.stack([output.hidden_states[layer][0] for layer in head.capture_layers], -2)
+    found: dict[Branch, float] = {}
+    frontier: dict[Branch, float] = {(): 0.0}
+    for _ in range(depths):
+        candidates: dict[Branch, float] = {}
+        for branch, score in frontier.items():
+            logprobs, ids = next_draft(target, head, states, [*tokens, *branch]).log_softmax(-1).topk(top_k)
+            ids = head.target_tokens(ids)
+            candidates |= {(*branch, token): score + more for token, more in zip(ids.tolist(), logprobs.tolist(), strict=True)}
+        found |= candidates
+        frontier = dict(sorted(candidates.items(), key=lambda item: -item[1])[:top_k])
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:num_nodes])
+
+
+class RecordingTrees(TreeDrafter):
+    """Keeps each sequence's tokens and the tree that was drafted behind them."""
+
+    found: list[tuple[list[int], Draft, int]]
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        draft = super().draft(verified, sampler)
+        self.found += [
+            (tokens[:count].tolist(), draft, row)
+            for row, (tokens, count) in enumerate(zip(verified.tokens, verified.num_tokens, strict=True))
+        ]
+        return draft
+
+
+def branches_of(draft: Draft, row: int) -> list[Branch]:
+    assert draft.parents is not None
+    branches: list[Branch] = []
+    for token, parent in zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True):
+        branches.append((*(branches[parent] if parent >= 0 else ()), token))
+    return branches
+
+
+@pytest.mark.parametrize("case", HEAD_CASES)
+@pytest.mark.parametrize(("depths", "num_nodes", "top_k"), [(1, 2, 3), (3, 9, 3), (4, 40, 2)])
+def test_trees_equal_those_of_a_loop_without_caches(tmp_path: Path, case: str, depths: int, num_nodes: int, top_k: int) -> None:
+    target, head, prompts = target_and_head(tmp_path, "llama", case)
+    drafter = RecordingTrees(head, target.parts, depths, num_nodes, top_k)
+    drafter.found = []
+    generations = speculate(
+        target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=12, sampler=Sampler(), eos_token_ids=[4]
+    )
+    assert sum(sum(generation.accepted_at) for generation in generations) > 0, "nothing accepted shows little"
+    for index, (tokens, draft, row) in enumerate(drafter.found):
+        if index // len(prompts) >= generations[row].rounds:
+            continue  # the sequence had ended
+        branches, expected = branches_of(draft, row), plain_tree(target, head, tokens, depths, num_nodes, top_k)
+        assert len(set(branches)) == len(branches) == len(expected)
+        lowest = min(expected.values())
+        assert {branch for branch, score in expected.items() if score > lowest + 1e-4} <= set(branches)  # at the end may be ties
+        assert all(branch[:-1] in {(), *branches} for branch in branches)
+
+
+@pytest.mark.parametrize("sample_drafts", [False, True])
+def test_a_draft_model_with_fewer_ids_than_the_target_drafts_behind_any_of_them(tmp_path: Path, sample_drafts: bool) -> None:
+    """As Qwen2.5's: all have the tokens of one tokenizer, larger ones more padding. Random weights choose padding too."""
+    paths = [
+        make_target(tmp_path / name, vocab_size=size, seed=seed) for name, size, seed in (("large", 324, 0), ("small", 260, 1))
+    ]
+    target = load_target(paths[0], torch.float32, torch.device("cpu"))
+    model = load_draft_model(str(paths[1]), paths[0], 64, torch.float32, torch.device("cpu"))
+    drafter = ModelDrafter(model, len(target.parts.lm_head), 3, sample_drafts)
+    settings = {"num_speculative_tokens": 3, "max_new_tokens": 24, "sampler": Sampler(1.0 if sample_drafts else 0.0)}
+    generations = speculate(target, drafter, [[1, 2, 3], [4, 5, 6, 7]], **settings)  # type: ignore[arg-type]
+    assert any(token >= 260 for generation in generations for token in generation.tokens), (
+        "an id that the small model does not know"
+    )
+    if not sample_drafts:
+        plain = target.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert generations[0].tokens == plain[0, 3:].tolist()
+
+
+def test_a_draft_model_without_embeddings_for_its_own_tokens_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    small = make_target(tmp_path, vocab_size=200)
+    message = (
+        r"acceptance\.draft_model: must have an embedding for each token of its tokenizer, ids up to 259, but .* vocab_size 200"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_draft_model(str(small), tiny_target, 64, torch.float32, torch.device("cpu"))

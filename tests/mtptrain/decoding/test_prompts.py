@@ -1,0 +1,202 @@
+"""The prompts that acceptance is measured on."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
+from mtptrain.data.questions import question_group
+from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts, read_prompts_file, warn_of_trained_questions
+from tests.conftest import make_tokenizer
+
+DOCUMENTS = Documents.from_list(
+    [
+        (0, list(range(100)), [1] * 100),
+        (1, list(range(50)), [1] * 50),
+        (2, list(range(30)), [0] * 12 + [1] * 18),
+        (3, list(range(300)), [0] * 290 + [1] * 10),
+    ]
+)
+
+
+def test_a_conversation_is_cut_before_its_first_answer_and_a_text_behind_the_prompt_length() -> None:
+    prompts = held_out_prompts(DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
+    assert {name: len(prompt) for name, prompt in prompts.items()} == {"0": 64, "2": 12}  # 1 is too short, 3 too long
+    assert prompts == held_out_prompts(DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
+
+
+def write_held_out(directory: Path, *documents: tuple[str, int, int, list[int]]) -> Path:
+    """A held-out split of (name, window, turn, loss mask)."""
+    directory.mkdir(exist_ok=True)
+    entries = [DocumentEntry(i, name, Split.validation, len(mask), w, t) for i, (name, w, t, mask) in enumerate(documents)]
+    DocumentEntry.write_all(directory, entries)
+    split = [(i, np.arange(len(mask)) + 100 * i, mask) for i, (_, _, _, mask) in enumerate(documents)]
+    Documents.from_list(split).save(directory / "validation.safetensors")
+    return directory
+
+
+def test_a_conversation_gives_the_prompt_of_its_first_answer_alone(tmp_path: Path) -> None:
+    prompts_dir = write_held_out(
+        tmp_path,
+        ("rewritten", 0, 0, [0] * 40 + [1] * 10),
+        ("rewritten", 0, 4, [0] * 25 + [1] * 10),
+        ("rewritten", 0, 2, [0] * 10 + [1] * 10),
+        ("one", 0, 0, [0] * 12 + [1] * 18),
+    )
+    documents = held_out_documents(prompts_dir)
+    prompts = held_out_prompts(documents, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
+    assert {name: (prompt[0], len(prompt)) for name, prompt in prompts.items()} == {"2": (200, 10), "3": (300, 12)}
+
+
+def test_no_prompt_begins_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
+    prompts_dir = write_held_out(
+        tmp_path,
+        ("cut", 0, 0, [0] * 90 + [1] * 10),
+        ("cut", 1, 0, [0] * 20 + [1] * 80),
+        ("cut", 2, 0, [1] * 100),
+        ("long question", 1, 0, [0] * 5 + [1] * 20),
+    )
+    assert held_out_documents(prompts_dir).document_ids.tolist() == [0]
+
+
+def test_conversations_whose_answers_all_lie_behind_their_first_window_are_refused_with_the_setting_that_helps(
+    tmp_path: Path,
+) -> None:
+    prompts_dir = write_held_out(tmp_path, ("long question", 1, 0, [0] * 5 + [1] * 20), ("another", 2, 0, [0, 1]))
+    message = r"prompts\.max_document_tokens: the first window of .* must hold its first answer, but none of 2 does; raise it"
+    with pytest.raises(ValueError, match=message):
+        held_out_documents(prompts_dir)
+
+
+def test_every_window_of_a_text_may_give_a_prompt(tmp_path: Path) -> None:
+    prompts_dir = write_held_out(tmp_path, ("a", 0, 0, [1] * 100), ("a", 1, 0, [1] * 100))
+    assert held_out_documents(prompts_dir).document_ids.tolist() == [0, 1]
+
+
+def test_the_best_head_is_not_chosen_on_the_files_that_are_reported(tmp_path: Path) -> None:
+    names = [f"file {index // 3}" for index in range(300)]  # three windows each
+    prompts_dir = write_held_out(tmp_path, *((name, index % 3, 0, [1] * 10) for index, name in enumerate(names)))
+    parts = {part: {names[i] for i in held_out_documents(prompts_dir, part).document_ids} for part in HeldOut}
+    assert parts[HeldOut.choosing] | parts[HeldOut.reporting] == parts[HeldOut.all] == set(names)
+    assert not parts[HeldOut.choosing] & parts[HeldOut.reporting]
+    assert 15 < len(parts[HeldOut.choosing]) < 35  # a quarter of 100
+    documents = held_out_documents(prompts_dir, HeldOut.reporting)
+    assert len(documents) == 3 * len(parts[HeldOut.reporting]), "every window of a file is in its part"
+    fewer = write_held_out(tmp_path / "fewer", *((name, 0, 0, [1] * 10) for name in names[::6]))
+    kept = {names[6 * i] for i in held_out_documents(fewer, HeldOut.choosing).document_ids}
+    assert kept == parts[HeldOut.choosing] & set(names[::6]), "a file's part does not depend on the others"
+
+
+def test_a_question_is_asked_once_and_in_one_half(tmp_path: Path) -> None:
+    """Copies under other ids weighed as much as other questions, and the best head could be chosen by a question of the report."""
+    entries = [DocumentEntry(i, f"abc_{i}", Split.validation, 20, 0, 0, f"question {i % 40}") for i in range(400)]
+    DocumentEntry.write_all(tmp_path, entries)
+    Documents.from_list([(i, np.arange(20), [0] * 10 + [1] * 10) for i in range(400)]).save(tmp_path / "validation.safetensors")
+    parts = {part: [entries[i].group for i in held_out_documents(tmp_path, part).document_ids] for part in HeldOut}
+    assert all(len(groups) == len(set(groups)) for groups in parts.values())
+    assert not set(parts[HeldOut.choosing]) & set(parts[HeldOut.reporting])
+    assert sorted(parts[HeldOut.choosing] + parts[HeldOut.reporting]) == sorted(parts[HeldOut.all])
+    assert len(parts[HeldOut.all]) == 40
+
+
+def test_two_files_are_enough_and_one_is_not(tmp_path: Path) -> None:
+    two = write_held_out(tmp_path / "two", ("a", 0, 0, [1] * 10), ("b", 0, 0, [1] * 10))
+    assert [len(held_out_documents(two, part)) for part in (HeldOut.choosing, HeldOut.reporting)] == [1, 1]
+    one = write_held_out(tmp_path / "one", ("a", 0, 0, [1] * 10))
+    assert len(held_out_documents(one, HeldOut.reporting)) == 1
+    with pytest.raises(
+        ValueError, match=r"prompts\.validation_fraction: must hold out at least 2 files or questions, .* holds out 1;"
+    ):
+        held_out_documents(one, HeldOut.choosing)
+
+
+def test_no_prompt_at_all_is_an_error() -> None:
+    message = r"acceptance\.prompt_tokens: held-out documents must hold a prompt of 200 tokens .* none of 1 does"
+    text = Documents.from_list([(0, list(range(100)), [1] * 100)])
+    with pytest.raises(ValueError, match=message):
+        held_out_prompts(text, num_prompts=10, prompt_tokens=200, max_new_tokens=32, context_tokens=128)
+
+
+def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [
+        {"id": "a", "input_ids": [1, 2, 3]},
+        {"id": 7, "text": "def f"},
+        {"id": "c", "messages": [{"role": "user", "content": "hi"}]},
+        {"question_id": 81, "category": "writing", "turns": ["hello", "shorter"]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    tokenizer = make_tokenizer()
+    read = read_prompts_file(path, tokenizer, 260)
+    prompts = read.input_ids
+    assert list(prompts) == ["a", "7", "c", "81"]
+    assert prompts["a"] == [1, 2, 3]
+    assert tokenizer.decode(prompts["7"]) == "def f"
+    assert tokenizer.decode(prompts["c"]) == "<user>hi<|end|><assistant>"
+    assert tokenizer.decode(prompts["81"]) == "<user>hello<|end|><assistant>"
+    assert read.categories == {"81": "writing"} and read.turns == {"81": ["hello", "shorter"]}
+
+
+def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Trap 14: benchmark prompts in the training data."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [
+        {"id": "turns", "turns": ["Trained  ON?", "more"]},
+        {"id": "messages", "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "trained on?"}]},
+        {"id": "held out", "turns": ["held out?"]},
+        {"id": "new", "turns": ["new?"]},
+        {"id": "text", "text": "trained on?"},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    questions = read_prompts_file(path, make_tokenizer(), 260).questions
+    system = {"role": "system", "content": "Be brief."}
+    groups = [question_group([system, {"role": "user", "content": text}]) for text in ("trained on?", "held out?")]
+    warn_of_trained_questions(questions, tmp_path)  # stage 1 has not run
+    entries = [DocumentEntry(i, f"chat{i}", split, 9, 0, 0, groups[i]) for i, split in enumerate((Split.train, Split.validation))]
+    DocumentEntry.write_all(tmp_path, entries)
+    assert not recwarn
+    with pytest.warns(
+        UserWarning, match=r"first turns should not be .* but 2 of 4 are \(ids turns, messages\) in .*; their accept"
+    ):
+        warn_of_trained_questions(questions, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"must hold at least one prompt, but is empty; add lines with `id` and `text`"),
+        ('{"id": 1, "text": "a"}\n{oops', r":2: a line must be JSON, but is not \("),
+        ('{"id": 1}', r":1: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has \['id'\]"),
+        ('{"text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
+        ("[1]", r":1: a line must have `id` .* but has list"),
+        ('{"id": 1, "text": "a", "input_ids": [1]}', r"but has \['id', 'input_ids', 'text'\]"),
+        ('{"id": 1, "turns": []}', r":1: turns must be a list of at least one string, but is \[\]; correct it"),
+        ('{"id": 1, "turns": ["a", 2]}', r":1: turns must be a list of at least one string, but is \['a', 2\]; correct it"),
+        ('{"id": 1, "input_ids": "abc"}', r":1: input_ids must be a list of integers, but is abc"),
+        ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must lie in the target's vocabulary of 260, but one is 999"),
+        ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' stands twice"),
+    ],
+)
+def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_prompts_file(path, make_tokenizer(), 260)
+
+
+def test_a_missing_prompts_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    with pytest.raises(
+        FileNotFoundError, match=re.escape(f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist")
+    ):
+        read_prompts_file(path, make_tokenizer(), 260)
+
+
+def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": 1, "messages": [{"role": "user", "content": "hi"}]}')
+    with pytest.raises(ValueError, match="chat template"):
+        read_prompts_file(path, make_tokenizer(chat_template=None), 260)

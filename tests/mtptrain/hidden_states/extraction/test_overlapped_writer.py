@@ -1,0 +1,116 @@
+"""The writer's thread: every document reaches its shard, memory stays bounded, and no error is lost."""
+
+import errno
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.config import StoreDtype
+from mtptrain.hidden_states.extraction import overlapped_writer
+from mtptrain.hidden_states.extraction.overlapped_writer import OverlappedWriter
+from mtptrain.hidden_states.writer import ShardFile, has_shard
+
+NUM_DOCUMENTS, LENGTH, HIDDEN_SIZE = 6, 5, 8
+
+
+def new_shard(directory: Path, index: int = 0, dtype: StoreDtype = StoreDtype.bfloat16) -> ShardFile:
+    size = NUM_DOCUMENTS * LENGTH
+    tokens = {
+        "input_ids": torch.zeros(size, dtype=torch.int32),
+        "loss_mask": torch.ones(size, dtype=torch.uint8),
+        "document_offsets": torch.arange(0, size + 1, LENGTH),
+        "document_ids": torch.arange(NUM_DOCUMENTS),
+    }
+    return ShardFile(directory, index, tokens, HIDDEN_SIZE, 1, dtype)
+
+
+def states() -> torch.Tensor:
+    return torch.randn(LENGTH, 2, HIDDEN_SIZE)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_shards_are_complete_at_the_end_while_the_caller_never_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    write = ShardFile.write
+    monkeypatch.setattr(ShardFile, "write", lambda *args: (time.sleep(0.02), write(*args)))
+    with OverlappedWriter(num_threads) as writer:
+        started = time.monotonic()
+        for index in range(2):
+            writer.begin(new_shard(tmp_path, index))
+            for document in range(NUM_DOCUMENTS):
+                writer.write(document, states())
+            writer.finish()
+            if index == 0:
+                assert time.monotonic() - started < 0.02 * NUM_DOCUMENTS, "handed over, not written"
+    assert has_shard(tmp_path, 0) and has_shard(tmp_path, 1)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("dtype", list(StoreDtype))
+def test_any_number_of_threads_leaves_the_same_bytes(tmp_path: Path, dtype: StoreDtype) -> None:
+    documents = [torch.randn(LENGTH, 2, HIDDEN_SIZE, generator=torch.Generator().manual_seed(i)) for i in range(NUM_DOCUMENTS)]
+    shards = []
+    for num_threads in (1, 4):
+        directory = tmp_path / str(num_threads)
+        directory.mkdir()
+        with OverlappedWriter(num_threads) as writer:
+            writer.begin(new_shard(directory, dtype=dtype))
+            for document in range(NUM_DOCUMENTS):
+                writer.write(document, documents[document])
+            writer.finish()
+        shards.append((directory / "shard_00000.safetensors").read_bytes())
+    assert shards[0] == shards[1]
+
+
+def test_no_more_states_wait_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = states()
+    monkeypatch.setattr(overlapped_writer, "MAX_PENDING_BYTES", 2 * one.numel() * one.element_size())
+    handed_over, written, most = 0, 0, 0
+    write = ShardFile.write
+
+    def slow_write(*args: object) -> None:
+        nonlocal written
+        time.sleep(0.01)
+        write(*args)
+        written += 1
+
+    monkeypatch.setattr(ShardFile, "write", slow_write)
+    with OverlappedWriter() as writer:
+        writer.begin(new_shard(tmp_path))
+        for document in range(NUM_DOCUMENTS):
+            writer.write(document, states())
+            handed_over += 1
+            most = max(most, handed_over - written)
+        writer.finish()
+    assert most <= 2
+    assert has_shard(tmp_path, 0)
+
+
+@pytest.mark.parametrize("failing", ["write", "finish"])
+def test_an_error_behind_the_callers_back_is_raised_and_the_shard_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ShardFile, failing, full)
+    with pytest.raises(OSError, match="No space left on device"), OverlappedWriter() as writer:
+        writer.begin(new_shard(tmp_path))
+        for document in range(NUM_DOCUMENTS):
+            writer.write(document, states())
+        writer.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_caller_leaves_no_half_shard(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with pytest.raises(RuntimeError, match="the target failed"), OverlappedWriter() as writer:
+        writer.begin(new_shard(tmp_path))
+        writer.write(0, states())
+        raise RuntimeError("the target failed")
+    assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == threads

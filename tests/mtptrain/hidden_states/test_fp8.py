@@ -1,0 +1,66 @@
+"""Eight bits: what is lost is the fraction, never the size of a state."""
+
+import pytest
+import torch
+
+from mtptrain.hidden_states.fp8 import CACHED_VALUES, FP8, LARGEST, decode, encode
+
+EVERY_VALUE = torch.arange(256, dtype=torch.uint8).view(FP8)
+FINITE = EVERY_VALUE[~EVERY_VALUE.float().isnan()]
+
+
+@pytest.mark.parametrize("exponent", [-126, -20, 0, 6, 7, 40, 118])
+def test_every_value_is_decoded_exactly_at_every_scale(exponent: int) -> None:
+    scale = torch.tensor(2.0).pow(exponent)
+    expected = (FINITE.double() * scale.double()).to(torch.bfloat16)  # below 2^-133 bf16 itself rounds
+    assert torch.equal(decode(FINITE[None], scale[None], torch.bfloat16)[0], expected)
+    assert torch.equal(decode(FINITE[None], scale[None], torch.float32)[0], expected.float())
+
+
+def test_states_come_back_within_a_sixteenth_of_a_value_whatever_the_size_of_their_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(300, 64, generator=generator) * torch.exp2(torch.randint(-60, 60, (300, 1), generator=generator))
+    values, scales = encode(states)
+    assert values.dtype is FP8 and scales.shape == (300,)
+    error = (decode(values, scales, torch.float32) - states).abs()
+    # half a unit of three bits; near zero, of the least normal value
+    assert (error <= torch.maximum(states.abs() / 16, scales[:, None] * 2**-10)).all()
+    assert (error > states.abs() / 32).any(), "eight bits are not more"
+
+
+def test_rows_of_zeros_and_of_the_largest_floats_stay_what_they_are() -> None:
+    states = torch.tensor([[0.0, 0.0], [1e-40, 0.0], [3.0e38, 1.0], [448.0, -449.0]])
+    values, scales = encode(states)
+    assert torch.isfinite(values.float()).all() and torch.isfinite(scales).all() and (scales > 0).all()
+    decoded = decode(values, scales, torch.float32)
+    assert decoded[0].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(decoded[2:].abs().amax(1), states[2:].abs().amax(1), rtol=1 / 16, atol=0)
+
+
+def test_many_rows_are_decoded_as_a_few_are() -> None:
+    hidden_size = 512
+    states = torch.randn(3, CACHED_VALUES // hidden_size, hidden_size).bfloat16()
+    values, scales = encode(states)
+    together = decode(values, scales, torch.bfloat16)
+    assert torch.equal(together, (values.float() * scales[..., None]).bfloat16())
+
+
+def plain_encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows at once in fp32, by a division."""
+    wide = states.float()
+    _, exponents = torch.frexp(wide.abs().amax(-1) / LARGEST)
+    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.clamp(min=-126))
+    return (wide / scales[..., None]).to(FP8), scales
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_states_are_encoded_part_by_part_to_the_bits_of_the_plain_formula(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = every[every.isfinite()]
+    shuffled = every[torch.randperm(len(every), generator=generator)][: 127 * 2 * 256].view(127, 2, 256)  # rows of any size
+    near = torch.randn(600, 2, 512, generator=generator) * torch.exp2(torch.randint(-150, 120, (600, 2, 1), generator=generator))
+    for states in (shuffled.to(dtype), near.to(dtype), near.to(dtype)[:, 1], near.to(dtype)[:0]):
+        (values, scales), (expected, expected_scales) = encode(states), plain_encode(states)
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales, expected_scales)
+    assert near[:, 1].numel() > CACHED_VALUES, "several parts"

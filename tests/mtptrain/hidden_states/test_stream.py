@@ -1,0 +1,210 @@
+"""Extraction and training at the same time, over a store that is deleted as it is read."""
+
+import json
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtptrain.config import PipelineConfig, TrainConfig
+from mtptrain.data.identity import StoreIdentity, TargetIdentity
+from mtptrain.data.prompt_files import Documents
+from mtptrain.hidden_states.stream import (
+    OPEN_WINDOWS,
+    STREAM,
+    Releases,
+    StreamedStore,
+    document_order,
+    missing_open_shards,
+    open_stream,
+    released_windows,
+    shard_windows,
+)
+from mtptrain.train import count_steps
+from tests.conftest import program_command
+from tests.programs import TIMEOUT_S
+
+Run = tuple[Path, tuple[str, ...]]
+ROOT = Path(__file__).parents[3]
+STREAMED = (
+    "train.stream=true",
+    "train.stream_shards=2",
+    "hidden_states.shard_tokens=1500",
+    "train.epochs=1",
+    "train.max_steps=0",
+    "train.micro_batches_per_step=1",
+    "deepspeed=zero0",
+)
+
+
+def test_every_document_comes_once_window_after_window() -> None:
+    shards = [range(first, first + 5) for first in range(0, 50, 5)]
+    windows = shard_windows(len(shards), 3, seed=0)
+    assert sorted(shard for window in windows for shard in window) == list(range(10))
+    assert [len(window) for window in windows] == [3, 3, 3, 1]
+    order = document_order(windows, shards, seed=0)
+    assert sorted(order.tolist()) == list(range(50))
+    assert {int(index) // 5 for index in order[:15]} == set(windows[0])
+    assert order[:15].tolist() != sorted(order[:15].tolist()), "documents of a window are shuffled"
+    assert not np.array_equal(order, document_order(shard_windows(10, 3, seed=1), shards, seed=1))
+
+
+class Observer:
+    """Counts the finished shards of a store, time and again, in a thread."""
+
+    def __init__(self, store_dir: Path) -> None:
+        self.most, self._store_dir, self._stop = 0, store_dir, threading.Event()
+        self._thread = threading.Thread(target=self._count)
+
+    def _count(self) -> None:
+        while not self._stop.is_set():
+            self.most = max(self.most, len(list(self._store_dir.glob("shard_*.safetensors"))))
+            time.sleep(0.005)
+
+    def __enter__(self) -> "Observer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@contextmanager
+def running(overrides: tuple[str, ...], log: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Both programs; whatever happens, neither outlives the block."""
+    with log.open("ab") as file:
+        modules = ("data_prep.hidden_states", "mtptrain.train")
+        processes = [
+            subprocess.Popen(program_command(module, *overrides), cwd=ROOT, stdout=file, stderr=file) for module in modules
+        ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def stream_run(tiny_run: Run, tmp_path: Path) -> Run:
+    """A run folder with prompts alone, and its overrides."""
+    run_dir, overrides = tiny_run
+    shutil.copytree(run_dir / "prompts", tmp_path / "run" / "prompts")
+    return tmp_path / "run", (f"run_dir={tmp_path}/run", *overrides, *STREAMED)
+
+
+def stream(run: Run, log: Path) -> None:
+    """Run both programs to their ends."""
+    with running(run[1], log) as processes:
+        for process in processes:
+            assert process.wait(timeout=TIMEOUT_S) == 0, log.read_text()[-3000:]
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = (run_dir / "train/metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def test_a_streamed_run_that_is_killed_goes_on_with_the_same_losses_and_a_bounded_store(stream_run: Run, tmp_path: Path) -> None:
+    run_dir, overrides = stream_run
+    store_dir, log = run_dir / "hidden_states", tmp_path / "log"
+    with Observer(store_dir) as observer:
+        stream(stream_run, log)
+    undisturbed, head = losses(run_dir), (run_dir / "train/last/head.safetensors").read_bytes()
+    num_windows = json.loads((store_dir / STREAM).read_text())["released_windows"]
+    assert num_windows > OPEN_WINDOWS, "the store would have fitted whole"
+    assert 0 < observer.most <= OPEN_WINDOWS * 2
+    assert not list(store_dir.glob("shard_*")), "every shard was trained on and deleted"
+
+    shutil.rmtree(run_dir / "train")
+    shutil.rmtree(store_dir)
+    with running(overrides, log) as processes:
+        while not (store_dir / STREAM).exists() or not json.loads((store_dir / STREAM).read_text())["released_windows"]:
+            assert all(process.poll() is None for process in processes), log.read_text()[-3000:]
+            time.sleep(0.01)
+    assert len(losses(run_dir)) < len(undisturbed)
+    stream(stream_run, log)
+    assert losses(run_dir) == undisturbed
+    assert (run_dir / "train/last/head.safetensors").read_bytes() == head
+
+
+def test_a_signal_while_training_waits_for_extraction_saves_a_checkpoint(stream_run: Run, tmp_path: Path) -> None:
+    run_dir, overrides = stream_run
+    log = tmp_path / "log"
+    with running((*overrides, "train.save_every=0"), log) as (extraction, training):
+        while not (run_dir / "train/metrics.jsonl").exists() or not losses(run_dir):
+            assert training.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.01)
+        extraction.kill()
+        while b"waiting for the shards of step" not in log.read_bytes() and b"waiting for shard_" not in log.read_bytes():
+            assert training.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.1)
+        training.send_signal(signal.SIGTERM)
+        assert training.wait(timeout=20) == 75, log.read_text()[-3000:]
+    assert (run_dir / f"train/checkpoints/step_{len(losses(run_dir)):08d}/complete.json").is_file()
+
+
+def documents_of(lengths: list[int]) -> Documents:
+    return Documents.from_list([(i, np.zeros(n, np.int32), np.ones(n, np.uint8)) for i, n in enumerate(lengths)])
+
+
+def streamed_store(directory: Path, num_documents: int, window_shards: int) -> StreamedStore:
+    """A store of ten tokens a document, two documents a shard; nothing of it is on the disk."""
+    identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
+    return StreamedStore(directory, identity, documents_of([10] * num_documents), 20, window_shards, seed=0)
+
+
+def test_windows_are_released_after_the_last_step_that_reads_them(tmp_path: Path) -> None:
+    store = streamed_store(tmp_path, num_documents=20, window_shards=2)  # five windows of four documents
+    order = store.order.tolist()
+    order[3], order[4] = order[4], order[3]  # one document of the first window is read with the second
+    releases = Releases(store, [[order[first : first + 2], order[first + 2 : first + 4]] for first in range(0, 20, 4)])
+    assert [releases.num_unread(step) for step in range(6)] == [0, 0, 2, 3, 4, 5]
+    assert [step for step in range(1, 6) if releases.is_due(step)] == [2, 3, 4, 5]
+    for shard in range(10):
+        (tmp_path / f"shard_{shard:05d}.safetensors").touch()
+    releases.release(2, is_last=False, is_first_rank=True)
+    left = {int(path.stem.removeprefix("shard_")) for path in tmp_path.glob("shard_*")}
+    assert left == set(range(10)) - {shard for window in store.windows[:2] for shard in window}
+    assert released_windows(tmp_path, store.windows) == 2
+    other = streamed_store(tmp_path, num_documents=20, window_shards=1)
+    with pytest.raises(ValueError, match=r"stream\.json: the shards of each window must be \[\d+\], \.\.\., but are"):
+        missing_open_shards(tmp_path, other.windows)
+    releases.release(3, is_last=True, is_first_rank=True)
+    assert not list(tmp_path.glob("shard_*"))
+
+
+def test_steps_that_need_more_windows_than_the_disk_holds_are_refused(tmp_path: Path) -> None:
+    store = streamed_store(tmp_path, num_documents=20, window_shards=1)
+    with pytest.raises(
+        ValueError, match=r"train\.stream_shards: 3 windows must hold all documents of a step, but those of 1 shards"
+    ):
+        Releases(store, [[store.order.tolist()]])
+
+
+def test_a_finished_store_is_not_streamed(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    identity = streamed_store(tmp_path, 2, 1).manifest.identity
+    with pytest.raises(ValueError, match=r"train\.stream: must be false where the hidden states are finished"):
+        open_stream(tmp_path, identity, documents_of([10]), 20, 1, seed=0)
+
+
+@pytest.mark.parametrize("setting", ["train.epochs=2", "hidden_states.num_parts=2"])
+def test_streaming_takes_one_epoch_and_one_part(config_for: Callable[..., PipelineConfig], setting: str) -> None:
+    name = setting.partition("=")[0]
+    with pytest.raises(ValueError, match=rf"{name}: must be 1 with train\.stream=true"):
+        config_for("train.stream=true", "train.epochs=1", setting)
+
+
+def test_steps_beyond_the_epoch_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"train\.max_steps: must be at most 7, the steps of one epoch"):
+        count_steps(TrainConfig(stream=True, max_steps=8), 7)
+    assert count_steps(TrainConfig(stream=True, max_steps=5), 7) == 5

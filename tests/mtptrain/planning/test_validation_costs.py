@@ -1,0 +1,117 @@
+"""The memory that validation is planned with, against the real decoding path on tensors without data."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from mtptrain.config import PipelineConfig
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.speculate import Verified
+from mtptrain.heads.files import build_head
+from mtptrain.planning.costs import _DefaultDtype
+from mtptrain.planning.meter import Meter
+from mtptrain.planning.plan import make_plan
+from mtptrain.planning.planner import plan_rows, plan_warnings
+from mtptrain.planning.validation_costs import cached_values, largest_batch, validation_bytes
+from mtptrain.target.model import Target
+from mtptrain.target.position_cache import PositionCache
+from tests.conftest import FAMILIES, make_config
+
+GB = 10**9
+
+
+def read_prompts(target: Target, drafter: HeadDrafter, prompts: int, prompt_tokens: int, num_slots: int) -> None:
+    """The first phase of `speculate`: the target reads the prompts, and then the head does."""
+    tokens, cache = torch.zeros(prompts, num_slots, dtype=torch.long), PositionCache(num_slots)
+    positions = torch.arange(prompt_tokens).expand(prompts, -1)
+    drafter.start(prompts, num_slots)
+    states = target.forward(tokens[:, :prompt_tokens], positions, cache, drafter.capture_layers)
+    drafter.first_depth(Verified(tokens, torch.full((prompts,), prompt_tokens + 1), positions, states))
+
+
+def measured_bytes(config: PipelineConfig, target_config: LlamaConfig, prompts: int, prompt_tokens: int, num_slots: int) -> int:
+    meter = Meter()
+    with FakeTensorMode(), _DefaultDtype(torch.bfloat16), torch.no_grad():
+        target = Target(AutoModelForCausalLM.from_config(target_config, attn_implementation="sdpa"))
+        head = build_head(config.head, target_config)
+        meter.hold(*target.model.parameters(), *head.parameters(), *head.buffers())
+        held = meter.peak_bytes["cpu"]
+        with meter:
+            read_prompts(target, HeadDrafter(head, target.parts, 3), prompts, prompt_tokens, num_slots)
+    return meter.peak_bytes["cpu"] - held
+
+
+def llama(**settings: int) -> LlamaConfig:
+    """A Llama of 8B, with fewer layers."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    return LlamaConfig(**{**sizes, "vocab_size": 128256, "num_hidden_layers": 3, "max_position_embeddings": 131072, **settings})
+
+
+CONVERSATIONS = (
+    "prompts.source=conversations",
+    "prompts.paths=[none.jsonl]",
+    "planner.num_gpus=1",
+    "train.validation_new_tokens=64",
+)
+
+
+@pytest.mark.parametrize("head", [(), ("head=eagle3", "head.capture_layers=[0,1,3]")], ids=["mtp", "eagle3"])
+def test_validation_is_planned_with_the_memory_that_decoding_takes(head: tuple[str, ...]) -> None:
+    config = make_config(*CONVERSATIONS, *head, "acceptance.dtype=bfloat16", "acceptance.num_speculative_tokens=3")
+    planned = validation_bytes(config, llama(), longest_tokens=16384 - 64)
+    num_slots = 16384 + 2 * (3 + 1) + 3  # as in `speculate`
+    assert planned == pytest.approx(measured_bytes(config, llama(), 2, 16384 - 64, num_slots), rel=0.05)
+
+
+def test_reading_a_prompt_takes_memory_in_proportion_to_its_length() -> None:
+    """A mask [B, 1, S, S] would take as much as all else at 8,192 tokens of so small a target, and four times that at twice as many."""
+    small = llama(hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=64, vocab_size=512)
+    config = make_config(*CONVERSATIONS)
+    short, long = (measured_bytes(config, small, 2, length, length + 64) for length in (8192, 16384))
+    assert long == pytest.approx(2 * short, rel=0.02)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_keeps_as_many_values_of_a_token_as_planned(family: str) -> None:
+    model_type, settings = FAMILIES[family]
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = AutoConfig.for_model(model_type, **{**sizes, "num_hidden_layers": 2, "head_dim": 64, **settings})
+    target, cache = Target(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")), PositionCache(10)
+    target.forward(torch.zeros(2, 4, dtype=torch.long), torch.arange(4).expand(2, -1), cache)
+    kept = sum(tensor.numel() for tensors in (cache._keys, cache._values) for tensor in tensors.values())
+    assert kept == 2 * 10 * cached_values(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "batch"),
+    [
+        ((), (8, 32768)),  # more than 8 prompts of 16,384 would be
+        (("acceptance.batch_tokens=500000",), (8, 8 * 16384)),
+        (("acceptance.batch_tokens=1000",), (8, 16384)),  # the longest prompt is alone
+        (("train.validation_prompts=1",), (1, 16384)),
+        (("planner.num_gpus=16", "acceptance.batch_tokens=500000"), (2, 2 * 16384)),  # 32 prompts over 16 ranks
+        (("prompts.source=text_files", "prompts.paths=[none]"), (8, 8 * (256 + 64))),  # cut at acceptance.prompt_tokens
+    ],
+)
+def test_the_largest_batch_follows_from_the_settings(overrides: tuple[str, ...], batch: tuple[int, int]) -> None:
+    config = make_config(*CONVERSATIONS, *overrides)
+    assert largest_batch(config, longest_tokens=16384 - 64, context_tokens=131072) == batch
+
+
+def test_the_plan_prints_validation_and_warns_of_it(config_for: Callable[..., PipelineConfig]) -> None:
+    config = config_for("planner.gpu_memory_gb=1", "planner.num_gpus=1")
+    plan = make_plan(config)
+    rows = dict(plan_rows(plan, config))
+    assert plan.memory.validation > 0
+    assert f"{plan.memory.validation / GB:.3g} GB for keys, values and prompts" in rows["validation, each GPU"]
+    assert not any("acceptance.batch_tokens" in warning for warning in plan_warnings(plan, config))
+    plan.memory.__dict__["validation"] = 2 * GB  # a frozen dataclass: a batch that is too large for this GPU
+    assert any(
+        warning.startswith("acceptance.batch_tokens: validation must fit 1 GB of each GPU, but takes 2")
+        for warning in plan_warnings(plan, config)
+    )
+    without = config_for("train.validation_prompts=0")
+    assert "validation, each GPU" not in dict(plan_rows(make_plan(without), without))

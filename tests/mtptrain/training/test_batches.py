@@ -1,0 +1,183 @@
+"""Alignment of packed batches (design: a draft counts only if tokens j-1-k .. j lie in one generated span), and their order."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mtptrain.hidden_states.fp8 import decode, encode
+from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.training.batches import PAIR_COST, TOKEN_COST, Batch, BatchSchedule, make_batch, shard_costs
+
+T = 4
+
+
+def document(document_id: int, mask: list[int]) -> StoredDocument:
+    """Token i of document d is 100 * d + i, so that a token names its place."""
+    tokens = torch.arange(len(mask), dtype=torch.int32) + 100 * document_id
+    states = tokens[:, None].repeat(1, 8).to(torch.bfloat16)
+    return StoredDocument(document_id, tokens, torch.tensor(mask, dtype=torch.uint8), states, None)
+
+
+DOCUMENTS = {
+    1: [1] * 7,
+    2: [0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0],  # two answers, the second too short for depth 1
+    3: [0, 1],
+    4: [0, 0, 1, 1, 1, 1, 1, 1],  # an answer that ends with the document
+}
+
+
+USED = [6, 10, 0, 7]
+"""Tokens of each that a draft needs."""
+
+
+def batch() -> Batch:
+    return make_batch([document(i, mask) for i, mask in DOCUMENTS.items()], T)
+
+
+def plain_drafts() -> set[tuple[int, int, int, int]]:
+    """(document, row t, depth k, token read) of every draft that serving makes, by a loop over the definition."""
+    drafts = set()
+    for i, mask in DOCUMENTS.items():
+        for t in range(len(mask)):
+            for k in range(T):
+                j = t + 2 + k
+                if j < len(mask) and all(mask[j - 1 - k : j + 1]):
+                    drafts.add((i, t, k, 100 * i + t + 1 + k))
+    return drafts
+
+
+def owners(made: Batch) -> list[int]:
+    """The document of every packed token."""
+    order = [i for i in sorted(DOCUMENTS, key=lambda i: -len(DOCUMENTS[i])) if i in made.document_ids]
+    return [order[i] for i in ((made.packing.positions == 0).cumsum(0) - 1).tolist()]
+
+
+def test_exactly_the_drafts_that_serving_makes_count_and_each_reads_its_token() -> None:
+    made, of_token = batch(), owners(batch())
+    tokens = made.packing.rows.tolist()
+    found = {
+        (of_token[tokens[row]], int(made.packing.positions[tokens[row]]), k, int(made.next_ids[tokens[row + k]]))
+        for k, row in made.is_draft.nonzero().tolist()
+    }
+    assert found == plain_drafts()
+    assert made.num_drafts.tolist() == [sum(draft[2] == k for draft in found) for k in range(T)]
+
+
+def test_the_first_draft_of_an_answer_counts_and_the_one_before_does_not() -> None:
+    """Trap 6: an answer of tokens 3 .. 6 is drafted from row 2 on, since token 3 itself comes from the target's prefill."""
+    rows = sorted({t for i, t, k, _ in plain_drafts() if i == 2 and k == 0})
+    assert rows == [2, 3, 4, 8]
+
+
+def test_a_draft_is_taught_where_the_row_so_many_later_has_its_first_teacher() -> None:
+    """What the loss relies on: depth k of row t is taught at t + 1 + k, and rows of a span lie behind each other."""
+    made = batch()
+    teachers = made.packing.rows + 1
+    for k, row in made.is_draft.nonzero().tolist():
+        assert teachers[row + k] == made.packing.rows[row] + 1 + k
+
+
+def test_only_tokens_that_a_draft_needs_are_packed() -> None:
+    """Up to the teacher of the last row; documents without a draft not at all."""
+    made = batch()
+    assert made.document_ids == (2, 4, 1) and made.document_tokens == 27
+    assert [owners(made).count(i) for i in (1, 2, 4)] == [6, 10, 7]
+    assert made.hidden_states[:, 0].float().div(100).floor().tolist() == owners(made)
+    assert made.packing.positions.tolist() == [p for count in (10, 7, 6) for p in range(count)]
+
+
+def test_every_token_reads_the_next_one_of_its_document() -> None:
+    made, of_token = batch(), owners(batch())
+    for n, position in enumerate(made.packing.positions.tolist()):
+        assert int(made.next_ids[n]) == 100 * of_token[n] + position + 1
+
+
+def test_documents_of_a_shard_cost_together_what_each_costs_alone() -> None:
+    rng = np.random.default_rng(0)
+    for lengths in (rng.integers(1, 40, 300), np.array([1, 1, 2, 1, 3, 2]), np.array([2]), np.array([1]), np.array([3, 1])):
+        masks = [(rng.random(length) < rng.choice([0.1, 0.7, 1.0])).astype(np.uint8) for length in lengths]
+        expected = []
+        for mask in masks:
+            rows = [t for t in range(len(mask) - 2) if mask[t + 1] and mask[t + 2]]  # both next tokens are generated
+            expected.append(sum(1 + PAIR_COST * (t + 0.5) for t in rows) + TOKEN_COST * (max(rows) + 1) if rows else 0)
+        found = shard_costs(np.concatenate(masks), np.cumsum([0, *lengths]))
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_step_has_the_same_documents_for_any_number_of_ranks(world_size: int) -> None:
+    schedule = BatchSchedule(Store(fp8_document), T, 16, 4, seed=0, for_gpu=False)  # type: ignore[arg-type]
+    for step in range(2 * schedule.steps_per_epoch):
+        shared = [schedule.micro_batches(step, rank, world_size) for rank in range(world_size)]
+        assert {len(batches) for batches in shared} == {4 // world_size}
+        ids = sorted(i for batches in shared for batch in batches for i in batch.document_ids)
+        assert ids == sorted(i for indices in schedule.documents_of(step) for i in indices)
+
+
+@pytest.mark.parametrize("last_is_exact", [False, True], ids=["fp8", "fp8_aux"])
+@pytest.mark.parametrize("decode_states", [False, True])
+def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens(decode_states: bool, last_is_exact: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    documents, expected, expected_aux = [], [], []
+    for i, mask in DOCUMENTS.items():
+        plain = document(i, mask)
+        states, aux = torch.randn(len(mask), 8, generator=generator), torch.randn(len(mask), 3, 8, generator=generator)
+        (values, scales), (aux_values, aux_scales) = encode(states), encode(aux)
+        last = (states.bfloat16(), None) if last_is_exact else (values, scales)
+        documents.append(StoredDocument(i, plain.input_ids, plain.loss_mask, last[0], aux_values, last[1], aux_scales))
+        expected.append(states.bfloat16().float() if last_is_exact else decode(values, scales, torch.float32))
+        expected_aux.append(decode(aux_values, aux_scales, torch.float32))
+    order = [1, 3, 0]  # the third has no draft
+    made = make_batch(documents, T, decode_states)
+    assert (made.aux_hidden_states_scales is None) == decode_states
+    assert (made.hidden_states_scales is None) == (decode_states or last_is_exact)
+    on_device = made.to(torch.device("cpu"), torch.float32)
+    assert torch.equal(on_device.hidden_states, torch.cat([expected[i][: USED[i]] for i in order]))
+    assert on_device.aux_hidden_states is not None
+    assert torch.equal(on_device.aux_hidden_states, torch.cat([expected_aux[i][: USED[i]] for i in order]))
+
+
+def fp8_document(document_id: int, length: int) -> StoredDocument:
+    values, scales = encode(torch.randn(length, 8, generator=torch.Generator().manual_seed(document_id)))
+    ids = torch.full((length,), document_id, dtype=torch.int32)
+    return StoredDocument(document_id, ids, torch.ones(length, dtype=torch.uint8), values, None, scales, None)
+
+
+class Store:
+    """Documents of 5 to 14 tokens, in memory."""
+
+    directory = Path("in memory")
+
+    def __init__(self, make: Callable[[int, int], StoredDocument]) -> None:
+        self.documents = [make(i, 5 + i % 10) for i in range(40)]
+        self.document_lengths = np.array([len(document.input_ids) for document in self.documents])
+
+    def document(self, index: int) -> StoredDocument:
+        return self.documents[index]
+
+    def loss_masks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield np.concatenate([document.loss_mask for document in self.documents]), np.cumsum([0, *self.document_lengths])
+
+    def close(self) -> None:
+        """Nothing is mapped."""
+
+
+@pytest.mark.parametrize("make", [fp8_document, lambda i, length: document(i, [1] * length)])
+@pytest.mark.parametrize(("for_gpu", "steps_in_memory"), [(False, 1), (True, 2)], ids=["CPU", "GPU: one step ahead"])
+def test_memory_of_states_is_used_again_but_never_before_its_step_is_over(
+    make: Callable[[int, int], StoredDocument], for_gpu: bool, steps_in_memory: int
+) -> None:
+    store = Store(make)
+    schedule = BatchSchedule(store, T, 16, 2, seed=0, for_gpu=for_gpu)  # type: ignore[arg-type]
+    addresses = set()
+    for batches in schedule.prefetch(0, 3 * schedule.steps_per_epoch, 0, 1):
+        time.sleep(0.002)  # the next step is read meanwhile
+        for batch in batches:
+            alone = make_batch([store.documents[i] for i in batch.document_ids], T, decode_states=not for_gpu)
+            assert torch.equal(batch.hidden_states, alone.hidden_states)
+            addresses.add(batch.hidden_states.data_ptr())
+    assert len(addresses) == 2 * steps_in_memory

@@ -1,0 +1,130 @@
+"""Which checkpoint a run goes on from: the newest whole one, the same on all ranks."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.training.checkpoint import MARKER, STATE, STATE_FILE, describe_file, find_fault, newest_whole_checkpoint
+from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.files import save_tensors, write_json
+from tests.conftest import run_program
+
+ONE_RANK = Ranks(0, 1, 0)
+PLAIN_RUN = ("deepspeed=zero0", "train.validation_prompts=0")
+
+
+def write_checkpoint(directory: Path, step: int) -> Path:
+    folder = directory / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    save_tensors(folder / STATE, {"weight": torch.full((64,), float(step))})
+    write_json(folder / MARKER, {"seed": 0, STATE_FILE: describe_file(folder / STATE)})
+    return folder
+
+
+def truncate(state: Path) -> None:
+    state.write_bytes(state.read_bytes()[:-100])
+
+
+def empty(state: Path) -> None:
+    state.write_bytes(b"")
+
+
+def zero(state: Path) -> None:
+    """What a file system may leave of a file whose blocks were never written."""
+    state.write_bytes(bytes(state.stat().st_size))
+
+
+def flip(state: Path) -> None:
+    content = bytearray(state.read_bytes())
+    content[-5] ^= 1
+    state.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (truncate, r"state\.safetensors: must have \d+ bytes, but has \d+"),
+    "empty": (empty, r"state\.safetensors: must have \d+ bytes, but has 0"),
+    "zeros": (zero, r"state\.safetensors: the sha256 must be \w{64}, but is \w{64}"),
+    "flipped": (flip, r"state\.safetensors: the sha256 must be \w{64}, but is \w{64}"),
+    "missing": (Path.unlink, r"state\.safetensors: must exist, but does not"),
+    "marker": (lambda state: (state.parent / MARKER).write_bytes(b""), r"complete\.json: must be JSON, but is not"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    older, newest = write_checkpoint(tmp_path, 4), write_checkpoint(tmp_path, 8)
+    apply, message = DAMAGES[damage]
+    apply(newest / STATE)
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
+    printed = capsys.readouterr().out
+    assert re.search(rf"WARNING {re.escape(str(newest))}/{message}.*; training goes on from {re.escape(str(older))}", printed)
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
+    assert capsys.readouterr().out == "", "the torn one counts no longer"
+
+
+def test_the_newest_whole_checkpoint_is_taken_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) is None
+    write_checkpoint(tmp_path, 4)
+    newest = write_checkpoint(tmp_path, 8)
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == newest
+    assert capsys.readouterr().out == ""
+
+
+def test_where_every_checkpoint_is_torn_the_run_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    folders = [write_checkpoint(tmp_path, step) for step in (4, 8)]
+    for folder in folders:
+        truncate(folder / STATE)
+    message = (
+        r"at least one checkpoint must be whole, but none is \(.*step_00000008/state.*step_00000004/state.*\); restore one, or"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        newest_whole_checkpoint(tmp_path, ONE_RANK)
+    assert all((folder / MARKER).is_file() for folder in folders)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "zeros", "missing"])
+def test_a_checkpoint_from_before_hashes_were_recorded_counts_where_its_length_is_right(tmp_path: Path, damage: str) -> None:
+    folder = write_checkpoint(tmp_path, 4)
+    write_json(folder / MARKER, {"seed": 0})
+    assert find_fault(folder) is None
+    DAMAGES[damage][0](folder / STATE)
+    assert re.search(r"must (be a whole safetensors file, but is not|exist, but does not)", find_fault(folder) or "")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_training_goes_on_from_the_checkpoint_before_a_torn_one(
+    tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path, num_ranks: int
+) -> None:
+    """Two ranks go on from the same one: they end with the weights of a run that nothing has torn."""
+    shutil.copytree(tiny_run[0], tmp_path / "run")
+    checkpoints = tmp_path / "run/train/checkpoints"
+    settings = (f"run_dir={tmp_path}/run", *tiny_run[1], "train.max_steps=4", "train.save_every=2", *PLAIN_RUN)
+    assert run_program("mtptrain.train", *settings, num_ranks=num_ranks).returncode == 0
+    undisturbed = (tmp_path / "run/train/last/head.safetensors").read_bytes()
+    truncate(checkpoints / "step_00000004" / STATE)
+    result = run_program("mtptrain.train", *settings, num_ranks=num_ranks)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("step_00000004/state.safetensors: must have") == 1, "rank 0 alone says so"
+    assert (tmp_path / "run/train/last/head.safetensors").read_bytes() == undisturbed
+    assert find_fault(checkpoints / "step_00000004") is None
+    assert {path.name for path in checkpoints.iterdir()} == {"step_00000002", "step_00000004"}, "the torn one is removed"
+
+
+def test_settings_are_compared_with_the_checkpoint_that_is_loaded(tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    shutil.copytree(tiny_run[0], tmp_path / "run")
+    checkpoints = tmp_path / "run/train/checkpoints"
+    settings = (f"run_dir={tmp_path}/run", *tiny_run[1], "train.max_steps=2", "train.save_every=1", *PLAIN_RUN)
+    assert run_program("mtptrain.train", *settings).returncode == 0
+    truncate(checkpoints / "step_00000002" / STATE)
+    marker = checkpoints / "step_00000001" / MARKER
+    write_json(marker, {**json.loads(marker.read_text()), "seed": 7})
+    result = run_program("mtptrain.train", *settings)
+    assert result.returncode != 0
+    assert "step_00000001: to go on from this checkpoint, seed must be 7, but is 0; set it" in result.stderr

@@ -1,0 +1,162 @@
+"""The fast step against its plain formula: every row at every depth, dense masks, all logits alive, drafts by their definition."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtptrain.config import LossKind
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.training.batches import make_batch
+from mtptrain.training.losses import LossSettings, draft_losses
+from tests.mtptrain.heads.test_contract import CASES, draw_norms, tiny_config
+
+H, V = 128, 50
+DECAY = 0.8
+
+Document = tuple[list[int], list[int]]
+"""Token ids and loss mask."""
+
+
+def plain_loss(probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, kind: LossKind, eta: float) -> torch.Tensor:
+    """Of one draft: the target's distribution [V] and the draft's logits [D]."""
+    ids = torch.arange(V) if ids is None else ids
+    logprobs, inside = logits.log_softmax(-1), probs[ids]
+    if kind == LossKind.ce:
+        wanted = (ids == probs.argmax()).nonzero()
+        return -logprobs[wanted[0, 0]] if len(wanted) else logits.sum() * 0
+    kl = (inside * (inside.log() - logprobs)).sum() + (1 - inside.sum())
+    if kind == LossKind.kl:
+        return kl
+    acceptance = torch.minimum(inside, logprobs.exp()).sum()
+    weight = math.exp(-eta * float(acceptance.detach()))
+    return weight * kl + (1 - weight) * (1 - acceptance)
+
+
+def plain_step(
+    head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor], frozen: SimpleNamespace,
+    loss: LossSettings,
+) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
+    """The weighted mean loss, and the sum of losses at each depth."""
+    sums, counts = [torch.zeros(()) for _ in range(depths)], [0] * depths
+    for (ids, mask), hidden, captured in zip(documents, states, aux, strict=True):
+        n, attention = len(ids), head.self_attn
+        recycled = head.fuse(captured if head.capture_layers else hidden)
+        keys, values = [], []
+        past = torch.ones(n, n, dtype=torch.bool).tril()
+        teacher = (hidden @ frozen.lm_head.T).softmax(-1)
+        for depth in range(depths):
+            read = torch.tensor([ids[t + 1 + depth] if t + 1 + depth < n else 0 for t in range(n)])
+            positions = torch.arange(n) + depth
+            residual, x = head.attention_inputs(recycled, frozen.table[read])
+            query, key, value = attention.queries_keys_values(x, positions)
+            groups = query.shape[1] // key.shape[1]
+            keys.append(key.repeat_interleave(groups, 1))
+            values.append(value.repeat_interleave(groups, 1))
+            masks = [past] + [torch.eye(n, dtype=torch.bool)] * depth
+            scores = torch.cat([torch.einsum("qhd,khd->hqk", query, k).masked_fill(~m, -math.inf) for k, m in zip(keys, masks)], -1)  # noqa: B905
+            weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
+            attended = torch.einsum("hqk,khd->qhd", weights, torch.cat(values))
+            out, recycled = head.outputs(residual, attended.flatten(-2))
+            logits = out @ (frozen.lm_head if head.lm_head is None else head.lm_head.weight).T
+            for t in range(n):
+                j = t + 2 + depth
+                if j < n and all(mask[j - 1 - depth : j + 1]):
+                    draft = plain_loss(teacher[j - 1], logits[t], head.draft_token_ids, loss.kind, loss.lk_eta)
+                    feature = F.smooth_l1_loss(out[t], hidden[j - 1])
+                    sums[depth] = sums[depth] + draft + loss.feature_weight * feature
+                    counts[depth] += 1
+    weights_of = [DECAY**depth for depth in range(depths)]
+    total = sum(w * s / max(1, c) for w, s, c in zip(weights_of, sums, counts, strict=True)) / sum(weights_of)
+    assert isinstance(total, torch.Tensor)
+    return total, [float(s) for s in sums]
+
+
+def fast_step(
+    head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor], frozen: SimpleNamespace,
+    loss: LossSettings,
+) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
+    """As the trainer does it."""
+    stored = [
+        StoredDocument(
+            i, torch.tensor(ids), torch.tensor(mask, dtype=torch.uint8), states[i], aux[i] if head.capture_layers else None
+        )
+        for i, (ids, mask) in enumerate(documents)
+    ]
+    batch = make_batch(stored, depths)
+    read = batch.hidden_states if batch.aux_hidden_states is None else batch.aux_hidden_states
+    weights = DECAY ** torch.arange(depths)
+    sums = draft_losses(
+        head(read, frozen.table[batch.next_ids], batch.packing, depths),
+        frozen.lm_head if head.lm_head is None else head.lm_head.weight,
+        batch.hidden_states[batch.packing.rows + 1],
+        lambda x: x @ frozen.lm_head.T,
+        batch.is_draft,
+        weights / weights.sum() / batch.num_drafts.clamp(min=1),
+        loss,
+        head.draft_token_ids,
+    )
+    return sums.loss, sums.losses.tolist()
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> list[Document]:
+    """A few documents with answers anywhere, at least one of which drafts."""
+    masks = draw(st.lists(st.lists(st.sampled_from([0, 1, 1, 1]), min_size=1, max_size=24), min_size=1, max_size=4))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    return [([int(i) for i in rng.integers(0, V, len(mask))], mask) for mask in [*masks, [0, 1, 1, 1, 0, 1, 1]]]
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    documents=texts(),
+    depths=st.integers(1, 5),
+    kind=st.sampled_from(list(LossKind)),
+    feature_weight=st.sampled_from([0.0, 0.5]),
+    chunk_rows=st.sampled_from([1, 5, 1000]),
+    recompute=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_losses_and_gradients_equal_the_plain_formula(
+    case: str,
+    documents: list[Document],
+    depths: int,
+    kind: LossKind,
+    feature_weight: float,
+    chunk_rows: int,
+    recompute: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    name, head_settings = CASES[case]
+    head = build_head(HEADS[name].Config(ttt_steps=depths, **head_settings), tiny_config())
+    head.recompute = recompute
+    draw_norms(head, generator)
+    if head.d2t is not None:
+        ids = torch.randperm(V, generator=generator)[: len(head.d2t)].sort().values
+        head.d2t.copy_(ids - torch.arange(len(ids)))
+    frozen = SimpleNamespace(table=torch.randn(V, H, generator=generator), lm_head=torch.randn(V, H, generator=generator) * 0.2)
+    states = [torch.randn(len(ids), H, generator=generator) for ids, _ in documents]
+    aux = [torch.randn(len(ids), max(1, len(head.capture_layers)), H, generator=generator) for ids, _ in documents]
+    loss = LossSettings(kind, 3.0, feature_weight, chunk_rows)
+    parameters = list(head.parameters())
+    (ours, our_sums), (plain, plain_sums) = (
+        step(head, depths, documents, states, aux, frozen, loss) for step in (fast_step, plain_step)
+    )
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+    assert our_sums == pytest.approx(plain_sums, abs=1e-4, rel=1e-5)
+    our_grads, plain_grads = (torch.autograd.grad(x, parameters, allow_unused=True) for x in (ours, plain))
+    for our_grad, plain_grad in zip(our_grads, plain_grads, strict=True):
+        if plain_grad is not None:
+            assert our_grad is not None
+            torch.testing.assert_close(our_grad, plain_grad, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,257 @@
+"""The chunked loss against the plain formula with all logits alive."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mtptrain.config import LossKind
+from mtptrain.training.losses import LossSettings, LossSums, Teacher, compare, draft_losses, teach, teach_by_logits, teach_by_probs
+from mtptrain.utils import compile as fusing
+
+T, M, H, V = 3, 40, 16, 50
+
+
+def inputs(last_rows: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Spans that end with these rows; rows behind the last do not count."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(T, M, H, generator=generator).requires_grad_()
+    target_states, lm_head = torch.randn(M, H, generator=generator), torch.randn(V, H, generator=generator)
+    rows_left = torch.tensor([next((last - row + 1 for last in last_rows if last >= row), 0) for row in range(M)])
+    return states, target_states, lm_head, rows_left > torch.arange(T)[:, None]
+
+
+def plain_kl(states: torch.Tensor, target_states: torch.Tensor, lm_head: torch.Tensor, is_draft: torch.Tensor) -> torch.Tensor:
+    teacher = (target_states @ lm_head.T).log_softmax(-1)
+    sums = []
+    for depth in range(T):
+        rows = is_draft[depth].nonzero()[:, 0]
+        logprobs = (states[depth, rows] @ lm_head.T).log_softmax(-1)
+        sums.append(F.kl_div(logprobs, teacher[rows + depth], reduction="sum", log_target=True))
+    return torch.stack(sums)
+
+
+def run_kl(
+    states: torch.Tensor,
+    target_states: torch.Tensor,
+    lm_head: torch.Tensor,
+    is_draft: torch.Tensor,
+    chunk_rows: int = 16,
+    scale: torch.Tensor | None = None,
+) -> LossSums:
+    """With the target's own lm_head."""
+    scale = torch.ones(T) if scale is None else scale
+    return draft_losses(
+        states, lm_head, target_states, lambda x: x @ lm_head.T, is_draft, scale, LossSettings(chunk_rows=chunk_rows)
+    )
+
+
+@pytest.mark.parametrize("last_rows", [(), (0, 1, 5, 20), (39,)])
+@pytest.mark.parametrize("chunk_rows", [7, 1000])
+def test_chunked_kl_and_its_gradient_equal_the_plain_formula(last_rows: tuple[int, ...], chunk_rows: int) -> None:
+    states, target_states, lm_head, is_draft = inputs(last_rows)
+    weights = torch.tensor([0.5, 0.3, 0.2])
+    ours = run_kl(states, target_states, lm_head, is_draft, chunk_rows, weights)
+    reference = plain_kl(states, target_states, lm_head, is_draft)
+    torch.testing.assert_close(ours.kl, reference, atol=1e-4, rtol=1e-5)
+    (our_grad,) = torch.autograd.grad(ours.loss, states)
+    torch.testing.assert_close(ours.loss, (reference * weights).sum(), atol=1e-4, rtol=1e-5)
+    (reference_grad,) = torch.autograd.grad((reference * weights).sum(), states)
+    torch.testing.assert_close(our_grad, reference_grad, atol=1e-5, rtol=1e-5)
+
+
+def test_agreement_counts_drafts_whose_most_likely_token_is_the_targets() -> None:
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    with torch.no_grad():
+        states[0] = target_states  # depth 0 knows the answer
+    ours = run_kl(states, target_states, lm_head, is_draft)
+    assert ours.agreement[0] == is_draft[0].sum()
+    assert ours.kl[0].abs() < 1e-3
+    assert ours.agreement[1] < 0.2 * is_draft[1].sum()
+
+
+def test_a_teacher_shifted_by_one_is_caught() -> None:
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    shifted = run_kl(states, torch.roll(target_states, 1, 0), lm_head, is_draft).kl
+    assert (shifted - plain_kl(states, target_states, lm_head, is_draft)).abs().min() > 1.0
+
+
+@pytest.mark.parametrize("chunk_rows", [7, 1000])
+def test_a_draft_vocabulary_is_taught_by_the_targets_probabilities_as_they_are(chunk_rows: int) -> None:
+    """Trap 11: renormalised inside the draft vocabulary, a head that misses every token looks perfect."""
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    ids = torch.arange(0, V, 3)  # 17 of 50 tokens
+    own = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    weights = torch.tensor([0.5, 0.3, 0.2])
+    ours = draft_losses(
+        states, own, target_states, lambda x: x @ lm_head.T, is_draft, weights, LossSettings(chunk_rows=chunk_rows), ids
+    )
+    teacher = (target_states @ lm_head.T).softmax(-1)
+    reference, agreement = [], []
+    for depth in range(T):
+        rows = is_draft[depth].nonzero()[:, 0]
+        wanted = teacher[rows + depth]
+        logits = states[depth, rows] @ own.T
+        inside = wanted[:, ids]
+        kl = (inside * (inside.log() - logits.log_softmax(-1))).sum(-1) + (1 - inside.sum(-1))
+        reference.append(kl.sum())
+        agreement.append((ids[logits.argmax(-1)] == wanted.argmax(-1)).sum())
+    torch.testing.assert_close(ours.kl, torch.stack(reference), atol=1e-3, rtol=1e-5)
+    assert ours.agreement.tolist() == [int(count) for count in agreement]
+    ours_grads = torch.autograd.grad(ours.loss, (states, own))
+    reference_grads = torch.autograd.grad((torch.stack(reference) * weights).sum(), (states, own))
+    for our_grad, reference_grad in zip(ours_grads, reference_grads, strict=True):
+        torch.testing.assert_close(our_grad, reference_grad, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_hold_where_the_target_is_almost_surely_outside_the_draft_vocabulary() -> None:
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    ids = torch.arange(0, V, 3)
+    bias = torch.full((V,), 12.0).index_fill_(0, ids, 0.0)  # a mass of some 1e-6 inside
+    scale, own = torch.ones(T), lm_head[ids]
+    ours = draft_losses(states, own, target_states, lambda x: x @ lm_head.T + bias, is_draft, scale, LossSettings(), ids)
+    (our_grad,) = torch.autograd.grad(ours.loss, states)
+    wide, wide_own = states.detach().double().requires_grad_(), own.double()
+    teacher = (target_states.double() @ lm_head.double().T + bias).softmax(-1)[:, ids]
+    loss = torch.zeros((), dtype=torch.float64)
+    for depth in range(T):
+        rows = is_draft[depth].nonzero()[:, 0]
+        loss = loss - (teacher[rows + depth] * (wide[depth, rows] @ wide_own.T).log_softmax(-1)).sum()
+    (expected,) = torch.autograd.grad(loss, wide)
+    assert ((our_grad - expected).norm() / expected.norm()).item() < 1e-5
+
+
+def test_a_target_token_outside_the_draft_vocabulary_is_a_miss() -> None:
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    wanted = (target_states @ lm_head.T).argmax(-1)
+    outside = torch.tensor([token for token in range(V) if token not in set(wanted.tolist())])
+    assert len(outside) > 5
+    scale = torch.ones(T)
+    ours = draft_losses(states, lm_head[outside], target_states, lambda x: x @ lm_head.T, is_draft, scale, LossSettings(), outside)
+    assert ours.agreement.tolist() == [0, 0, 0]
+
+
+def test_the_lk_loss_is_kl_where_drafts_are_refused_and_the_chance_of_refusal_where_they_are_accepted() -> None:
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    kl = run_kl(states, target_states, lm_head, is_draft)
+    for eta, expected in ((0.0, kl.kl), (1e4, is_draft.sum(1) - kl.overlap)):
+        lk = draft_losses(
+            states, lm_head, target_states, lambda x: x @ lm_head.T, is_draft, torch.ones(T), LossSettings(LossKind.lk, eta)
+        )
+        torch.testing.assert_close(lk.losses, expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(lk.kl, kl.kl)
+
+
+def test_overlap_is_the_chance_that_a_sampled_draft_is_accepted() -> None:
+    states, target_states, lm_head, is_draft = inputs((20, 39))
+    p, q = (target_states @ lm_head.T).softmax(-1), (states.detach() @ lm_head.T).softmax(-1)
+    expected = [
+        sum(float(torch.minimum(p[row + depth], q[depth, row]).sum()) for row in is_draft[depth].nonzero()[:, 0].tolist())
+        for depth in range(T)
+    ]
+    assert run_kl(states, target_states, lm_head, is_draft).overlap.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+OWN_VOCABULARY = torch.arange(1, V, 3)
+
+
+def run_kind(kind: LossKind, draft_token_ids: torch.Tensor | None, states: torch.Tensor, target_logits: torch.Tensor) -> LossSums:
+    """Every row counts; logits of the target [M, V] as they are."""
+    lm_head = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
+    return draft_losses(
+        states,
+        lm_head if draft_token_ids is None else lm_head[draft_token_ids],
+        torch.arange(float(M))[:, None],
+        lambda rows: target_logits[rows[:, 0].long()],
+        torch.arange(M) < M - torch.arange(T)[:, None],
+        torch.tensor([0.5, 0.3, 0.2]),
+        LossSettings(kind=kind, chunk_rows=24),
+        draft_token_ids,
+    )
+
+
+@pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
+@pytest.mark.parametrize("kind", list(LossKind))
+def test_a_compiled_loss_is_the_plain_one(
+    kind: LossKind, draft_token_ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, target_states, lm_head, _ = inputs((M - 1,))
+    found = []
+    for is_fused in (False, True):
+        monkeypatch.setattr(fusing, "_is_on", is_fused)
+        sums = run_kind(kind, draft_token_ids, states, target_states @ lm_head.T)
+        found.append((sums.loss, sums.losses, sums.kl, sums.agreement, sums.overlap, *torch.autograd.grad(sums.loss, states)))
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("token", [0, 1])
+def test_a_logit_of_the_target_that_is_not_finite_is_seen_in_the_kl(
+    token: int, bad: float, draft_token_ids: torch.Tensor | None
+) -> None:
+    """Token 1 is in the head's own vocabulary, token 0 is not."""
+    states, target_states, lm_head, _ = inputs((M - 1,))
+    logits = target_states @ lm_head.T
+    assert run_kind(LossKind.kl, draft_token_ids, states, logits).kl.isfinite().all()
+    logits[M // 2, token] = bad
+    assert run_kind(LossKind.kl, draft_token_ids, states, logits).kl.isnan().all()
+
+
+def blocks(num_depths: int, num_positions: int, vocab_size: int) -> tuple[torch.Tensor, ...]:
+    """Drafts' logits [T * C, D], which of them count, the target's logits [C, V] and the weights of the depths."""
+    generator = torch.Generator().manual_seed(num_depths)
+    logits = 2 * torch.randn(num_depths * num_positions, vocab_size, generator=generator)
+    counts = torch.rand(len(logits), generator=generator) < 0.9
+    return logits, counts, 2 * torch.randn(num_positions, V, generator=generator), 0.8 ** torch.arange(num_depths)
+
+
+@pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
+@pytest.mark.parametrize("kind", list(LossKind))
+def test_a_teacher_by_logits_is_the_one_by_probabilities(kind: LossKind, draft_token_ids: torch.Tensor | None) -> None:
+    """GPUs use the former, CPUs the latter."""
+    logits, counts, target_logits, scale = blocks(3, 16, V if draft_token_ids is None else len(draft_token_ids))
+    by_logits, by_probs = (form(target_logits, draft_token_ids) for form in (teach_by_logits, teach_by_probs))
+    assert torch.equal(by_logits.tokens, by_probs.tokens)
+    found, wanted = (compare(logits, counts, teacher, scale, kind, 3.0) for teacher in (by_logits, by_probs))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("token", [0, 1])
+def test_a_teacher_by_logits_shows_a_logit_that_is_not_finite_in_the_kl(
+    token: int, bad: float, draft_token_ids: torch.Tensor | None
+) -> None:
+    logits, counts, target_logits, scale = blocks(2, 16, V if draft_token_ids is None else len(draft_token_ids))
+    target_logits[5, token] = bad
+    counts[:] = True
+    sums, _ = compare(logits, counts, teach_by_logits(target_logits, draft_token_ids), scale, LossKind.kl, 3.0)
+    assert sums[1].isnan().all()
+
+
+def compare_compiled_in_one_process() -> None:
+    """Compares compiled blocks of different sizes and depths with plain ones, in the order that once ran code of one depth for two."""
+    for num_depths, num_positions in ((1, 50), (2, 50), (1, 13), (2, 20)):
+        logits, counts, target_logits, scale = blocks(num_depths, num_positions, V)
+        teacher: Teacher = teach(target_logits, None)
+        found = []
+        for is_fused in (False, True):
+            fusing.fuse(is_fused)
+            found.append(compare(logits, counts, teacher, scale, LossKind.lk, 3.0))
+        for plain, compiled in zip(*found, strict=True):
+            torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-5)
+
+
+def test_compiled_code_of_one_depth_does_not_run_for_two(tmp_path: Path) -> None:
+    """A new process with an empty cache, for compiled code depends on what was compiled before."""
+    code = f"from {__name__} import compare_compiled_in_one_process as run; run()"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]

@@ -1,0 +1,147 @@
+"""Which documents a step packs: every one at most once, within the budget, and no step much smaller than the others."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtptrain.training.step_packing import EVENED_STEPS, LOOK_AHEAD, Step, balance, pack_documents, shuffled
+
+MICRO_BATCHES, BATCH_TOKENS = 8, 32_768
+
+
+def pack(lengths: np.ndarray, micro_batches: int = 1, epoch: int = 0, costs: np.ndarray | None = None) -> list[list[list[int]]]:
+    return pack_documents(
+        lengths, lengths.astype(float) if costs is None else costs, 64, micro_batches, shuffled(len(lengths), 0, epoch)
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_an_epoch_packs_every_document_once_within_the_budget_and_in_another_order_than_the_next(micro_batches: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 200)
+    first, second = pack(lengths, micro_batches), pack(lengths, micro_batches, epoch=1)
+    for packed in (first, second):
+        seen = sorted(i for step in packed for indices in step for i in indices)
+        assert seen == sorted(set(seen)) and len(seen) > 200 - 8 * micro_batches
+        assert all(lengths[indices].sum() <= 64 for step in packed for indices in step)
+    assert first != second
+    assert first == pack(lengths, micro_batches)
+
+
+def test_documents_that_cost_nothing_are_left_out() -> None:
+    costs = np.array([1.0, 0.0, 2.0])
+    assert sorted(i for step in pack(np.array([5, 6, 7]), costs=costs) for indices in step for i in indices) == [0, 2]
+
+
+def test_the_micro_batches_of_a_step_cost_about_the_same() -> None:
+    """By what trains, not by tokens: one answer in ten documents is long."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(4, 12, 2000)
+    costs = np.where(rng.random(2000) < 0.1, 20.0, 1.0) * rng.random(2000)
+    steps = pack_documents(lengths, costs, 256, 8, shuffled(len(lengths), 0, 0))
+    for step in steps:
+        balanced = balance(step, lengths, costs, 256)
+        assert sorted(i for indices in balanced for i in indices) == sorted(i for indices in step for i in indices)
+        assert all(lengths[indices].sum() <= 256 for indices in balanced)
+        spent = [costs[indices].sum() for indices in balanced]
+        assert max(spent) < 1.1 * np.mean(spent)
+    assert (
+        max(
+            max(costs[indices].sum() for indices in step) / costs[[i for indices in step for i in indices]].sum() * 8
+            for step in steps
+        )
+        > 1.5
+    )
+
+
+def test_a_document_longer_than_a_batch_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"train\.batch_tokens: must be at least the longest document, 70 tokens, but is 64; raise it"
+    ):
+        pack(np.array([3, 70]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    documents=st.lists(st.tuples(st.integers(1, 64), st.sampled_from([0.0, 0.5, 1.0, 7.0])), min_size=1, max_size=120),
+    micro_batches=st.integers(1, 6),
+    epoch=st.integers(0, 3),
+)
+def test_whatever_the_lengths_are_a_document_is_packed_at_most_once_and_few_are_left(
+    documents: list[tuple[int, float]], micro_batches: int, epoch: int
+) -> None:
+    lengths, costs = np.array([length for length, _ in documents]), np.array([cost for _, cost in documents])
+    steps = pack(lengths, micro_batches, epoch, costs)
+    seen = [i for step in steps for indices in step for i in indices]
+    assert len(seen) == len(set(seen)) and (costs[seen] > 0).all()
+    assert all(len(step) == micro_batches and all(step) for step in steps)
+    assert all(lengths[indices].sum() <= 64 for step in steps for indices in step)
+    assert np.count_nonzero(costs) - len(seen) < micro_batches, "only a last step that does not reach every micro-batch is left out"
+    assert steps == pack(lengths, micro_batches, epoch, costs)
+
+
+def lengths_of(share_long: float, num_steps: int) -> np.ndarray:
+    """Documents of a few thousand tokens and, among them, some of 16,000 to 32,768, enough for so many full steps."""
+    rng = np.random.default_rng(0)
+    short = rng.lognormal(np.log(1500), 1.0, 100_000).clip(16, BATCH_TOKENS // 2).astype(int)
+    lengths = np.where(rng.random(100_000) < share_long, rng.integers(BATCH_TOKENS // 2, BATCH_TOKENS, 100_000), short)
+    return lengths[: np.searchsorted(lengths.cumsum(), num_steps * MICRO_BATCHES * BATCH_TOKENS)]
+
+
+def fill_of(steps: list[Step], lengths: np.ndarray) -> np.ndarray:
+    tokens = [lengths[np.concatenate(step)].sum() for step in steps]
+    return np.array(tokens) / (MICRO_BATCHES * BATCH_TOKENS)
+
+
+@pytest.mark.parametrize("share_long", [0.02, 0.1, 0.2])
+def test_long_documents_leave_no_step_unfilled(share_long: float) -> None:
+    """A step was closed by the first document that fitted nowhere: 0.6 full on the average, and the least a fifth."""
+    lengths = lengths_of(share_long, num_steps=60)
+    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0))
+    fill = fill_of(steps, lengths)
+    assert len(steps) <= 62 and fill.mean() > 0.97 and fill.min() > 0.9
+
+
+def test_where_long_documents_need_a_micro_batch_each_no_step_more_is_made_than_they_need() -> None:
+    lengths = lengths_of(0.5, num_steps=60)
+    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0))
+    assert len(steps) <= np.count_nonzero(lengths > BATCH_TOKENS // 2) / MICRO_BATCHES + 2
+    assert fill_of(steps, lengths).min() > 0.6
+
+
+@pytest.mark.parametrize("num_steps", [1.2, 2.5, 10.2])
+def test_the_last_step_is_not_a_small_one(num_steps: float) -> None:
+    lengths = np.random.default_rng(0).integers(16, 4000, 10_000)
+    lengths = lengths[: np.searchsorted(lengths.cumsum(), num_steps * MICRO_BATCHES * BATCH_TOKENS)]
+    fill = fill_of(
+        pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0)), lengths
+    )
+    assert fill.min() > 0.93 * fill.mean()
+    assert fill.sum() == pytest.approx(lengths.sum() / (MICRO_BATCHES * BATCH_TOKENS))
+
+
+def test_a_document_that_fits_nowhere_waits_a_few_steps_only() -> None:
+    """The order stays close to the shuffled one; the last steps, which share their documents, aside."""
+    lengths = lengths_of(0.17, num_steps=60)
+    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 3, 1))
+    step_of = {i: number for number, step in enumerate(steps) for indices in step for i in indices}
+    order = np.random.default_rng([3, 1]).permutation(len(lengths))
+    taken = np.array([step_of.get(i, len(steps)) for i in order])
+    first_of_the_later = np.minimum.accumulate(taken[::-1])[::-1]
+    waited = (taken - first_of_the_later)[taken < len(steps) - EVENED_STEPS]
+    assert 0 < waited.max() <= LOOK_AHEAD
+
+
+def test_the_last_steps_of_a_streamed_store_keep_to_its_order() -> None:
+    """The documents of a step come from the order's next ones, also at its end: those of later windows are not on disk yet."""
+    lengths = np.random.default_rng(0).integers(10, 60, 200)
+    order = shuffled(len(lengths), 0, 0)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    steps = pack_documents(lengths, lengths.astype(float), 64, 2, order, evens_last_steps=False)
+    first = [min(place[index] for documents in step for index in documents) for step in steps]
+    last = [max(place[index] for documents in step for index in documents) for step in steps]
+    assert max(end - start for start, end in zip(first, last, strict=True)) < 4 * LOOK_AHEAD
+    evened = pack_documents(lengths, lengths.astype(float), 64, 2, order)
+    spread = [max(place[index] for documents in step for index in documents) for step in evened[-EVENED_STEPS:]]
+    assert min(spread) > min(last[-EVENED_STEPS:]), "steps that are evened mix the documents of several"

@@ -1,0 +1,119 @@
+"""The training step against serving: the loss of stored states is that of the decode step, draft by draft."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.heads.files import build_head
+from mtptrain.hidden_states.store import HiddenStore, StoredDocument
+from mtptrain.target.model import load_target
+from mtptrain.target.position_cache import PositionCache
+from mtptrain.training.trainer import check_deepspeed, is_compiled, total_norm, warmup_cosine
+from tests.conftest import make_config, run_program
+
+Run = tuple[Path, tuple[str, ...]]
+DEPTHS = 3
+
+
+@torch.no_grad()
+def served_kl(run: Run, documents: list[StoredDocument]) -> list[float]:
+    """Mean KL by depth of the untrained head, drafting row by row as an engine does, from the target's own forward."""
+    config = make_config(*run[1])
+    target = load_target(Path(config.target.path), torch.float32, torch.device("cpu"))
+    torch.manual_seed(config.seed)
+    head = build_head(config.head, target.config).eval()
+    sums, counts = [0.0] * DEPTHS, [0] * DEPTHS
+    for document in documents:
+        ids = document.input_ids.long()
+        states = target.model.model(ids[None]).last_hidden_state[0]  # post-norm
+        teacher = target.model.lm_head(states).log_softmax(-1)
+        for row in range(len(ids) - 2):
+            cache = PositionCache(256)
+            drafted, recycled = head.decode(
+                states[None, : row + 1], target.parts.embed(ids[None, 1 : row + 2]), torch.arange(row + 1)[None], cache
+            )
+            for depth in range(min(DEPTHS, len(ids) - 2 - row)):
+                if depth:
+                    next_embedding = target.parts.embed(ids[None, None, row + 1 + depth])
+                    drafted, recycled = head.decode(recycled[:, -1:], next_embedding, torch.tensor([[row + depth]]), cache)
+                logprobs = head.logits(drafted[0, -1], target.parts).log_softmax(-1)
+                wanted = teacher[row + 1 + depth]
+                sums[depth] += float((wanted.exp() * (wanted - logprobs)).sum())
+                counts[depth] += 1
+    return [total / count for total, count in zip(sums, counts, strict=True)]
+
+
+def test_the_first_steps_loss_is_that_of_serving(fresh_run: Run) -> None:
+    """A wrong norm, embedding, depth or teacher anywhere between the store and the loss shows here."""
+    run_dir, settings = fresh_run
+    store = HiddenStore.open(run_dir / "hidden_states")
+    few = ("train.max_steps=1", "deepspeed=zero0")
+    result = run_program("mtptrain.train", *settings, *few)
+    assert result.returncode == 0, result.stderr[-3000:]
+    record = json.loads((run_dir / "train/metrics.jsonl").read_text().splitlines()[0])
+    config = make_config(*settings, *few)
+    from mtptrain.training.batches import BatchSchedule
+
+    schedule = BatchSchedule(store, DEPTHS, config.train.batch_tokens, config.train.micro_batches_per_step, config.seed)
+    ids = {document_id for batch in schedule.micro_batches(0, 0, 1) for document_id in batch.document_ids}
+    documents = [store.document(i) for i in range(store.num_documents)]
+    chosen = [document for document in documents if document.document_id in ids]
+    # The store holds bf16 states: their rounding moves the mean by a few parts in a thousand.
+    assert record["kl_at"] == pytest.approx(served_kl(fresh_run, chosen), rel=5e-3)
+
+
+def test_the_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
+    assert [warmup_cosine(step, 4, 12, 0.1) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert warmup_cosine(8, 4, 12, 0.1) == pytest.approx(0.55)
+    assert warmup_cosine(12, 4, 12, 0.1) == pytest.approx(0.1)
+    assert warmup_cosine(99, 4, 12, 0.1) == pytest.approx(0.1) and not math.isnan(warmup_cosine(0, 0, 0, 0.1))
+
+
+@pytest.mark.parametrize(("setting", "on_cpu", "on_gpu"), [("null", False, True), ("true", True, True), ("false", False, False)])
+def test_a_step_is_compiled_on_gpus_unless_the_config_says_otherwise(setting: str, on_cpu: bool, on_gpu: bool) -> None:
+    setting_of_config = make_config(f"train.compile={setting}").train.compile
+    assert is_compiled(setting_of_config, torch.device("cpu")) is on_cpu
+    assert is_compiled(setting_of_config, torch.device("cuda")) is on_gpu
+
+
+def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
+    """In one piece a CPU's norm of so many is off by 4e-4."""
+    tensors = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0)), torch.full((3, 5), 7.0)
+    expected = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+    assert total_norm(tensors).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"zero_optimization": {"stage": 3}},
+            r"deepspeed\.zero_optimization\.stage: must be 0, 1 or 2, but is 3: .* set deepspeed=zero2",
+        ),
+        (
+            {"bf16": {"enabled": True}},
+            r"deepspeed\.zero_optimization\.stage: must be 1 or 2 with bf16, but is 0: .* set deepspeed=zero1",
+        ),
+        ({"fp16": {"enabled": True}}, r"deepspeed\.fp16\.enabled: must be false, but is true: .* set deepspeed\.bf16"),
+        ({"gradient_clipping": 0.5}, r"deepspeed\.gradient_clipping: must not be set, but is 0\.5: the trainer sets it"),
+        ({"gradient_allreduce_op": "mean"}, r"deepspeed\.gradient_allreduce_op: must not be set, but is mean: the trainer sets it"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            r"deepspeed\.zero_optimization\.offload_optimizer: must not be set, but is .*cpu.*; remove it",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+            r"deepspeed\.zero_optimization\.round_robin_gradients: must not be set, but is True: .* weights of other parameters",
+        ),
+        (
+            {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+            r"deepspeed\.data_types\.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: .* set deepspeed=zero2",
+        ),
+    ],
+)
+def test_deepspeed_settings_that_the_trainer_does_not_do_are_refused(config: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_deepspeed(config)

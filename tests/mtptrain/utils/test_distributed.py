@@ -1,0 +1,65 @@
+"""Ranks that wait for each other: as long as the config says, in every group."""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mtptrain.utils import distributed
+from mtptrain.utils.distributed import StopSignal, free_port, init_ranks
+from tests.conftest import make_config
+from tests.programs import FORKED, ranks_environment
+
+LATE_S, SHORT_S = 5.0, 3.0
+TIMED_OUT = 3
+
+
+def wait_for_a_late_rank(rank: int, port: int, timeout_hours: float) -> None:
+    """Exits with `TIMED_OUT` where the wait itself fails."""
+    os.environ.update(ranks_environment(rank, 2, port))
+    ranks = init_ranks(timeout_hours)
+    if rank == 1:
+        time.sleep(LATE_S)
+    try:
+        ranks.barrier()
+    except RuntimeError:
+        sys.exit(TIMED_OUT)
+
+
+def groups_have_the_timeout(rank: int, port: int, timeout_hours: float) -> None:
+    os.environ.update(ranks_environment(rank, 2, port))
+    ranks = init_ranks(timeout_hours)
+    StopSignal(ranks)
+    dist.new_group(ranks=range(2))  # as DeepSpeed makes one
+    ranks.barrier()  # the first to end takes the store of addresses with it
+    groups = list(dist.distributed_c10d._world.pg_map)
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    assert timeouts == {timedelta(hours=timeout_hours)} and len(groups) >= 3 and distributed._waiting_group in groups, timeouts
+
+
+def exit_codes(work: object, timeout_hours: float) -> list[int | None]:
+    port = free_port()
+    processes = [FORKED.Process(target=work, args=(rank, port, timeout_hours)) for rank in range(2)]  # type: ignore[arg-type]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    return [process.exitcode for process in processes]
+
+
+def test_a_rank_that_is_late_is_waited_for_as_long_as_the_config_says() -> None:
+    assert exit_codes(wait_for_a_late_rank, 1.0) == [0, 0]
+    assert exit_codes(wait_for_a_late_rank, SHORT_S / 3600)[0] == TIMED_OUT
+
+
+def test_every_group_has_the_timeout_whoever_makes_it() -> None:
+    assert exit_codes(groups_have_the_timeout, 7.0) == [0, 0]
+
+
+def test_a_timeout_of_less_than_a_second_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"distributed_timeout_hours: must be a number of at least 0\.0002"):
+        make_config("distributed_timeout_hours=0")

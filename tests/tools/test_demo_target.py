@@ -1,0 +1,118 @@
+"""The target that ships with the package: small, sound over its context, and decoded exactly with drafts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_prep.text_files import STANDARD_LIBRARY, read_text_files
+from mtptrain.data.prompt_files import is_held_out
+from mtptrain.decoding.acceptance import eos_token_ids, generate_in_batches
+from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
+from mtptrain.decoding.speculate import Drafter, Sampler
+from mtptrain.heads.files import build_head
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.target.hub import DEMO_DIR, load_tokenizer
+from mtptrain.target.model import Target, load_target
+from tests.conftest import make_config
+from tools.demo_target import CONTEXT_TOKENS, EXCLUDE, GENERATED, VOCAB_SIZE, encode
+
+FIGURES = json.loads((DEMO_DIR / "figures.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(DEMO_DIR, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """The start of one hundred held-out files of this machine's standard library, 16 to 160 tokens."""
+    texts = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE + GENERATED).texts
+    held_out = {name: text for name, text in texts.items() if is_held_out(name, 0.2) and len(text) > 2000}
+    names = sorted(held_out)[:100]
+    documents = encode(load_tokenizer(DEMO_DIR), [held_out[name] for name in names])
+    found = [document[: 16 + 144 * i // 99].tolist() for i, document in enumerate(documents)]
+    assert len(found) == 100
+    return found
+
+
+def test_it_is_a_small_llama_with_bf16_safetensors() -> None:
+    config = json.loads((DEMO_DIR / "config.json").read_text())
+    assert config["model_type"] == "llama" and config["vocab_size"] == VOCAB_SIZE == 4096
+    assert config["max_position_embeddings"] == CONTEXT_TOKENS >= 2048 and config["dtype"] == "bfloat16"
+    assert sum(path.stat().st_size for path in DEMO_DIR.iterdir()) < 16 * 2**20
+
+
+def test_its_published_held_out_loss_never_rises_with_position_and_is_at_most_2_nats() -> None:
+    by_position = FIGURES["held_out_source_by_position"]
+    losses = list(by_position["nats_per_token"].values())
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+    fine = by_position["nats_per_token_by_256_positions"]
+    assert len(fine) == 8 and max(fine[5:]) < fine[4], "flat, within the noise of 0.001, over its last kilotoken"
+    assert FIGURES["held_out_source"]["nats_per_token"] <= 2.0
+
+
+def test_its_weights_still_have_the_published_loss_on_this_machines_library(target: Target, prompts: list[list[int]]) -> None:
+    """Another Python has other files, so within a quarter; random weights are at ln 4096 = 8.3."""
+    total, count = 0.0, 0
+    for prompt in prompts[50:]:
+        logits = target.model(torch.tensor([prompt])).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(prompt[1:]), reduction="sum").item()
+        count += len(prompt) - 1
+    assert total / count < 1.25 * max(FIGURES["held_out_source_by_position"]["nats_per_token"].values()) + 0.5
+
+
+def test_the_recipe_leaves_out_what_is_generated_and_holds_out_what_its_training_held_out() -> None:
+    config = make_config()
+    assert tuple(config.prompts.exclude) == EXCLUDE + GENERATED
+    assert config.prompts.validation_fraction == 0.05, "the fraction that training held out"
+
+
+def test_its_tokenizer_gives_back_every_text_and_starts_it_with_the_beginning_of_text() -> None:
+    tokenizer = load_tokenizer(DEMO_DIR)
+    text = Path(__file__).read_text() + "\n\tünïcode ✓\n"
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id == 0
+    assert tokenizer.decode(ids[1:]) == text
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_greedy_speculation_equals_plain_greedy_decoding_on_a_hundred_held_out_prompts(
+    target: Target, prompts: list[list[int]], batch_size: int
+) -> None:
+    torch.manual_seed(0)
+    drafters: list[Drafter] = [
+        HeadDrafter(build_head(MtpHead.Config(), target.config).eval(), target.parts, 3),
+        PromptLookupDrafter(3, min_ngram=1),
+    ]
+    accepted = []
+    for drafter in drafters:
+        generations = generate_in_batches(
+            target,
+            drafter,
+            prompts,
+            num_speculative_tokens=3,
+            max_new_tokens=32,
+            sampler=Sampler(),
+            eos_token_ids=eos_token_ids(target),
+            batch_size=batch_size,
+        )
+        accepted.append(sum(sum(generation.accepted_at) for generation in generations))
+        for prompt, generation in zip(prompts, generations, strict=True):
+            assert generation.tokens == plain_greedy(target, tuple(prompt))
+    assert accepted[1] > 500, "prompt lookup must really accept, or this shows little"
+
+
+_greedy: dict[tuple[int, ...], list[int]] = {}
+
+
+def plain_greedy(target: Target, prompt: tuple[int, ...]) -> list[int]:
+    """transformers' own greedy decoding, once per prompt."""
+    if prompt not in _greedy:
+        output = target.model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=32, do_sample=False
+        )
+        _greedy[prompt] = output[0, len(prompt) :].tolist()
+    return _greedy[prompt]

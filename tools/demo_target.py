@@ -1,0 +1,292 @@
+"""Train the demo target: a 6M-parameter Llama on the source of the Python standard library; or a smaller one that drafts for it.
+
+Not a stage of the pipeline: it is run once, and its result ships in ``mtptrain/demo_target/`` so that ``make demo`` needs no
+network. Reads the ``.py`` files of the standard library of the running Python, writes tokenizer, config, bf16 weights and
+``figures.json`` (data split, training, held-out loss by position).
+
+    python -m tools.demo_target --output-dir mtptrain/demo_target
+    python -m tools.demo_target --output-dir mtptrain/demo_target --from-phase 1    (again from the weights that are there)
+    python -m tools.demo_target --output-dir runs/small_model --draft-for mtptrain/demo_target    (a small model that drafts for it)
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from data_prep.text_files import STANDARD_LIBRARY, read_text_files
+from mtptrain.data.prompt_files import is_held_out
+
+# What is no source of the library, or differs from machine to machine; recipe quickstart leaves out the same.
+EXCLUDE = ("site-packages/*", "dist-packages/*", "*_sysconfigdata_*")
+VOCAB_SIZE = 4096
+CONTEXT_TOKENS = 2048
+END_OF_TEXT = "<|endoftext|>"
+# A user turn becomes a docstring and the assistant's turn the code below it: text that the model has seen.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|endoftext|>' }}{% endgeneration %}"
+    "{% else %}{{ '\"\"\"' + message['content'] + '\"\"\"\\n' }}{% endif %}"
+    "{% endfor %}"
+)
+
+PEAK_LR = 4e-3  # of Muon, scaled to the RMS of an AdamW update
+EMBEDDING_LR = 4e-3  # of AdamW
+BATCH_TOKENS = 16_384
+MICRO_BATCH_TOKENS = 4_096
+WARMUP_FRACTION, DECAY_FRACTION = 0.02, 0.5
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A run of the optimizers from their start to a learning rate of zero."""
+
+    tokens: int
+    row_tokens: dict[float, int]
+    """Tokens of a row, from this fraction of the phase on."""
+    lr_scale: float
+
+
+TARGET_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+# Short rows are cheap, but a model is broken past the length of its rows, so training ends on rows of the whole context; and as the
+# last positions of a row are the least trained, a short second phase goes past the context that the model promises.
+PHASES = (
+    Phase(28_000_000, {0.0: 256, 0.5: 512, 0.75: CONTEXT_TOKENS}, lr_scale=1.0),
+    Phase(800_000, {0.0: 3 * CONTEXT_TOKENS // 2}, lr_scale=0.08),
+)
+# A model that drafts for another: two narrow layers on a part of the tokens, with the tokenizer of the other one.
+DRAFT_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+DRAFT_PHASES = (Phase(4_000_000, {0.0: 256}, lr_scale=1.0),)
+# Files of the library that are no source code written by people: documentation as one string, tables of characters.
+GENERATED = ("pydoc_data/*", "encodings/*")
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 4,096 tokens, with `<|endoftext|>` as its only special token (id 0)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def demo_config(sizes: dict[str, Any]) -> LlamaConfig:
+    return LlamaConfig(
+        **sizes,
+        vocab_size=VOCAB_SIZE,
+        head_dim=64,
+        max_position_embeddings=CONTEXT_TOKENS,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        initializer_range=0.02,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[np.ndarray]:
+    """Token ids of each text, `<|endoftext|>` in front."""
+    return [np.array([0, *ids], dtype=np.int32) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def row_batches(documents: list[np.ndarray], row_tokens: int, seed: int) -> Iterator[torch.Tensor]:
+    """Endless batches of rows [B, row_tokens] cut from the shuffled, concatenated documents."""
+    epoch = 0
+    while True:
+        rng = np.random.default_rng([seed, epoch])
+        stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
+        start = int(rng.integers(row_tokens))
+        rows = stream[start : start + (len(stream) - start) // row_tokens * row_tokens].reshape(-1, row_tokens)
+        rows = rows[rng.permutation(len(rows))]
+        batch_rows = BATCH_TOKENS // row_tokens
+        for i in range(0, len(rows) - batch_rows + 1, batch_rows):
+            yield torch.from_numpy(rows[i : i + batch_rows]).long()
+        epoch += 1
+
+
+def learning_rate_scale(progress: float) -> float:
+    """Warm up, hold, then fall linearly to zero."""
+    return min(1.0, progress / WARMUP_FRACTION, (1.0 - progress) / DECAY_FRACTION)
+
+
+def train(model: LlamaForCausalLM, documents: list[np.ndarray], phase: Phase, seed: int) -> None:
+    """Train bf16 weights against fp32 master copies: Muon for the matrices of the layers, AdamW for the rest."""
+    model.bfloat16()
+    weights = list(model.parameters())
+    masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
+    is_matrix = [weight.ndim == 2 and weight is not model.model.embed_tokens.weight for weight in weights]
+    matrices = [master for master, matrix in zip(masters, is_matrix, strict=True) if matrix]
+    others = [master for master, matrix in zip(masters, is_matrix, strict=True) if not matrix]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=PEAK_LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=EMBEDDING_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    peak_lrs = [PEAK_LR, EMBEDDING_LR]
+
+    def loss_sum(rows: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+
+    compiled_loss_sum = torch.compile(loss_sum, dynamic=False)
+    num_steps = phase.tokens // BATCH_TOKENS
+    row_tokens_from = {int(num_steps * fraction): row_tokens for fraction, row_tokens in phase.row_tokens.items()}
+    bar = tqdm(range(num_steps), unit="step", desc="demo target")
+    for step in bar:
+        if step in row_tokens_from:
+            batches = row_batches(documents, row_tokens_from[step], seed + step)
+        rows = next(batches)
+        total = 0.0
+        for micro_batch in rows.split(max(1, MICRO_BATCH_TOKENS // rows.shape[1])):
+            loss = compiled_loss_sum(micro_batch) / (rows.shape[0] * (rows.shape[1] - 1))
+            loss.backward()
+            total += loss.item()
+        scale = phase.lr_scale * learning_rate_scale((step + 1) / num_steps)
+        for weight, master in zip(weights, masters, strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        for optimizer, peak_lr in zip(optimizers, peak_lrs, strict=True):
+            optimizer.param_groups[0]["lr"] = peak_lr * scale
+            optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
+        if not math.isfinite(total):
+            raise RuntimeError(f"demo target: the loss must be finite, but is {total} at step {step}; lower PEAK_LR")
+        bar.set_postfix(loss=f"{total:.3f}", tokens=f"{(step + 1) * BATCH_TOKENS / 1e6:.1f}M")
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> dict[str, object]:
+    """Mean loss in nats per token of whole windows, and by position for *the same tokens at every position*.
+
+    Windows of the whole context start every 256 tokens of the held-out stream, so each token (the edges left out) is scored once
+    in each bucket of 256 positions: the buckets differ in context only, not in text.
+    """
+    num_buckets, bucket = CONTEXT_TOKENS // 256, 256
+    stream = torch.from_numpy(np.concatenate(documents)).long()
+    sums, counts = torch.zeros(num_buckets, dtype=torch.float64), torch.zeros(num_buckets, dtype=torch.int64)
+    first, last = CONTEXT_TOKENS - bucket, (len(stream) - 1) // bucket * bucket - CONTEXT_TOKENS + bucket
+    for start in tqdm(range(0, len(stream) - CONTEXT_TOKENS, bucket), desc="held-out loss", unit="window"):
+        window = stream[start : start + CONTEXT_TOKENS + 1]
+        logits = model(input_ids=window[None, :-1], use_cache=False).logits[0].float()
+        losses = F.cross_entropy(logits, window[1:], reduction="none").view(num_buckets, bucket).sum(1)
+        token_starts = start + torch.arange(num_buckets) * bucket
+        counted = (token_starts >= first) & (token_starts < last)
+        sums += torch.where(counted, losses, 0.0)
+        counts += counted * bucket
+    fine = [round(loss, 4) for loss in (sums / counts).tolist()]
+    coarse = {"0-255": fine[:1], "256-511": fine[1:2], "512-1023": fine[2:4], "1024-2047": fine[4:]}
+    return {
+        "nats_per_token": {name: round(sum(losses) / len(losses), 4) for name, losses in coarse.items()},
+        "nats_per_token_by_256_positions": fine,
+        "tokens_per_256_positions": int(counts[0]),
+    }
+
+
+@torch.no_grad()
+def held_out_document_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> dict[str, object]:
+    """Mean loss over every held-out token, each document cut into windows of the whole context from its start."""
+    total, count = 0.0, 0
+    for document in tqdm(documents, desc="held-out documents", unit="file"):
+        for start in range(0, len(document) - 1, CONTEXT_TOKENS):
+            window = torch.from_numpy(document[start : start + CONTEXT_TOKENS + 1]).long()
+            if len(window) < 2:
+                continue
+            logits = model(input_ids=window[None, :-1], use_cache=False).logits[0].float()
+            total += F.cross_entropy(logits, window[1:], reduction="sum").item()
+            count += len(window) - 1
+    return {"nats_per_token": round(total / count, 4), "tokens": count}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--from-phase", type=int, default=0, help="0: from random weights; later ones: from those in output-dir")
+    parser.add_argument("--draft-for", type=Path, help="a small model with the tokenizer of this one")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.draft_for is not None and (args.from_phase or args.output_dir.resolve() == args.draft_for.resolve()):
+        parser.error("--draft-for: must be another folder than --output-dir, and without --from-phase")
+    sizes, phases = (TARGET_SIZES, PHASES) if args.draft_for is None else (DRAFT_SIZES, DRAFT_PHASES)
+
+    torch.manual_seed(args.seed)
+    texts = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE).texts
+    held_out = {name: text for name, text in texts.items() if is_held_out(name)}
+    training = {name: text for name, text in texts.items() if name not in held_out}
+    if args.draft_for is None:
+        tokenizer = train_tokenizer(list(training.values()))
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.draft_for)
+        if len(tokenizer) != VOCAB_SIZE:
+            parser.error(f"--draft-for: must be a demo target, with {VOCAB_SIZE} tokens, but has {len(tokenizer)}")
+    tokenizer.save_pretrained(args.output_dir)
+    training_documents, held_out_documents = encode(tokenizer, list(training.values())), encode(tokenizer, list(held_out.values()))
+    for name, documents in (("training", training_documents), ("held-out", held_out_documents)):
+        print(f"{len(documents)} {name} files, {sum(map(len, documents)):,} tokens")
+
+    model = LlamaForCausalLM(demo_config(sizes))
+    if args.from_phase:
+        model = LlamaForCausalLM.from_pretrained(args.output_dir, dtype=torch.float32)
+    for number, phase in enumerate(phases[args.from_phase :], args.from_phase):
+        train(model, training_documents, phase, args.seed + number)
+        model.save_pretrained(args.output_dir)
+
+    source = {name: text for name, text in held_out.items() if not any(fnmatch(name, glob) for glob in GENERATED)}
+    source_documents = encode(tokenizer, list(source.values()))
+    figures = {
+        "python": sys.version.split()[0],
+        "training": {
+            "files": len(training),
+            "tokens_in_files": sum(map(len, training_documents)),
+            "tokens_seen": sum(phase.tokens // BATCH_TOKENS * BATCH_TOKENS for phase in phases),
+        },
+        "held_out_source": {"files": len(source), **held_out_document_loss(model, source_documents)},
+        "held_out_with_generated_files": {"files": len(held_out), **held_out_document_loss(model, held_out_documents)},
+        "held_out_source_by_position": held_out_loss(model, source_documents),
+    }
+    (args.output_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
