@@ -251,10 +251,12 @@ class TrainConfig:
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     validate_every: int = 0
-    """Steps between measurements of acceptance; 0 measures at the end only."""
+    """Steps between measurements of acceptance; 0 measures at the end only. With `validation_prompts=0` the head of each such step,
+    and of the last one, is kept in `run_dir/train/heads` instead, which takes as much disk each time as the export."""
     validation_prompts: int = 32
     """Held-out prompts, of a quarter of the held-out files or conversations, which reports leave out. 0 measures nothing during
-    training, for a target that does not fit beside it: the last head is then the best."""
+    training, for a target that does not fit beside it: the last head is then the best, until `eval.choose_head` has measured those
+    that `validate_every` keeps."""
     validation_new_tokens: int = 64
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end only."""

@@ -1,7 +1,8 @@
 """Stage 3: fit a head to the stored hidden states.
 
 Reads `run_dir/hidden_states/`, for validation `run_dir/prompts/`, and for a head with a vocabulary of its own `run_dir/draft_vocab/`;
-writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the longest measured acceptance) and `last/`.
+writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the longest measured acceptance) and `last/`;
+with `train.validation_prompts=0`, `heads/`, from which `eval.choose_head` chooses the best.
 
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
@@ -32,7 +33,7 @@ from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
+from mtptrain.heads.files import CHOICE, TARGET_WEIGHTS, build_head, kept_head, remove_later_heads, save_head
 from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStore, expected_identity, open_store
 from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream, wait_until
 from mtptrain.run_dir import require, write_provenance
@@ -114,7 +115,8 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     checkpoint = newest_whole_checkpoint(config.stage_dir("train") / "checkpoints", ranks)
     if checkpoint is not None:
         check_checkpoint(checkpoint, facts)
-    validation = Validation(config, target_dir, ranks) if config.train.validation_prompts else None
+    num_prompts = config.train.validation_prompts
+    validation = Validation(config, num_prompts, target_dir, ranks) if num_prompts else None
     schedule = BatchSchedule(
         store,
         config.head.ttt_steps,
@@ -131,6 +133,8 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     num_steps = count_steps(config.train, schedule.steps_per_epoch)
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
+    if ranks.is_first:
+        remove_later_heads(config.stage_dir("train"), progress.step)
     flops = StepFlops.of(head, len(parts.lm_head), config.head.ttt_steps)
     meter = Meter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}
@@ -343,11 +347,15 @@ def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tra
 
 
 def keep_unmeasured(config: PipelineConfig, run: Run, progress: Progress, ranks: Ranks) -> tuple[Progress, dict[str, str]]:
-    """Rank 0 keeps the head as `last`, and as `best` unless an earlier one was measured."""
+    """Rank 0 keeps the head as `last`, as `best` unless an earlier one was measured, and under `heads` to be measured later."""
     if ranks.is_first:
-        head_state = run.trainer.engine.module.state_dict()
-        for name in ("last", "best") if not progress.best_acceptance_length else ("last",):
-            save_head(config.stage_dir("train") / name, head_state, config.head, {"step": progress.step, **run.head_facts})
+        stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
+        is_measured = progress.best_acceptance_length > 0 or (stage_dir / CHOICE).is_file()
+        directories = [stage_dir / "last"] + [stage_dir / "best"] * (not is_measured)
+        if config.train.validate_every:
+            directories.append(kept_head(stage_dir, progress.step))
+        for directory in directories:
+            save_head(directory, head_state, config.head, {"step": progress.step, **run.head_facts})
     return progress, {}
 
 

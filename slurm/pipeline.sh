@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole pipeline as Slurm jobs, each started when the one before it has succeeded:
 #
-#   [responses ->] prompts [-> draft_vocab] -> hidden_states, an array -> train -> acceptance -> export
+#   [responses ->] prompts [-> draft_vocab] -> hidden_states, an array -> train [-> choose_head] -> acceptance -> export
 #
 #   slurm/pipeline.sh [SBATCH OPTIONS] recipe=NAME [OVERRIDES]
 #   NODES=2 ARRAY_TASKS=8 slurm/pipeline.sh --partition=gpu --account=team --time=12:00:00 recipe=llama3_1_8b_mtp prompts.paths=[chats.jsonl]
@@ -49,7 +49,7 @@ use_one_node() {
     export MTPTRAIN_CHAIN_DIR=$output_dir
 }
 
-known=" responses prompts draft_vocab hidden_states train acceptance export "
+known=" responses prompts draft_vocab hidden_states train choose_head acceptance export "
 read -ra skipped <<<"${SKIP:-}"
 for word in "${skipped[@]}"; do
     if [[ "$known" != *" $word "* ]]; then

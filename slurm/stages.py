@@ -19,10 +19,11 @@ def stages(config: PipelineConfig) -> list[tuple[str, str, str]]:
         found.insert(0, ("responses", "data_prep.responses", "server" if config.responses.url else "ranks"))
     if getattr(config.head, "draft_vocab_size", None) is not None and config.head.init_from is None:
         found.append(("draft_vocab", "data_prep.draft_vocab", "process"))
+    found += [("hidden_states", "data_prep.hidden_states", "ranks"), ("train", "mtptrain.train", "ranks")]
+    if config.train.validation_prompts == 0 and config.train.validate_every > 0:
+        found.append(("choose_head", "eval.choose_head", "ranks"))
     return [
         *found,
-        ("hidden_states", "data_prep.hidden_states", "ranks"),
-        ("train", "mtptrain.train", "ranks"),
         ("acceptance", "eval.acceptance", "ranks"),
         ("export", "mtptrain.export", "process"),
     ]

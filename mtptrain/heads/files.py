@@ -1,6 +1,7 @@
 """A head on disk: `head.safetensors` and `head.json`, its config and the target that it belongs to."""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.files import save_tensors, write_json
 
 TARGET_WEIGHTS = "target_weights_sha256"
+CHOICE = "choice.json"
+"""File of `run_dir/train` in which `eval.choose_head` writes what it measured."""
 
 
 def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
@@ -33,6 +36,26 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(directory / "head.safetensors", state)
     write_json(directory / "head.json", {"head": asdict(config), **facts})
+
+
+def kept_head(stage_dir: Path, step: int) -> Path:
+    """Returns the directory in `run_dir/train` of the head of a step, which is kept to be measured later."""
+    return stage_dir / "heads" / f"step_{step:08d}"
+
+
+def kept_heads(stage_dir: Path) -> dict[int, Path]:
+    """Returns the directories of the heads that were kept whole, by step, the earliest first."""
+    found = sorted(facts.parent for facts in stage_dir.glob("heads/step_*/head.json"))
+    return {int(directory.name.removeprefix("step_")): directory for directory in found}
+
+
+def remove_later_heads(stage_dir: Path, step: int) -> None:
+    """Remove the kept heads of the steps after `step`, which a run that starts there trains again, and a choice that measured them."""
+    later = [directory for kept_step, directory in kept_heads(stage_dir).items() if kept_step > step]
+    if later:
+        (stage_dir / CHOICE).unlink(missing_ok=True)
+    for directory in later:
+        shutil.rmtree(directory)
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:

@@ -201,8 +201,8 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
         left, needed = _gb(room - without_target), _gb(memory.validation_target)
         warnings.append(
             f"train.validation_prompts: the target must fit beside training, for validation on every GPU, but takes {needed} where {left} "
-            f"are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 and measure the last head with "
-            "eval.acceptance, or take GPUs with more memory"
+            f"are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 and choose the head "
+            "with eval.choose_head after training, or take GPUs with more memory"
         )
     elif of_validation > room:
         warnings.append(

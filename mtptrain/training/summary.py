@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mtptrain.heads.files import kept_heads
 from mtptrain.training.checkpoint import Progress
 from mtptrain.training.metrics import METRICS, PHASES
 
@@ -27,7 +28,8 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
     best = progress.best_acceptance_length
     table = Table(title="mtptrain.train", show_header=False)
     table.add_row("steps", f"{progress.step:,}")
-    table.add_row("best acceptance length", f"{best:.3f}" if best else "not measured: run eval.acceptance")
+    program = "eval.choose_head" if kept_heads(stage_dir) else "eval.acceptance"
+    table.add_row("best acceptance length", f"{best:.3f}" if best else f"not measured: run {program}")
     for name, value in speed_rows(stage_dir / METRICS):
         table.add_row(name, value)
     table.add_row("best head", str(stage_dir / "best"))

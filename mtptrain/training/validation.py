@@ -1,4 +1,6 @@
-"""Validation during training: acceptance measured on held-out prompts, with the real draft and verify path."""
+"""Acceptance on the held-out prompts for choosing, with the real draft and verify path: during training, or afterwards by
+`eval.choose_head`.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,8 @@ from mtptrain.decoding.acceptance import Acceptance, eos_token_ids, generate_in_
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
 from mtptrain.decoding.speculate import Sampler
-from mtptrain.heads.files import build_head
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head, fill_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.model import Target, check_placement, load_target
 from mtptrain.utils.distributed import Ranks
@@ -18,7 +21,7 @@ from mtptrain.utils.distributed import Ranks
 class Validation:
     """Drafts greedily with the whole target; each rank takes its share of the prompts."""
 
-    def __init__(self, config: PipelineConfig, target_dir: Path, ranks: Ranks) -> None:
+    def __init__(self, config: PipelineConfig, num_prompts: int, target_dir: Path, ranks: Ranks) -> None:
         """Choose the prompts; the target is loaded when it is needed first.
 
         Raises:
@@ -29,7 +32,7 @@ class Validation:
         check_placement(target_dir, self.dtype, ranks.device)
         prompts = held_out_prompts(
             held_out_documents(config.stage_dir("prompts"), HeldOut.choosing),
-            config.train.validation_prompts,
+            num_prompts,
             config.acceptance.prompt_tokens,
             config.train.validation_new_tokens,
             read_target_config(target_dir).max_position_embeddings,
@@ -41,12 +44,18 @@ class Validation:
         self._target: Target | None = None
 
     def measure(self, head_state: dict[str, torch.Tensor]) -> Acceptance:
-        """Acceptance of the head with these weights, over the prompts of all ranks."""
+        """Returns the acceptance of the head with these weights, over the prompts of all ranks."""
+        head = build_head(self.config.head, read_target_config(self.target_dir))
+        return self.measure_head(fill_head(head, head_state, self.dtype, self.ranks.device))
+
+    def measure_head(self, head: Head, description: str | None = None) -> Acceptance:
+        """Returns the acceptance of a head that is ready to draft, over the prompts of all ranks.
+
+        Args:
+            description: the label of the progress bar; None shows none.
+        """
         if self._target is None:
             self._target = load_target(self.target_dir, self.dtype, self.ranks.device)
-        head = build_head(self.config.head, self._target.config)
-        head.load_state_dict(head_state)
-        head.to(self.ranks.device, self.dtype).eval()
         num_speculative_tokens = self.config.acceptance.num_speculative_tokens
         generations = generate_in_batches(
             self._target,
@@ -58,5 +67,6 @@ class Validation:
             eos_token_ids=eos_token_ids(self._target),
             batch_size=self.config.acceptance.batch_size,
             batch_tokens=self.config.acceptance.batch_tokens,
+            description=description,
         )
         return summarise([generation for share in self.ranks.gather(generations) for generation in share])

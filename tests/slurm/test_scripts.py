@@ -92,6 +92,11 @@ def test_answers_of_a_server_are_one_process_that_is_asked_to_stop_ahead_of_time
     assert "--requeue --signal=B:USR1@120" in header and "gpus" not in header
 
 
+def test_one_process_chooses_the_head_whatever_the_ranks_of_the_others(stand: Stand) -> None:
+    assert stand.run("choose_head.sbatch", "recipe=quickstart", NPROC="8").returncode == 0
+    assert re.search(r"--nproc-per-node 1 .* -m eval.choose_head recipe=quickstart$", stand.asked("srun")[0])
+
+
 @pytest.mark.parametrize(
     ("skip", "expected"),
     [
@@ -262,6 +267,14 @@ def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(sta
         (
             ["recipe=quickstart", "prompts.source=responses", "responses.url=http://localhost:8000/v1"],
             "responses server, prompts process, hidden_states ranks, train ranks, acceptance ranks, export process",
+        ),
+        (
+            ["recipe=quickstart", "train.validation_prompts=0"],
+            "prompts process, hidden_states ranks, train ranks, choose_head ranks, acceptance ranks, export process",
+        ),
+        (
+            ["recipe=quickstart", "train.validation_prompts=0", "train.validate_every=0"],
+            "prompts process, hidden_states ranks, train ranks, acceptance ranks, export process",
         ),
     ],
 )

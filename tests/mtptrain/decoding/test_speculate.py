@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import mtptrain.decoding.speculate as speculate_module
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+import mtptrain.decoding.speculate as speculate_module
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.speculate import Accepted, Draft, Drafter, Generation, Sampler, Verified, accept_chosen, speculate
 from mtptrain.heads import HEADS

@@ -339,7 +339,7 @@ LARGE = (
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=8", "hidden_states.batch_tokens=32768"],
             "which no tensor parallelism divides; set a lower hidden_states.batch_tokens"),
         ([], "the target must fit beside training, for validation on every GPU, but takes 141 GB"),
-        ([], "or train.validation_prompts=0 and measure the last head with eval.acceptance"),
+        ([], "or train.validation_prompts=0 and choose the head with eval.choose_head after training"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"],
             "train.batch_tokens: training must fit 80 GB of each GPU, but takes"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"], "for activations; set train.recompute=true, or lower it"),

@@ -1,0 +1,109 @@
+"""After stage 3, for a target too large for validation during training: choose the best of the heads that training has kept.
+
+Reads `run_dir/train/heads/`, which `train.validation_prompts=0` and `train.validate_every` keep, and the held-out prompts by which
+training would have chosen; writes `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table. It measures on as many
+prompts as training does by default, or on `train.validation_prompts` where that is not 0.
+
+    python -m eval.choose_head recipe=llama3_3_70b_mtp
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from mtptrain.config import RECIPES, PipelineConfig, TrainConfig, load_config
+from mtptrain.decoding.acceptance import Acceptance
+from mtptrain.heads.files import CHOICE, check_head_target, kept_heads, load_head, save_head
+from mtptrain.run_dir import command
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import resolve_target
+from mtptrain.training.validation import Validation
+from mtptrain.utils.distributed import Ranks, init_ranks
+from mtptrain.utils.files import write_json
+
+
+@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    ranks = init_ranks(config.distributed_timeout_hours)
+    stage_dir = config.stage_dir("train")
+    heads = heads_to_measure(stage_dir)
+    measured = measure(config, heads, ranks)
+    if ranks.is_first:
+        best_step = max(measured, key=lambda step: measured[step].acceptance_length)  # of equal ones the first, as in training
+        keep_best(config, heads[best_step], measured[best_step])
+        write_json(stage_dir / CHOICE, describe(config, measured, best_step))
+        print_table(config, measured, best_step)
+        print(f"best head: {stage_dir / 'best'}, that of step {best_step}; figures: {stage_dir / CHOICE}")
+
+
+def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
+    """Returns the directories of the kept heads by step.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    heads = kept_heads(stage_dir)
+    if not heads:
+        raise FileNotFoundError(
+            f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain.train with the same recipe and "
+            "run_dir, train.validation_prompts=0 and train.validate_every above 0, which keep the head of each such step"
+        )
+    return heads
+
+
+def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dict[int, Acceptance]:
+    """Returns the acceptance of every head by step; the target is loaded once, after all heads have been checked.
+
+    Raises:
+        ValueError: a head is of other settings or for another target, or no prompt fits.
+    """
+    target_dir = resolve_target(config.target.path, config.target.revision)
+    target_config = read_target_config(target_dir)
+    validation = Validation(config, config.train.validation_prompts or TrainConfig.validation_prompts, target_dir, ranks)
+    for directory in heads.values():
+        check_head_target(directory, target_dir)
+    measured = {}
+    for number, (step, directory) in enumerate(heads.items(), 1):
+        head = load_head(directory, config.head, target_config, validation.dtype, ranks.device)
+        description = f"head of step {step}, {number} of {len(heads)}" if ranks.is_first else None
+        measured[step] = validation.measure_head(head, description)
+    return measured
+
+
+def keep_best(config: PipelineConfig, directory: Path, acceptance: Acceptance) -> None:
+    """Write the head in `directory` as the best one, with what training keeps of one that it has measured."""
+    facts = json.loads((directory / "head.json").read_text())
+    del facts["head"]
+    facts |= {"acceptance_length": acceptance.acceptance_length, "acceptance_rate_at": acceptance.acceptance_rate_at}
+    save_head(config.stage_dir("train") / "best", load_file(directory / "head.safetensors"), config.head, facts)
+
+
+def describe(config: PipelineConfig, measured: dict[int, Acceptance], best_step: int) -> dict[str, object]:
+    return {
+        "command": command(),
+        "best_step": best_step,
+        "num_speculative_tokens": config.acceptance.num_speculative_tokens,
+        "max_new_tokens": config.train.validation_new_tokens,
+        "dtype": str(config.acceptance.dtype),
+        "heads": [{"step": step, **asdict(acceptance)} for step, acceptance in measured.items()],
+    }
+
+
+def print_table(config: PipelineConfig, measured: dict[int, Acceptance], best_step: int) -> None:
+    table = Table(title=f"{measured[best_step].prompts} held-out prompts, greedy, K={config.acceptance.num_speculative_tokens}")
+    for column in ("step", "acceptance length", ""):
+        table.add_column(column, justify="right", no_wrap=True)
+    for step, acceptance in measured.items():
+        table.add_row(f"{step:,}", f"{acceptance.acceptance_length:.3f}", "best" if step == best_step else "")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Heads that training has kept without measuring them, and the choice among them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import run_program
+
+Run = tuple[Path, tuple[str, ...]]
+KEEPING = ("train.validation_prompts=0", "train.validate_every=5", "deepspeed=zero0")
+LEARNING = ("train.lr=3e-2", "train.validation_prompts=12", "train.validation_new_tokens=16")
+"""What gives heads of different steps different figures."""
+
+
+def run(module: str, *overrides: str) -> str:
+    result = run_program(module, *overrides)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def kept(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "train/heads").iterdir())
+
+
+def facts(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "head.json").read_text())
+    return found
+
+
+def test_the_head_of_every_step_that_is_due_and_of_the_last_is_kept_and_measures_as_it_does_during_training(
+    tiny_run: Run, fresh_run: Run, tmp_path: Path
+) -> None:
+    settings = (*LEARNING, "train.max_steps=40", "deepspeed=zero0", "train.validate_every=15")
+    shutil.copytree(tiny_run[0], tmp_path / "measured")
+    run("mtptrain.train", f"run_dir={tmp_path}/measured", *tiny_run[1], *settings)
+    lines = map(json.loads, (tmp_path / "measured/train/metrics.jsonl").read_text().splitlines())
+    expected = [line for line in lines if "acceptance_length" in line]
+
+    run_dir, overrides = fresh_run
+    assert "not measured: run eval.choose_head" in run("mtptrain.train", *overrides, *settings, "train.validation_prompts=0")
+    assert kept(run_dir) == ["step_00000015", "step_00000030", "step_00000040"]
+    printed = run("eval.choose_head", *overrides, *settings)
+    choice = json.loads((run_dir / "train/choice.json").read_text())
+    names = ("step", "acceptance_length", "acceptance_rate_at")
+    assert [[head[name] for name in names] for head in choice["heads"]] == [[line[name] for name in names] for line in expected]
+    assert len({head["acceptance_length"] for head in choice["heads"]}) > 1 and choice["heads"][0]["prompts"] == 12
+    best, best_during_training = run_dir / "train/best", tmp_path / "measured/train/best"
+    assert facts(best) == facts(best_during_training) and choice["best_step"] == facts(best)["step"]
+    assert (best / "head.safetensors").read_bytes() == (best_during_training / "head.safetensors").read_bytes()
+    assert all(f"{head['acceptance_length']:.3f}" in printed for head in choice["heads"])
+
+
+def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_and_stays_the_best(fresh_run: Run) -> None:
+    run_dir, overrides = fresh_run
+    settings = (*LEARNING, *KEEPING, "train.validate_every=15")
+    stage_dir = run_dir / "train"
+    run("mtptrain.train", *overrides, *settings, "train.max_steps=20")
+    last = stage_dir / "heads/step_00000020/head.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    spoilt = {name: torch.randn(tensor.shape, generator=generator).to(tensor) for name, tensor in load_file(last).items()}
+    save_file(spoilt, last)
+    assert facts(stage_dir / "best")["step"] == 20
+    printed = run("eval.choose_head", *overrides, *settings)
+    choice = json.loads((stage_dir / "choice.json").read_text())
+    first, second = choice["heads"]
+    assert first["prompts"] == second["prompts"] > 12
+    assert (choice["best_step"], first["step"], second["step"]) == (15, 15, 20)
+    assert first["acceptance_length"] > second["acceptance_length"]
+    assert facts(stage_dir / "best")["acceptance_length"] == first["acceptance_length"]
+    wanted, found = stage_dir / "heads/step_00000015/head.safetensors", stage_dir / "best/head.safetensors"
+    assert found.read_bytes() == wanted.read_bytes()
+    assert [line.rstrip(" │").endswith("best") for line in printed.splitlines() if "│" in line] == [True, False]
+
+    run("mtptrain.train", *overrides, *settings, "train.max_steps=21")
+    assert facts(stage_dir / "last")["step"] == 21 and facts(stage_dir / "best")["step"] == 15
+    assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000021"]
+
+
+def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_came_later_and_their_choice(fresh_run: Run) -> None:
+    run_dir, overrides = fresh_run
+    stage_dir = run_dir / "train"
+    settings = (*overrides, *KEEPING, "train.save_every=6")
+    run("mtptrain.train", *settings, "train.max_steps=10")
+    run("eval.choose_head", *overrides)
+    undisturbed = (stage_dir / "heads/step_00000010/head.safetensors").read_bytes()
+    shutil.rmtree(stage_dir / "checkpoints/step_00000010")
+    run("mtptrain.train", *settings, "train.max_steps=8")
+    assert kept(run_dir) == ["step_00000005", "step_00000008"]
+    assert facts(stage_dir / "best")["step"] == 8 and not (stage_dir / "choice.json").exists()
+    shutil.rmtree(stage_dir / "checkpoints/step_00000008")
+    run("mtptrain.train", *settings, "train.max_steps=10")
+    assert kept(run_dir) == ["step_00000005", "step_00000010"]
+    assert (stage_dir / "heads/step_00000010/head.safetensors").read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (),
+            "train/heads: must hold the heads to choose from, but holds none; run mtptrain.train with the same recipe and run_dir",
+        ),
+        (("head.ttt_steps=2",), "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)"),
+    ],
+)
+def test_heads_that_cannot_be_measured_are_refused(fresh_run: Run, overrides: tuple[str, ...], message: str) -> None:
+    if overrides:
+        run("mtptrain.train", *fresh_run[1], *KEEPING, "train.max_steps=1")
+    result = run_program("eval.choose_head", *fresh_run[1], *overrides)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert not (fresh_run[0] / "train/choice.json").exists()
