@@ -97,6 +97,12 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
     assert kept(run_dir) == ["step_00000005", "step_00000010"]
     assert (stage_dir / "heads/step_00000010/head.safetensors").read_bytes() == undisturbed
 
+    run("eval.choose_head", *overrides)
+    for name in ("heads", "checkpoints"):
+        shutil.rmtree(stage_dir / name)
+    run("mtptrain.train", *settings, "train.max_steps=7")
+    assert facts(stage_dir / "best")["step"] == 7, "a choice of a run that is no longer there does not count"
+
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
