@@ -2,11 +2,11 @@
 
 Reads `run_dir/train/best/` (or, where nothing was trained, the head of `head.init_from`) and held-out prompts of `run_dir/prompts/`
 (or `acceptance.prompts_file`); writes `report.json`, `report.html` and `generations.jsonl` into `run_dir/acceptance/`, and prints a
-table with what `acceptance.beside` names beside the head: prompt lookup, trees, a small model, plain decoding; and with the head at
+table with what `acceptance.baselines` names beside the head: prompt lookup, trees, a small model, plain decoding; and with the head at
 other temperatures.
 
     python -m eval.acceptance recipe=quickstart acceptance.num_speculative_tokens=5
-    python -m eval.acceptance recipe=quickstart "acceptance.beside=[none,prompt_lookup,tree,hybrid]" acceptance.batch_size=1
+    python -m eval.acceptance recipe=quickstart "acceptance.baselines=[none,prompt_lookup,tree,hybrid]" acceptance.batch_size=1
     python -m eval.acceptance recipe=quickstart "acceptance.temperatures=[0.7,1]" acceptance.top_p=0.9 acceptance.top_k=50
     torchrun --nproc-per-node 8 -m eval.acceptance recipe=llama3_1_8b_mtp
 """
@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.config import RECIPES, AcceptanceConfig, Beside, PipelineConfig, load_config
+from mtptrain.config import RECIPES, AcceptanceConfig, Baseline, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> None:
     measured = Measurement(settings, target, tokenizer, prompts, ranks).run(candidates)
     if ranks.is_first:
         write_provenance(output_dir, config)
-        for name in read_report(output_dir / "report.json").get("beside", {}):  # of a measurement before
+        for name in read_report(output_dir / "report.json").get("baselines", {}):  # of a measurement before
             generations_file(output_dir, name).unlink(missing_ok=True)
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)
@@ -84,7 +84,7 @@ def candidates_of(
     """
     depths, vocab_size = settings.num_speculative_tokens, len(target.parts.lm_head)
     own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features
-    if Beside.tree in settings.beside and settings.tree_top_k > own_size:
+    if Baseline.tree in settings.baselines and settings.tree_top_k > own_size:
         raise ValueError(
             f"acceptance.tree_top_k: must be at most {own_size}, the tokens that the head can draft, but is {settings.tree_top_k}; lower it"
         )
@@ -98,9 +98,9 @@ def candidates_of(
 
     head = of_head(settings.temperature, settings.sample_drafts)
     candidates = {"head": head}
-    for name in settings.beside:
+    for name in settings.baselines:
         candidates[name] = Candidate(
-            drafter_beside(name, head.drafter, settings, found, target, model), sampler(settings.temperature)
+            baseline_drafter(name, head.drafter, settings, found, target, model), sampler(settings.temperature)
         )
     for temperature in settings.temperatures:
         candidates[f"temperature_{temperature:g}"] = of_head(temperature, sample_drafts=False)
@@ -108,18 +108,18 @@ def candidates_of(
     return candidates
 
 
-def drafter_beside(
-    name: Beside, head: Drafter, settings: AcceptanceConfig, found: RunHead, target: Target, model: Target | None
+def baseline_drafter(
+    name: Baseline, head: Drafter, settings: AcceptanceConfig, found: RunHead, target: Target, model: Target | None
 ) -> Drafter:
     depths = settings.num_speculative_tokens
-    if name == Beside.none:
+    if name == Baseline.none:
         return NoDrafter()
-    if name == Beside.prompt_lookup:
+    if name == Baseline.prompt_lookup:
         return PromptLookupDrafter(depths)
-    if name == Beside.model:
+    if name == Baseline.model:
         assert model is not None
         return ModelDrafter(model, len(target.parts.lm_head), depths, settings.sample_drafts)
-    if name == Beside.tree:
+    if name == Baseline.tree:
         return TreeDrafter(found.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k)
     assert isinstance(head, HeadDrafter)
     return HybridDrafter(head, settings.hybrid_min_match)
@@ -160,7 +160,7 @@ def report(
         "head_sha256": found.sha256,
         "prompts_file": settings.prompts_file,
         "prompts_sha256": prompts.sha256,
-        "beside": described,
+        "baselines": described,
         "speed": {name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()},
     }
 

@@ -57,7 +57,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             ) from error
         if isinstance(report, dict):
             report = {"top_p": 1.0, "top_k": 0} | report
-        if not isinstance(report, dict) or not {"beside", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
+        if not isinstance(report, dict) or not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is none, or an older one; measure again")
         try:
             page_of({str(path): report})

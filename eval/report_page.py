@@ -179,7 +179,7 @@ def drafters_of(reports: Mapping[str, Figures]) -> dict[str, Figures]:
     found: dict[str, Figures] = {}
     for name, each in reports.items():
         prefix = f"{name}: " if len(reports) > 1 else ""
-        for drafter, figures in {"head": each, **each["beside"]}.items():
+        for drafter, figures in {"head": each, **each["baselines"]}.items():
             shown = f"head {each['head_name']}" if drafter == "head" else drafter.replace("_", " ")
             setting = f" ({each[drafter]})" if drafter in ("tree", "hybrid", "model") else ""
             found[prefix + shown + setting] = {**figures, **each["speed"][drafter]}
@@ -258,7 +258,7 @@ def figure(plot: Callable[[Axes, Mapping[str, Figures]], bool], drafters: Mappin
 
 
 def put_legend(axes: Axes) -> None:
-    """Beside the plot: many drafters leave no room inside."""
+    """Baseline the plot: many drafters leave no room inside."""
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
 
 

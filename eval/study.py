@@ -155,7 +155,7 @@ class Study:
         if not self._run(directory, overrides, ["mtptrain.train"], trained, record="trained.json"):
             return None
         output_dir = directory / f"acceptance_{prompts_file.stem}"
-        plain = ["acceptance.beside=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null"]
+        plain = ["acceptance.baselines=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null"]
         of_prompts = [f"acceptance.prompts_file={quoted(prompts_file)}", f"acceptance.output_dir={quoted(output_dir)}"]
         record = f"measured_{prompts_file.stem}.json"
         self._run(

@@ -225,10 +225,10 @@ class TrainConfig:
     """Over all ranks: the world size must divide it; the quotient is accumulated."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
-    clip_norm: float = 1.0
+    max_grad_norm: float = 1.0
     """0 does not clip."""
-    depth_decay: float = 0.8
-    """Weight of depth k in the loss is depth_decay ** k, then normalised to sum to one."""
+    ttt_loss_decay: float = 0.8
+    """Weight of depth k in the loss is ttt_loss_decay ** k, then normalised to sum to one."""
     loss: LossKind = LossKind.kl
     lk_eta: float = 3.0
     """Of `loss=lk`: how fast the weight goes from KL to the chance of rejection while that falls."""
@@ -244,7 +244,7 @@ class TrainConfig:
     compile: bool | None = None
     """torch.compile the elementwise work of the step, which takes about half a minute at the start; on GPUs only where it is null. The
     loss moves some 9 bytes per logit then, and 128 without."""
-    recompute: bool = False
+    activation_checkpointing: bool = False
     """Keep few activations for the backward pass and compute the rest again: long documents fit, at about a quarter more time."""
     profile: bool = False
     """Write a trace of three steps to `run_dir/train/trace_<rank>.json`, for chrome://tracing or Perfetto."""
@@ -266,7 +266,7 @@ class TrainConfig:
     tracker: Tracker = Tracker.wandb
 
 
-class Beside(StrEnum):
+class Baseline(StrEnum):
     """What is measured beside the head, in the same loop."""
 
     none = "none"
@@ -311,7 +311,7 @@ class AcceptanceConfig:
     prompts_file: str | None = None
     """jsonl in place of the held-out documents: each line `id` and one of `input_ids`, `text`, `messages` and `turns` (what a user says
     in turn, answered by the target), and perhaps a `category`. Spec-Bench's `question.jsonl` is one."""
-    beside: list[Beside] = field(default_factory=lambda: [Beside.prompt_lookup])
+    baselines: list[Baseline] = field(default_factory=lambda: [Baseline.prompt_lookup])
     """What else is measured on the same prompts."""
     draft_model: str | None = None
     """Of `model`: a directory or a hub name, a model with the target's tokenizer."""
@@ -525,8 +525,8 @@ def _check(config: PipelineConfig) -> None:
         "train.warmup_steps": (config.train.warmup_steps, 0),
         "train.min_lr_ratio": (config.train.min_lr_ratio, 0.0),
         "train.weight_decay": (config.train.weight_decay, 0.0),
-        "train.clip_norm": (config.train.clip_norm, 0.0),
-        "train.depth_decay": (config.train.depth_decay, 0.0),
+        "train.max_grad_norm": (config.train.max_grad_norm, 0.0),
+        "train.ttt_loss_decay": (config.train.ttt_loss_decay, 0.0),
         "train.lk_eta": (config.train.lk_eta, 0.0),
         "train.feature_weight": (config.train.feature_weight, 0.0),
         "train.validate_every": (config.train.validate_every, 0),
@@ -610,20 +610,22 @@ def _check_acceptance(settings: AcceptanceConfig) -> None:
             f"acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are {settings.top_p} and "
             f"{settings.top_k}; leave them out, or set acceptance.temperature"
         )
-    if len(set(settings.beside)) < len(settings.beside):
-        raise ValueError(f"acceptance.beside: must name each once, but is [{','.join(settings.beside)}]; remove what stands twice")
-    if settings.sample_drafts and Beside.tree in settings.beside:
+    if len(set(settings.baselines)) < len(settings.baselines):
         raise ValueError(
-            "acceptance.sample_drafts: must be false where acceptance.beside names `tree`, but is true: a tree holds the likeliest "
+            f"acceptance.baselines: must name each once, but is [{','.join(settings.baselines)}]; remove what stands twice"
+        )
+    if settings.sample_drafts and Baseline.tree in settings.baselines:
+        raise ValueError(
+            "acceptance.sample_drafts: must be false where acceptance.baselines names `tree`, but is true: a tree holds the likeliest "
             "tokens; leave one of them out"
         )
-    if (settings.draft_model is not None) != (Beside.model in settings.beside):
+    if (settings.draft_model is not None) != (Baseline.model in settings.baselines):
         raise ValueError(
-            f"acceptance.draft_model: must be set where acceptance.beside names `model`, and only there, but is {settings.draft_model}; "
-            'set both, for example acceptance.draft_model=DIR "acceptance.beside=[model]"'
+            f"acceptance.draft_model: must be set where acceptance.baselines names `model`, and only there, but is {settings.draft_model}; "
+            'set both, for example acceptance.draft_model=DIR "acceptance.baselines=[model]"'
         )
     most = settings.tree_top_k + (settings.num_speculative_tokens - 1) * settings.tree_top_k**2
-    if Beside.tree in settings.beside and settings.tree_nodes > most:
+    if Baseline.tree in settings.baselines and settings.tree_nodes > most:
         raise ValueError(
             f"acceptance.tree_nodes: must be at most {most}, what {settings.num_speculative_tokens} depths of "
             f"acceptance.tree_top_k={settings.tree_top_k} hold, but is {settings.tree_nodes}; lower it or raise acceptance.tree_top_k"

@@ -51,7 +51,7 @@ def export(config: PipelineConfig) -> None:
     dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu"))
 
-    # Beside the place where it goes, so that a directory under its own name is always whole and proven.
+    # Baseline the place where it goes, so that a directory under its own name is always whole and proven.
     temporary = output_dir.with_name(output_dir.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     write_head(temporary, form, found.head.state_dict())

@@ -50,14 +50,14 @@ def test_the_report_has_the_fields_that_others_read_and_its_figures_follow_from_
     low, high = report["intervals"]["acceptance_length"]
     assert low <= report["acceptance_length"] <= high
     assert sum(part["rounds"] for part in report["by_prompt_tokens"].values()) == report["rounds"]
-    assert "without_loops" in report["beside"]["prompt_lookup"] and report["speed"].keys() == {"head", "prompt_lookup"}
+    assert "without_loops" in report["baselines"]["prompt_lookup"] and report["speed"].keys() == {"head", "prompt_lookup"}
 
 
 def test_the_table_names_the_head_and_prompt_lookup(finished: Run) -> None:
     output = (finished[0].parent / "eval.acceptance.out").read_text()
     report = json.loads((finished[0] / "acceptance/report.json").read_text())
     assert re.search(rf"head mtp .* {report['acceptance_length']:.3f} ", output)
-    assert re.search(rf"prompt lookup .* {report['beside']['prompt_lookup']['acceptance_length']:.3f} ", output)
+    assert re.search(rf"prompt lookup .* {report['baselines']['prompt_lookup']['acceptance_length']:.3f} ", output)
 
 
 def test_the_export_holds_the_trained_weights_and_its_launch_command(finished: Run) -> None:
@@ -104,7 +104,7 @@ def test_acceptance_takes_its_own_prompts_temperature_and_output_dir(finished: R
 
 def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(finished: Run, tmp_path: Path) -> None:
     target_dir = next(each.removeprefix("target.path=") for each in finished[1] if each.startswith("target.path="))
-    beside = "acceptance.beside=[none,prompt_lookup,model,tree,hybrid]"
+    baselines = "acceptance.baselines=[none,prompt_lookup,model,tree,hybrid]"
     rows = [{"id": f"p{i}", "text": f"def read_file_{i}():\n    open_line = ", "category": "ab"[i % 2]} for i in range(6)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = (
@@ -112,17 +112,17 @@ def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(
         f"acceptance.output_dir={tmp_path}",
         "acceptance.tree_nodes=12",
     )
-    result = run_program("eval.acceptance", *finished[1], beside, f"acceptance.draft_model={target_dir}", *settings)
+    result = run_program("eval.acceptance", *finished[1], baselines, f"acceptance.draft_model={target_dir}", *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
-    assert list(report["beside"]) == ["none", "prompt_lookup", "model", "tree", "hybrid"]
-    assert report["beside"]["model"]["acceptance_length"] == 4.0, "the target drafts for itself"
-    assert report["beside"]["none"]["tokens_per_step"] == 1.0 and report["beside"]["none"]["drafted"] == 0
-    assert report["beside"]["tree"]["acceptance_length"] >= report["acceptance_length"]
-    assert report["beside"]["tree"]["drafted"] == 12 * report["beside"]["tree"]["rounds"]
+    assert list(report["baselines"]) == ["none", "prompt_lookup", "model", "tree", "hybrid"]
+    assert report["baselines"]["model"]["acceptance_length"] == 4.0, "the target drafts for itself"
+    assert report["baselines"]["none"]["tokens_per_step"] == 1.0 and report["baselines"]["none"]["drafted"] == 0
+    assert report["baselines"]["tree"]["acceptance_length"] >= report["acceptance_length"]
+    assert report["baselines"]["tree"]["drafted"] == 12 * report["baselines"]["tree"]["rounds"]
     answers = [
         [json.loads(line)["tokens"] for line in (tmp_path / name).read_text().splitlines()]
-        for name in ("generations.jsonl", *(f"generations_{name}.jsonl" for name in report["beside"]))
+        for name in ("generations.jsonl", *(f"generations_{name}.jsonl" for name in report["baselines"]))
     ]
     assert all(each == answers[0] for each in answers) and len(answers) == 6
     assert report["by_category"]["a"]["prompts"] == report["by_category"]["b"]["prompts"] == 3
@@ -167,7 +167,7 @@ def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path:
     settings = (
         "acceptance.temperatures=[0.7,1]",
         "acceptance.top_p=0.9",
-        "acceptance.beside=[]",
+        "acceptance.baselines=[]",
         f"acceptance.output_dir={tmp_path}",
     )
     result = run_program("eval.acceptance", *finished[1], *settings)
@@ -175,8 +175,8 @@ def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path:
     report, plain = (json.loads((path / "report.json").read_text()) for path in (tmp_path, finished[0] / "acceptance"))
     assert report["top_p"] == 0.9 and report["acceptance_length"] == plain["acceptance_length"], "greedy answers have no top-p"
     names = [f"temperature_{each}{drafts}" for each in ("0.7", "1") for drafts in ("", "_sampled_drafts")]
-    assert list(report["beside"]) == names and all(report["beside"][name]["prompts"] == 8 for name in names)
-    assert [report["beside"][name]["quality"]["temperature"] for name in names] == [0.7, 0.7, 1.0, 1.0]
+    assert list(report["baselines"]) == names and all(report["baselines"][name]["prompts"] == 8 for name in names)
+    assert [report["baselines"][name]["quality"]["temperature"] for name in names] == [0.7, 0.7, 1.0, 1.0]
     assert "temperature 0.7 sampled drafts" in result.stdout
     assert "<td>temperature 1</td>" in (tmp_path / "report.html").read_text()
 
@@ -250,15 +250,15 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
             "acceptance.prompt_tokens: held-out documents must hold a prompt of 32 tokens that fits",
         ),
         (
-            ("acceptance.beside=[model]", "acceptance.draft_model=demo"),
+            ("acceptance.baselines=[model]", "acceptance.draft_model=demo"),
             "acceptance.draft_model: must have the target's tokenizer, but the tokens of",
         ),
         (
-            ("acceptance.beside=[model]", "acceptance.draft_model=/none"),
+            ("acceptance.baselines=[model]", "acceptance.draft_model=/none"),
             "acceptance.draft_model: must be a local directory, a hub name or `demo`, but '/none'",
         ),
         (
-            ("acceptance.beside=[tree]", "acceptance.tree_top_k=300"),
+            ("acceptance.baselines=[tree]", "acceptance.tree_top_k=300"),
             "acceptance.tree_top_k: must be at most 260, the tokens that the head can draft, but is 300; lower it",
         ),
         (("head.ttt_steps=2",), "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)"),

@@ -80,8 +80,8 @@ OUT_OF_RANGE = {
     "train.warmup_steps": {"-1": "at least 0, but is -1"},
     "train.min_lr_ratio": {"-1": "at least 0.0, but is -1.0"},
     "train.weight_decay": {"-1": "at least 0.0, but is -1.0"},
-    "train.clip_norm": {"-1": "at least 0.0, but is -1.0"},
-    "train.depth_decay": {"-1": "at least 0.0, but is -1.0"},
+    "train.max_grad_norm": {"-1": "at least 0.0, but is -1.0"},
+    "train.ttt_loss_decay": {"-1": "at least 0.0, but is -1.0"},
     "train.validate_every": {"-1": "at least 0, but is -1"},
     "train.validation_prompts": {"-1": "at least 0, but is -1"},
     "train.validation_new_tokens": {"0": "at least 1, but is 0"},
@@ -145,14 +145,17 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str) -> No
         (["temperatures=[0.7,0.70000001]"], "acceptance.temperatures: must be different numbers of at least 0.01, but are"),
         (["temperatures=[0]"], r"but are \[0.0\] beside acceptance.temperature=0, which is measured in any case"),
         (["top_p=0.9"], "acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are 0.9 and 0"),
-        (["beside=[tree,none,tree]"], r"acceptance.beside: must name each once, but is \[tree,none,tree\]; remove"),
-        (["beside=[tree]", "sample_drafts=true"], "acceptance.sample_drafts: must be false where acceptance.beside names `tree`"),
+        (["baselines=[tree,none,tree]"], r"acceptance.baselines: must name each once, but is \[tree,none,tree\]; remove"),
         (
-            ["beside=[model]"],
-            "acceptance.draft_model: must be set where acceptance.beside names `model`, and only there, but is None",
+            ["baselines=[tree]", "sample_drafts=true"],
+            "acceptance.sample_drafts: must be false where acceptance.baselines names `tree`",
+        ),
+        (
+            ["baselines=[model]"],
+            "acceptance.draft_model: must be set where acceptance.baselines names `model`, and only there, but is None",
         ),
         (["draft_model=demo"], "acceptance.draft_model: must be set where .* and only there, but is demo"),
-        (["beside=[tree]", "tree_top_k=2"], "acceptance.tree_nodes: must be at most 10, what 3 depths of .*=2 hold, but is 32"),
+        (["baselines=[tree]", "tree_top_k=2"], "acceptance.tree_nodes: must be at most 10, what 3 depths of .*=2 hold, but is 32"),
     ],
 )
 def test_what_cannot_be_measured_together_is_refused(overrides: list[str], message: str) -> None:

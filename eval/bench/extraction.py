@@ -95,9 +95,7 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
         bare_forward(target, documents, config.hidden_states.batch_tokens)
     seconds = fastest(candidates, config.bench.repeats, device)
     figures = {f"{name}_tokens_per_s": len(documents.input_ids) / value for name, value in seconds.items()}
-    figures["share_of_limit"] = (
-        counter.get_total_flops() / seconds["bare_forward"] / matmul_peak(device, target.parts.embed_tokens.dtype)
-    )
+    figures["mfu"] = counter.get_total_flops() / seconds["bare_forward"] / matmul_peak(device, target.parts.embed_tokens.dtype)
     return figures | bench_vllm(config, documents, layers, directory)
 
 
@@ -304,7 +302,7 @@ def print_table(config: PipelineConfig, device: torch.device, figures: Figures) 
         if key.endswith("_tokens_per_s"):
             label = key.removesuffix("_tokens_per_s").replace("_", " ")
             writing.add_row(label, f"{value:,.0f}", f"{value / bare:.3f}", f"{value / plain:.2f}")
-    writing.caption = f"the bare forward reaches {figures['share_of_limit']:.1%} of the measured matmul peak"
+    writing.caption = f"the bare forward reaches {figures['mfu']:.1%} of the measured matmul peak"
     reading = Table("", "GB/s of bf16", "of the mapped copy", title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one thread")
     for key, value in figures.items():
         if key.endswith("_gb_per_s"):

@@ -121,7 +121,7 @@ def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, pee
         "tokens_per_s": tokens / best["ours"],
         "eager_tokens_per_s": tokens / best["eager"],
         "plain_tokens_per_s": tokens / best["plain"],
-        "share_of_limit": flops / best["ours"] / peak,
+        "mfu": flops / best["ours"] / peak,
         "peak_bytes": peaks["ours"],
         "plain_peak_bytes": peaks["plain"],
         "resident_bytes": resident_bytes(candidates["ours"]) if ranks.device.type == "cpu" else None,
@@ -201,7 +201,7 @@ def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Fig
         ours = Ours(config, case, ([length], [length - rows]), ranks)
         seconds, num_bytes = with_peak(ours.timed, ranks.device)
         figures: Figures = {"tokens": length, "rows": rows, "seconds": seconds, "peak_bytes": num_bytes}
-        found.append(figures | {"share_of_limit": ours.flops / seconds / peak})
+        found.append(figures | {"mfu": ours.flops / seconds / peak})
         print(json.dumps(found[-1]))
     return found
 
@@ -225,7 +225,7 @@ def bench_gpu(config: PipelineConfig, ranks: Ranks, peak: float, head: str, dept
         "draft_vocab_size": draft_vocab_size,
         "tokens_per_s": sum(GPU_DOCUMENTS[0]) / seconds,
         "peak_bytes": num_bytes,
-        "share_of_limit": ours.flops / seconds / peak,
+        "mfu": ours.flops / seconds / peak,
         "optimizer_share": phases["optimizer"] / sum(phases.values()),
     }
 
@@ -233,7 +233,7 @@ def bench_gpu(config: PipelineConfig, ranks: Ranks, peak: float, head: str, dept
 def headline(figures: Figures) -> Figures:
     """The figures of the largest case, by the names that others read."""
     last = figures["steps"][-1]
-    names = ("tokens_per_s", "peer_tokens_per_s", "ratio", "share_of_limit", "peak_bytes", "peer_peak_bytes")
+    names = ("tokens_per_s", "peer_tokens_per_s", "ratio", "mfu", "peak_bytes", "peer_peak_bytes")
     return {name: last[name] for name in names if name in last}
 
 
@@ -241,7 +241,7 @@ STEP_COLUMNS = {
     "H": "hidden_size",
     "tokens": "tokens",
     "tokens/s": "tokens_per_s",
-    "of limit": "share_of_limit",
+    "mfu": "mfu",
     "eager": "eager_tokens_per_s",
     "plain": "plain_tokens_per_s",
     "peer": "peer_tokens_per_s",
@@ -252,13 +252,13 @@ STEP_COLUMNS = {
     "RSS": "resident_bytes",
     "peer's RSS": "peer_resident_bytes",
 }
-LENGTH_COLUMNS = {"tokens": "tokens", "rows": "rows", "s": "seconds", "of limit": "share_of_limit", "memory": "peak_bytes"}
+LENGTH_COLUMNS = {"tokens": "tokens", "rows": "rows", "s": "seconds", "mfu": "mfu", "memory": "peak_bytes"}
 GPU_COLUMNS = {
     "head": "head",
     "depths": "depths",
     "draft vocabulary": "draft_vocab_size",
     "tokens/s": "tokens_per_s",
-    "of limit": "share_of_limit",
+    "mfu": "mfu",
     "optimizer": "optimizer_share",
     "memory": "peak_bytes",
 }

@@ -127,7 +127,7 @@ class Sampler:
         """One token [B] per row of weights [B, V], which need not sum to one."""
         return torch.multinomial(probs, 1, generator=self._generator(probs.device))[:, 0]
 
-    def coins(self, like: torch.Tensor) -> torch.Tensor:
+    def uniform_like(self, like: torch.Tensor) -> torch.Tensor:
         """Uniform numbers in [0, 1) in the shape of `like`."""
         return torch.rand(like.shape, generator=self._generator(like.device), device=like.device, dtype=like.dtype)
 
@@ -184,12 +184,12 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
     Args:
         draft: K proposed tokens per sequence, a chain, and the distributions that they were sampled from.
         target_probs: at the newest token and at each draft [B, K+1, V].
-        sampler: for the coins and the bonus token.
+        sampler: draws the uniform numbers and the bonus token.
     """
     chosen, draft_probs = draft.tokens[..., None], draft.probs  # [B, K, 1]
     assert draft_probs is not None and draft.parents is None
     ratio = target_probs[:, :-1].gather(2, chosen)[..., 0].double() / draft_probs.gather(2, chosen)[..., 0].double()
-    is_kept = (sampler.coins(ratio) < ratio) & draft.is_proposed
+    is_kept = (sampler.uniform_like(ratio) < ratio) & draft.is_proposed
     num_accepted = is_kept.long().cumprod(1).sum(1)  # [B]
     residual = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1]))[:, 0]  # [B, V]
     # After the last proposed token nothing was rejected: a draft of no mass leaves the target's distribution as it is.
@@ -255,7 +255,7 @@ def speculate(
         prompts: token ids, at least one each.
         num_speculative_tokens: K, the longest branch of its drafts.
         max_new_tokens: of each sequence.
-        sampler: temperature and coins.
+        sampler: temperature, and the source of random numbers.
         eos_token_ids: tokens that end a sequence.
         clock: is told what the time goes to, by the names of `PHASES`, and as `observe` what `observe` takes.
         observe: is shown every round.

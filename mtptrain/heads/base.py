@@ -18,7 +18,7 @@ from mtptrain.heads.attention.training import cached_attention, depth_attention
 from mtptrain.heads.packing import Packing
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.position_cache import PositionCache, TreeRows
-from mtptrain.utils.compile import fused, of_fixed_shape
+from mtptrain.utils.compile import fused, mark_static
 
 if TYPE_CHECKING:
     from mtptrain.heads.layers import Attention, RmsNorm
@@ -42,7 +42,7 @@ class Head(nn.Module, ABC):
     lm_head: nn.Linear | None
     """The head's own [D, H]; the target's frozen one where there is none."""
     self_attn: "Attention"
-    recompute: bool = False
+    activation_checkpointing: bool = False
     """Keep the inputs of each part of a depth alone until the backward pass, and compute the rest again."""
 
     @abstractmethod
@@ -130,9 +130,9 @@ class Head(nn.Module, ABC):
         Returns:
             States [T, M, H]; `logits` of depth k at row t predict token t + 2 + k. Of no use where rows of the span end before t + k.
         """
-        of_embeddings, of_states = map(of_fixed_shape, self._joint_weights())
+        of_embeddings, of_states = map(mark_static, self._joint_weights())
         num_keys = sum(layer.out_features for layer in self.key_layers)
-        keys_of_embeddings, keys_of_states = (of_fixed_shape(weight[-num_keys:]) for weight in (of_embeddings, of_states))
+        keys_of_embeddings, keys_of_states = (mark_static(weight[-num_keys:]) for weight in (of_embeddings, of_states))
         recycled, prompt_states = packing.split(self._run(self._fuse, target_states))
         row_embeddings, prompt_embeddings = packing.split(embeddings)
         positions, prompt_positions = packing.split(packing.positions)
@@ -240,8 +240,8 @@ class Head(nn.Module, ABC):
         return self.outputs(residual, attended.flatten(-2))
 
     def _run(self, function: Callable[..., R], *args: torch.Tensor) -> R:
-        """Call; where `recompute` is set, what it computes on the way is computed again in the backward pass."""
-        if not self.recompute:
+        """Call; where `activation_checkpointing` is set, what it computes on the way is computed again in the backward pass."""
+        if not self.activation_checkpointing:
             return function(*args)
         result: R = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
         return result

@@ -96,7 +96,7 @@ def step_costs(
     lengths: Sequence[int],
     supervised_share: float,
     chunk_rows: int,
-    recompute: bool = False,
+    activation_checkpointing: bool = False,
     compiled: bool = False,
 ) -> StepCosts:
     """Run the trainer's step on tensors without data, and count what it does: in bf16 with the kernels of a GPU.
@@ -105,14 +105,16 @@ def step_costs(
         lengths: tokens of each document in the micro-batch.
         supervised_share: of the tokens, those that teach.
         chunk_rows: `train.loss_chunk_rows`.
-        recompute: `train.recompute`.
+        activation_checkpointing: `train.activation_checkpointing`.
         compiled: `train.compile`: a fused function reads its arguments and writes its results, and nothing else. Memory is counted
             without it, an upper bound.
     """
-    plain, held = _metered_step(config, target_config, dtype, lengths, supervised_share, chunk_rows, recompute)
+    plain, held = _metered_step(config, target_config, dtype, lengths, supervised_share, chunk_rows, activation_checkpointing)
     traffic = plain
     if compiled:
-        traffic, _ = _metered_step(config, target_config, dtype, lengths, supervised_share, chunk_rows, recompute, is_fused=True)
+        traffic, _ = _metered_step(
+            config, target_config, dtype, lengths, supervised_share, chunk_rows, activation_checkpointing, is_fused=True
+        )
     flops = plain.matmul_flops + plain.attention_flops
     return StepCosts(flops, plain.attention_flops, traffic.elementwise_bytes, plain.peak_bytes["cpu"] - held)
 
@@ -124,14 +126,14 @@ def _metered_step(
     lengths: Sequence[int],
     supervised_share: float,
     chunk_rows: int,
-    recompute: bool,
+    activation_checkpointing: bool,
     is_fused: bool = False,
 ) -> tuple[Meter, int]:
     """Returns the counts of a step, and the bytes of weights and frozen parts that its peak includes."""
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype):
         head = build_head(config, target_config)
-        head.recompute = recompute
+        head.activation_checkpointing = activation_checkpointing
         parts = _frozen_parts(target_config)
         meter.hold(*head.parameters(), parts.embed_tokens, parts.norm_weight, parts.lm_head)
         held = meter.peak_bytes["cpu"]

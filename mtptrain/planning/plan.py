@@ -306,7 +306,9 @@ def micro_batch_costs(
     share = workload.supervised_tokens / max(1, workload.tokens)
     chunk_rows, dtype, compile_step = config.train.loss_chunk_rows, _train_dtype(config), config.train.compile
     is_compiled = dtype is torch.bfloat16 if compile_step is None else compile_step
-    return step_costs(config.head, target_config, dtype, lengths, share, chunk_rows, config.train.recompute, is_compiled)
+    return step_costs(
+        config.head, target_config, dtype, lengths, share, chunk_rows, config.train.activation_checkpointing, is_compiled
+    )
 
 
 def train_memory(

@@ -189,11 +189,11 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     without_target = memory.state - memory.validation_target + memory.activations
     of_validation = memory.state + memory.validation
     warnings = []
-    recompute = "" if config.train.recompute else "set train.recompute=true, or "
+    advice = "" if config.train.activation_checkpointing else "set train.activation_checkpointing=true, or "
     if without_target > room:
         warnings.append(
             f"train.batch_tokens: training must fit {_gb(room)} of each GPU, but takes {_gb(without_target)}, {_gb(memory.activations)} of "
-            f"them for activations; {recompute}lower it from {config.train.batch_tokens}, with prompts.max_document_tokens, or "
+            f"them for activations; {advice}lower it from {config.train.batch_tokens}, with prompts.max_document_tokens, or "
             f"head.ttt_steps from {config.head.ttt_steps}"
         )
     elif without_target + memory.validation_target > room:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from mtptrain.config import LossKind
-from mtptrain.utils.compile import fused, fused_by_recomputing, of_fixed_width, uses_gpu_kernels
+from mtptrain.utils.compile import fused, fused_by_recomputing, mark_width_static, uses_gpu_kernels
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LossSums:
     """f32[], the sum over depths of scale * loss; carries the gradient."""
     losses: torch.Tensor  # f32[T]
     kl: torch.Tensor  # f32[T], nats
-    agreement: torch.Tensor  # f32[T], drafts whose most likely token is the target's
+    top1_accuracy: torch.Tensor  # f32[T], drafts whose most likely token is the target's
     overlap: torch.Tensor  # f32[T], of sum min(p, q), the chance of a sampled draft to be accepted
 
 
@@ -159,7 +159,7 @@ def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher
 
 def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
     """Returns a teacher that holds logits."""
-    largest, total, smallest, tokens = _totals(of_fixed_width(logits))
+    largest, total, smallest, tokens = _totals(mark_width_static(logits))
     log_total = largest + total.log() + 0 * smallest  # NaN where a logit is -inf, which a sum of exponentials does not show
     if draft_token_ids is None:
         return Teacher(logits, log_total, None, tokens, None)
@@ -239,7 +239,7 @@ def compare(
         lk_eta: of `LossKind.lk`.
 
     Returns:
-        Sums over rows of the loss, KL, agreement and overlap [4, T], and the gradient of the weighted loss by the logits [T * C, D] in
+        Sums over rows of the loss, KL, top-1 accuracy and overlap [4, T], and the gradient of the weighted loss by the logits [T * C, D] in
         their dtype.
     """
     num_depths = len(scale)
@@ -247,7 +247,15 @@ def compare(
     mass = None if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
     weights = counts * scale.repeat_interleave(len(counts) // num_depths)
     largest, total, product, overlap, grad = _rows_and_grad(
-        of_fixed_width(logits), of_fixed_width(teacher.values), teacher.log_total, tokens, mass, weights, num_depths, kind, lk_eta
+        mark_width_static(logits),
+        mark_width_static(teacher.values),
+        teacher.log_total,
+        tokens,
+        mass,
+        weights,
+        num_depths,
+        kind,
+        lk_eta,
     )
     log_total, at_token = total.log(), logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].float()
     cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product

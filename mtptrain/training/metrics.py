@@ -77,7 +77,7 @@ class Meter:
 
         Returns:
             `tokens` of whole documents, `tokens_per_s`, `supervised_tokens_per_s`; shares of the time that went into waiting for
-            data and into each phase; `share_of_limit`, the FLOPs that were needed over what the matmul peak gives in that time;
+            data and into each phase; `mfu`, the FLOPs that were needed over what the matmul peak gives in that time;
             `peak_bytes` of the rank that used most memory.
         """
         phases = self.clock.read()
@@ -96,7 +96,7 @@ class Meter:
             "supervised_tokens_per_s": drafts / seconds,
             "data_wait_share": data_wait_s / of_all_ranks,
             **{f"{name}_share": spent / of_all_ranks for name, spent in zip(PHASES, phase_s, strict=True)},
-            "share_of_limit": flops / (of_all_ranks * self.peak_flops),
+            "mfu": flops / (of_all_ranks * self.peak_flops),
             "peak_bytes": float(max(ranks.gather(peak_bytes(self.device)))),
         }
 

@@ -19,7 +19,7 @@ def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
         "tok/s": f"{record['tokens_per_s']:,.0f}",
         "supervised/s": f"{record['supervised_tokens_per_s']:,.0f}",
         "data": f"{record['data_wait_share']:.0%}",
-        "limit": f"{record['share_of_limit']:.0%}",
+        "mfu": f"{record['mfu']:.0%}",
         "GB": f"{record['peak_bytes'] / 1e9:.1f}",
     }
 
@@ -47,14 +47,14 @@ def speed_rows(metrics: Path) -> list[tuple[str, str]]:
     return [
         ("tokens", f"{sum(record['tokens'] for record in records):,.0f}"),
         ("tokens/s", f"{median['tokens_per_s']:,.0f}, {median['supervised_tokens_per_s']:,.0f} supervised"),
-        ("of the matmul peak", f"{median['share_of_limit']:.1%}"),
+        ("of the matmul peak", f"{median['mfu']:.1%}"),
         ("time", shown),
         ("limited by", LIMITS[longest]),
         ("peak memory", f"{records[-1]['peak_bytes'] / 1e9:.2f} GB"),
     ]
 
 
-MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "share_of_limit", "data_wait_share", *(f"{name}_share" for name in PHASES))
+MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
 LIMITS = {
     "data_wait": "reading: a faster disk, or hidden_states.store_dtype=fp8",
     "forward": "the head's layer",

@@ -28,7 +28,7 @@ class StepMetrics:
 
     losses: torch.Tensor  # f32[T]
     kl: torch.Tensor  # f32[T]
-    agreement: torch.Tensor  # f32[T]
+    top1_accuracy: torch.Tensor  # f32[T]
     overlap: torch.Tensor  # f32[T]
     num_drafts: torch.Tensor  # f32[T]
 
@@ -63,7 +63,7 @@ class Trainer:
         self.loss_settings = LossSettings(config.loss, config.lk_eta, config.feature_weight, config.loss_chunk_rows)
         self.clock = PhaseClock(ranks.device)
         self._unread: list[tuple[tuple[int, ...], torch.Tensor]] = []  # documents and figures of steps not yet checked
-        head.recompute = config.recompute
+        head.activation_checkpointing = config.activation_checkpointing
         fuse(is_compiled(config.compile, ranks.device))
         optimizer = torch.optim.AdamW(
             head.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
@@ -106,8 +106,8 @@ class Trainer:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         self.grad_norm = self.ranks.sum(norm.square()).sqrt() if self._is_partitioned else norm
-        if self.config.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.clip_norm, self.grad_norm)
+        if self.config.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, self.grad_norm)
 
     def step(self, batches: Sequence[Batch]) -> StepMetrics:
         """One optimizer step over this rank's batches: the loss is divided once, by the drafts of all ranks and batches."""
@@ -121,14 +121,14 @@ class Trainer:
                 self.engine.backward(losses.loss, scale_wrt_gas=False)
             with self.clock.phase("optimizer"):
                 self.engine.step()
-            sums += torch.stack([losses.losses, losses.kl, losses.agreement, losses.overlap])
+            sums += torch.stack([losses.losses, losses.kl, losses.top1_accuracy, losses.overlap])
         self._unread.append((_document_ids(batches), sums.sum() + self.grad_norm))
-        losses_at, kl, agreement, overlap = self.ranks.sum(sums)
-        return StepMetrics(losses_at, kl, agreement, overlap, num_drafts)
+        losses_at, kl, top1_accuracy, overlap = self.ranks.sum(sums)
+        return StepMetrics(losses_at, kl, top1_accuracy, overlap, num_drafts)
 
     def _scale(self, num_drafts: torch.Tensor) -> torch.Tensor:
         """What a depth's sum of losses [T] is multiplied with."""
-        weights = self.config.depth_decay ** torch.arange(len(num_drafts), dtype=torch.float32, device=num_drafts.device)
+        weights = self.config.ttt_loss_decay ** torch.arange(len(num_drafts), dtype=torch.float32, device=num_drafts.device)
         return weights / weights.sum() / num_drafts.clamp(min=1)
 
     def _losses(self, batch: Batch, scale: torch.Tensor) -> LossSums:
@@ -199,11 +199,11 @@ class Trainer:
         """
         self.check_finite(step)
         losses = metrics.by_depth("losses")
-        weights = [self.config.depth_decay**depth for depth in range(len(losses))]
+        weights = [self.config.ttt_loss_decay**depth for depth in range(len(losses))]
         return {
             "loss": sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights),
             "kl_at": metrics.by_depth("kl"),
-            "agreement_at": metrics.by_depth("agreement"),
+            "top1_accuracy_at": metrics.by_depth("top1_accuracy"),
             "overlap_at": metrics.by_depth("overlap"),
             "lr": self.config.lr * warmup_cosine(step - 1, self.config.warmup_steps, self.num_steps, self.config.min_lr_ratio),
             "grad_norm": float(self.grad_norm),

@@ -40,14 +40,14 @@ def uses_gpu_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda or (isinstance(x, FakeTensor) and x.dtype == torch.bfloat16)
 
 
-def of_fixed_shape(x: torch.Tensor) -> torch.Tensor:
+def mark_static(x: torch.Tensor) -> torch.Tensor:
     """The same, whose sizes are constants of the functions that are compiled for it, as those of a module's weights are."""
     if _is_on:
         torch._dynamo.mark_static(x)
     return x
 
 
-def of_fixed_width(x: torch.Tensor) -> torch.Tensor:
+def mark_width_static(x: torch.Tensor) -> torch.Tensor:
     """Returns x, whose last size is a constant of the functions that are compiled for it on a GPU.
 
     Inductor finds the largest value and the sum of exponentials in one pass over a row only where it knows the row's length.

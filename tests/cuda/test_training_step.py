@@ -34,7 +34,7 @@ def check(rehearsal: Rehearsal) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "target", "depths", "recompute"),
+    ("head", "target", "depths", "activation_checkpointing"),
     [
         ("mtp", LLAMA_8B, 7, False),
         ("mtp", LLAMA_70B, 3, True),
@@ -44,10 +44,12 @@ def check(rehearsal: Rehearsal) -> None:
         ("eagle3", LLAMA_70B, 6, False),
     ],
 )
-def test_a_step_over_chats_gives_every_gradient_and_never_waits(head: str, target: str, depths: int, recompute: bool) -> None:
+def test_a_step_over_chats_gives_every_gradient_and_never_waits(
+    head: str, target: str, depths: int, activation_checkpointing: bool
+) -> None:
     vocabulary = {"draft_vocab_size": 32_000} if head == "eagle3" else {}
     config = HEADS[head].Config(ttt_steps=depths, **vocabulary)
-    train = TrainConfig(recompute=recompute, compile=False, loss_chunk_rows=4096)
+    train = TrainConfig(activation_checkpointing=activation_checkpointing, compile=False, loss_chunk_rows=4096)
     check(rehearse_step(config, PUBLISHED_TARGETS[target].config(), CHATS, train))
 
 
@@ -63,15 +65,18 @@ def test_every_loss_gives_every_gradient_and_never_waits(kind: LossKind, draft_v
     check(rehearse_step(config, PUBLISHED_TARGETS[LLAMA_8B].config(), CHATS[2:], train))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize(("head", "target"), [("mtp", LLAMA_8B), ("eagle3", LLAMA_70B)])
-def test_the_planned_step_is_the_step_that_runs(head: str, target: str, recompute: bool) -> None:
+def test_the_planned_step_is_the_step_that_runs(head: str, target: str, activation_checkpointing: bool) -> None:
     """Memory of activations and FLOPs, within 5 percent, where the loss has no part in the peak and where it has."""
     config = HEADS[head].Config(ttt_steps=3, **({"draft_vocab_size": 32_000} if head == "eagle3" else {}))
-    target_config, train = PUBLISHED_TARGETS[target].config(), TrainConfig(recompute=recompute, compile=False, loss_chunk_rows=4096)
+    target_config, train = (
+        PUBLISHED_TARGETS[target].config(),
+        TrainConfig(activation_checkpointing=activation_checkpointing, compile=False, loss_chunk_rows=4096),
+    )
     rehearsal = rehearse_step(config, target_config, ONE_DOCUMENT, train)
     tokens = rehearsal.batch.num_tokens
-    planned = step_costs(config, target_config, torch.bfloat16, [tokens], 1.0, train.loss_chunk_rows, recompute)
+    planned = step_costs(config, target_config, torch.bfloat16, [tokens], 1.0, train.loss_chunk_rows, activation_checkpointing)
     meter, weights = rehearsal.meter, sum(2 * x.numel() for x in rehearsal.head.parameters())
     frozen = 2 * target_config.hidden_size * (2 * target_config.vocab_size + 1)
     assert planned.peak_bytes == pytest.approx(meter.peak_bytes[DEVICE] - weights - frozen, rel=0.05)

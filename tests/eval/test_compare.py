@@ -51,7 +51,7 @@ def write_report(path: Path, lengths: list[int], **settings: object) -> Path:
         "max_new_tokens": 20,
         "dtype": "float32",
         "prompts_sha256": "00",
-        "beside": {"prompt_lookup": figures([2, 2])},
+        "baselines": {"prompt_lookup": figures([2, 2])},
         "speed": {"head": speed, "prompt_lookup": speed},
         **settings,
     }
@@ -207,7 +207,7 @@ def test_no_report_is_lost_where_paths_are_alike(tmp_path: Path) -> None:
         ("acceptance_length_of_prompts",),
         ("intervals", "acceptance_rate_at"),
         ("without_loops", "acceptance_length"),
-        ("beside", "prompt_lookup", "by_prompt_tokens", "0", "acceptance_length"),
+        ("baselines", "prompt_lookup", "by_prompt_tokens", "0", "acceptance_length"),
         ("speed", "prompt_lookup"),
         ("speed", "head", "seconds", "all"),
     ],

@@ -33,7 +33,7 @@ def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Pa
         "ours_tokens_per_s",
         "ours_without_writer_tokens_per_s",
         "plain_loop_tokens_per_s",
-        "share_of_limit",
+        "mfu",
     ]
     assert all(value > 0 for name, value in figures.items() if name != "open_anonymous_mb")
     assert 5 < figures["bytes_per_token_beyond_states"] < 6

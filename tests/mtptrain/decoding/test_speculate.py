@@ -321,7 +321,7 @@ def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: 
 
 
 def accept_without_residual(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
-    """A wrong rule: right coins, but the token after a rejection comes from the target's whole distribution."""
+    """A wrong rule: right uniform numbers, but the token after a rejection comes from the target's whole distribution."""
     accepted = real_accept_sampled(draft, target_probs, sampler)
     return replace(accepted, bonus=sampler.sample(target_probs[torch.arange(len(draft.tokens)), accepted.count]))
 

@@ -160,17 +160,17 @@ SOME_ROWS = ((0, 2, 3), (0, 6, 2), (1, 0, 4), (2, 4, 1))
 """Spans as (document, first token, rows): two of one document, one from the start, one row alone."""
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_that_draft_alone_get_what_they_get_among_all(name: str, recompute: bool) -> None:
+def test_rows_that_draft_alone_get_what_they_get_among_all(name: str, activation_checkpointing: bool) -> None:
     """States and every gradient of drafts that count: tokens that do not draft give keys and values, and nothing more is needed of them."""
     head = random_head(name)
-    head.recompute = recompute
+    head.activation_checkpointing = activation_checkpointing
     hidden_states, embeddings, packing = packed_inputs(head)
     few = Packing.of(LENGTHS, SOME_ROWS)
     counts = torch.tensor([[left > depth for *_, rows in SOME_ROWS for left in range(rows, 0, -1)] for depth in range(DEPTHS)])
     states = run(head, hidden_states, embeddings, few)[counts]
-    head.recompute = False
+    head.activation_checkpointing = False
     among_all = run(head, hidden_states, embeddings, packing)[:, few.rows][counts]
     torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))

@@ -342,7 +342,7 @@ LARGE = (
         ([], "or train.validation_prompts=0 and choose the head with eval.choose_head after training"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"],
             "train.batch_tokens: training must fit 80 GB of each GPU, but takes"),
-        (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"], "for activations; set train.recompute=true, or lower it"),
+        (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"], "set train.activation_checkpointing=true, or lower it"),
     ],
 )  # fmt: skip
 def test_memory_that_does_not_suffice_is_warned_of(overrides: list[str], message: str, llama_70b: Path) -> None:

@@ -123,7 +123,7 @@ def texts(draw: st.DrawFn) -> list[Document]:
     kind=st.sampled_from(list(LossKind)),
     feature_weight=st.sampled_from([0.0, 0.5]),
     chunk_rows=st.sampled_from([1, 5, 1000]),
-    recompute=st.booleans(),
+    activation_checkpointing=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_losses_and_gradients_equal_the_plain_formula(
@@ -133,14 +133,14 @@ def test_losses_and_gradients_equal_the_plain_formula(
     kind: LossKind,
     feature_weight: float,
     chunk_rows: int,
-    recompute: bool,
+    activation_checkpointing: bool,
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     name, head_settings = CASES[case]
     head = build_head(HEADS[name].Config(ttt_steps=depths, **head_settings), tiny_config())
-    head.recompute = recompute
+    head.activation_checkpointing = activation_checkpointing
     draw_norms(head, generator)
     if head.d2t is not None:
         ids = torch.randperm(V, generator=generator)[: len(head.d2t)].sort().values

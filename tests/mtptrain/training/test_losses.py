@@ -64,14 +64,14 @@ def test_chunked_kl_and_its_gradient_equal_the_plain_formula(last_rows: tuple[in
     torch.testing.assert_close(our_grad, reference_grad, atol=1e-5, rtol=1e-5)
 
 
-def test_agreement_counts_drafts_whose_most_likely_token_is_the_targets() -> None:
+def test_top1_accuracy_counts_drafts_whose_most_likely_token_is_the_targets() -> None:
     states, target_states, lm_head, is_draft = inputs((20, 39))
     with torch.no_grad():
         states[0] = target_states  # depth 0 knows the answer
     ours = run_kl(states, target_states, lm_head, is_draft)
-    assert ours.agreement[0] == is_draft[0].sum()
+    assert ours.top1_accuracy[0] == is_draft[0].sum()
     assert ours.kl[0].abs() < 1e-3
-    assert ours.agreement[1] < 0.2 * is_draft[1].sum()
+    assert ours.top1_accuracy[1] < 0.2 * is_draft[1].sum()
 
 
 def test_a_teacher_shifted_by_one_is_caught() -> None:
@@ -91,7 +91,7 @@ def test_a_draft_vocabulary_is_taught_by_the_targets_probabilities_as_they_are(c
         states, own, target_states, lambda x: x @ lm_head.T, is_draft, weights, LossSettings(chunk_rows=chunk_rows), ids
     )
     teacher = (target_states @ lm_head.T).softmax(-1)
-    reference, agreement = [], []
+    reference, top1_accuracy = [], []
     for depth in range(T):
         rows = is_draft[depth].nonzero()[:, 0]
         wanted = teacher[rows + depth]
@@ -99,9 +99,9 @@ def test_a_draft_vocabulary_is_taught_by_the_targets_probabilities_as_they_are(c
         inside = wanted[:, ids]
         kl = (inside * (inside.log() - logits.log_softmax(-1))).sum(-1) + (1 - inside.sum(-1))
         reference.append(kl.sum())
-        agreement.append((ids[logits.argmax(-1)] == wanted.argmax(-1)).sum())
+        top1_accuracy.append((ids[logits.argmax(-1)] == wanted.argmax(-1)).sum())
     torch.testing.assert_close(ours.kl, torch.stack(reference), atol=1e-3, rtol=1e-5)
-    assert ours.agreement.tolist() == [int(count) for count in agreement]
+    assert ours.top1_accuracy.tolist() == [int(count) for count in top1_accuracy]
     ours_grads = torch.autograd.grad(ours.loss, (states, own))
     reference_grads = torch.autograd.grad((torch.stack(reference) * weights).sum(), (states, own))
     for our_grad, reference_grad in zip(ours_grads, reference_grads, strict=True):
@@ -132,7 +132,7 @@ def test_a_target_token_outside_the_draft_vocabulary_is_a_miss() -> None:
     assert len(outside) > 5
     scale = torch.ones(T)
     ours = draft_losses(states, lm_head[outside], target_states, lambda x: x @ lm_head.T, is_draft, scale, LossSettings(), outside)
-    assert ours.agreement.tolist() == [0, 0, 0]
+    assert ours.top1_accuracy.tolist() == [0, 0, 0]
 
 
 def test_the_lk_loss_is_kl_where_drafts_are_refused_and_the_chance_of_refusal_where_they_are_accepted() -> None:
@@ -184,7 +184,7 @@ def test_a_compiled_loss_is_the_plain_one(
     for is_fused in (False, True):
         monkeypatch.setattr(fusing, "_is_on", is_fused)
         sums = run_kind(kind, draft_token_ids, states, target_states @ lm_head.T)
-        found.append((sums.loss, sums.losses, sums.kl, sums.agreement, sums.overlap, *torch.autograd.grad(sums.loss, states)))
+        found.append((sums.loss, sums.losses, sums.kl, sums.top1_accuracy, sums.overlap, *torch.autograd.grad(sums.loss, states)))
     for plain, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-5)
 
