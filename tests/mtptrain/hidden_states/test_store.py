@@ -525,7 +525,7 @@ def test_a_million_tokens_cost_little_memory_beside_the_page_cache_and_little_di
     finish_store(tmp_path, IDENTITY, 1, hidden_size, num_shards)
     program = f"""
 from pathlib import Path
-from mtptrain.hidden_store import HiddenStore
+from mtptrain.hidden_states.store import HiddenStore
 def anonymous():
     return int(next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon")).split()[1]) / 1000
 before = anonymous()
