@@ -433,7 +433,7 @@ def hub(tiny_target: Path) -> Iterator[tuple[str, list[str]]]:
 
 PLAN_OF_HUB = """
 import json, sys
-from data_prep.planning.plan import plan_target_dir
+from mtptrain.planning.plan import plan_target_dir
 print(json.loads((plan_target_dir(sys.argv[1], None) / "config.json").read_text())["hidden_size"])
 """
 
