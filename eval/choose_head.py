@@ -1,8 +1,9 @@
 """After stage 3, for a target too large for validation during training: choose the best of the heads that training has kept.
 
-Reads `run_dir/train/heads/`, which `train.validation_prompts=0` and `train.validate_every` keep, and the held-out prompts by which
-training would have chosen; writes `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table. It measures on as many
-prompts as training does by default, or on `train.validation_prompts` where that is not 0.
+Reads `run_dir/train/heads/`, which `train.validation_prompts=0` and `train.validate_every` keep, `run_dir/train/best/` where training
+measured that head, and the held-out prompts by which training would have chosen; writes `run_dir/train/best/` and
+`run_dir/train/choice.json`, and prints a table. It measures on as many prompts as training does by default, or on
+`train.validation_prompts` where that is not 0.
 
     python -m eval.choose_head recipe=llama3_3_70b_mtp
 """
@@ -44,10 +45,10 @@ def main(cfg: DictConfig) -> None:
 
 
 def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
-    """Returns the directories of the kept heads by step.
+    """Returns the directories of the kept heads by step, and of the best head where training has measured it.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: no head was kept.
     """
     heads = kept_heads(stage_dir)
     if not heads:
@@ -55,7 +56,11 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
             f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain.train with the same recipe and "
             "run_dir, train.validation_prompts=0 and train.validate_every above 0, which keep the head of each such step"
         )
-    return heads
+    best = stage_dir / "best/head.json"
+    facts = json.loads(best.read_text()) if best.is_file() else {}
+    if "acceptance_length" in facts:
+        heads.setdefault(facts["step"], best.parent)
+    return dict(sorted(heads.items()))
 
 
 def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dict[int, Acceptance]:

@@ -340,6 +340,8 @@ def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tra
             f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} "
             f"({acceptance.prompts} held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
         )
+        if is_best:
+            (stage_dir / CHOICE).unlink(missing_ok=True)  # it names the head that is replaced
         for directory in [stage_dir / "last"] + [stage_dir / "best"] * is_best:
             save_head(directory, head_state, config.head, {"step": progress.step, **measured, **run.head_facts})
     best = max(progress.best_acceptance_length, acceptance.acceptance_length)

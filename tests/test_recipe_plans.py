@@ -147,9 +147,10 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
     lines += [
         f"{launcher(extracting)} -m data_prep.hidden_states",
         f"{launcher(num_gpus)} -m mtptrain.train",
-        f"{launcher(measuring)} -m eval.acceptance",
-        "python -m mtptrain.export",
     ]
+    if config.train.validation_prompts == 0 and config.train.validate_every > 0:
+        lines.append("python -m eval.choose_head")
+    lines += [f"{launcher(measuring)} -m eval.acceptance", "python -m mtptrain.export"]
     with_recipe = [f"{line} recipe={recipe}" for line in lines]
     with_recipe[0] += " plan=true"
     if config.prompts.source is PromptSource.responses:

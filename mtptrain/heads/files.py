@@ -50,12 +50,13 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
 
 
 def remove_later_heads(stage_dir: Path, step: int) -> None:
-    """Remove the kept heads of the steps after `step`, which a run that starts there trains again, and a choice that measured them."""
-    later = [directory for kept_step, directory in kept_heads(stage_dir).items() if kept_step > step]
-    if later or step == 0:
-        (stage_dir / CHOICE).unlink(missing_ok=True)
-    for directory in later:
-        shutil.rmtree(directory)
+    """Remove the kept heads of the steps after `step`, which a run that starts there trains again, and a choice that measured one."""
+    choice = stage_dir / CHOICE
+    if choice.is_file() and any(head["step"] > step for head in json.loads(choice.read_text())["heads"]):
+        choice.unlink()
+    for kept_step, directory in kept_heads(stage_dir).items():
+        if kept_step > step:
+            shutil.rmtree(directory)
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:

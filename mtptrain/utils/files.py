@@ -50,7 +50,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a file whole or not at all, as `atomic_files.publish` does."""
+    """Write a file whole or not at all, as `publish` does."""
     temporary = path.with_name(path.name + ".tmp")
     write_tensors(temporary, tensors)
     publish(temporary, path)

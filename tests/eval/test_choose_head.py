@@ -80,6 +80,29 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     assert facts(stage_dir / "last")["step"] == 21 and facts(stage_dir / "best")["step"] == 15
     assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000021"]
 
+    shutil.rmtree(stage_dir / "checkpoints/step_00000021")
+    run("mtptrain.train", *overrides, *settings, "train.max_steps=22")
+    assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000022"]
+    assert facts(stage_dir / "best")["step"] == 15, "the choice measured no head that is gone"
+
+
+def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best_head_into_account(fresh_run: Run) -> None:
+    run_dir, overrides = fresh_run
+    stage_dir = run_dir / "train"
+    settings = (*overrides, *LEARNING, "deepspeed=zero0")
+    run("mtptrain.train", *settings, "train.validation_prompts=0", "train.validate_every=5", "train.max_steps=5")
+    run("eval.choose_head", *settings)
+    run("mtptrain.train", *settings, "train.max_steps=40")
+    assert not (stage_dir / "choice.json").exists()
+    best = facts(stage_dir / "best")
+    weights = (stage_dir / "best/head.safetensors").read_bytes()
+    run("eval.choose_head", *settings)
+    choice = json.loads((stage_dir / "choice.json").read_text())
+    first, second = choice["heads"]
+    assert (first["step"], second["step"], choice["best_step"]) == (5, 40, 40)
+    assert second["acceptance_length"] == best["acceptance_length"] > first["acceptance_length"]
+    assert facts(stage_dir / "best") == best and (stage_dir / "best/head.safetensors").read_bytes() == weights
+
 
 def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_came_later_and_their_choice(fresh_run: Run) -> None:
     run_dir, overrides = fresh_run

@@ -68,10 +68,10 @@ def test_training_that_loses_a_node_resumes_on_another_with_another_number_of_ra
     slurm: Slurm, tiny_run: tuple[Path, tuple[str, ...]], undisturbed: list[float], lost: str, is_silent: bool
 ) -> None:
     """Two nodes at first; one is lost, the other is drained, and the third is all that is left."""
-    run_dir, log = slurm.directory / f"lost_{lost}", slurm.directory / f"lost_{lost}.out"
+    run_dir = slurm.directory / f"lost_{lost}"
     shutil.copytree(tiny_run[0], run_dir)
     set_state(slurm, "c", "DRAIN")
-    command = ("sbatch", "--parsable", "--nodes=1-2", f"--output={log}", ROOT / "slurm/train.sbatch", "recipe=quickstart")
+    command = ("sbatch", "--parsable", "--nodes=1-2", ROOT / "slurm/train.sbatch", "recipe=quickstart")
     overrides = (f"run_dir=lost_{lost}", *tiny_run[1], *PLAIN, *TRAINING)
     job = slurm.run(*command, *overrides, NPROC="1", MTPTRAIN_CHECKOUT=str(ROOT)).strip()
     slurm.wait(job, lambda: slurm.state(job) == "RUNNING")
@@ -83,7 +83,6 @@ def test_training_that_loses_a_node_resumes_on_another_with_another_number_of_ra
     slurm.wait_completed(job)
 
     assert (slurm.shown(job, "NodeList"), slurm.shown(job, "Restarts")) == ("c", "1")
-    assert ("Connection closed by peer" in log.read_text(errors="replace")) is not is_silent
     assert losses(run_dir) == pytest.approx(undisturbed, rel=1e-3)
 
 

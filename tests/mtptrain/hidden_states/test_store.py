@@ -464,9 +464,10 @@ def test_no_part_finishes_over_a_shard_that_another_must_write_again(tmp_path: P
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_states_that_are_not_finite_stop_the_run_with_their_document(tmp_path: Path, dtype: str, value: float) -> None:
-    tensors = make_shard(0, range(0, 3))
-    tensors["hidden_states"][LENGTHS[0] + 1, 3] = value
+@pytest.mark.parametrize("name", ["hidden_states", "aux_hidden_states"])
+def test_states_that_are_not_finite_stop_the_run_with_their_document(tmp_path: Path, name: str, dtype: str, value: float) -> None:
+    tensors = make_shard(0, range(0, 3), num_captured=2)
+    tensors[name][LENGTHS[0] + 1, ..., 3] = value
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     with pytest.raises(ValueError, match=r"shard_00000.safetensors: hidden states must be finite, but those of document 101 of"):
         write_shard(tmp_path, 0, tensors, dtype)
