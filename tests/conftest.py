@@ -25,6 +25,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from tests.programs import run_ranks
+from tests.slow import is_slow
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
+
 
 GENERATION_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' }}"

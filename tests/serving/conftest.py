@@ -3,7 +3,7 @@
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -118,17 +118,19 @@ def plain_greedy(target_of: Callable[[str], OnDisk]) -> Callable[[str], list[lis
 
 @pytest.fixture(scope="session")
 def served(
+    request: pytest.FixtureRequest,
     vllm_python: str,
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Served]:
-    """Every case by its name, each of their targets without drafts by its own, and `nothing`, an engine without a target.
+    """Every case that a selected test needs, by its name; each of their targets without drafts; and `nothing`, an engine without one.
 
     Both sides work at the same time.
     """
-    cases, exports = CASES + BF16_CASES + BROKEN_CASES, tmp_path_factory.mktemp("exports")
-    plain_cases = {f"{case.target}-{case.dtype}": case for case in CASES + BF16_CASES}
+    cases, exports = selected_cases(request.session.items), tmp_path_factory.mktemp("exports")
+    whole_cases = list(dict.fromkeys(replace(case, broken="") for case in cases))
+    plain_cases = {f"{case.target}-{case.dtype}": case for case in whole_cases}
     jobs = [plain_job(name, target_of(case.target), dtype=case.dtype) for name, case in plain_cases.items()]
     jobs.append(replace(jobs[0], name="nothing", target_dir=str(exports)))
     for case in cases:
@@ -143,10 +145,20 @@ def served(
         jobs.append(replace(plain, speculative_config=draft, hf_overrides=facts["hf_overrides"]))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(vllm.generate, jobs, vllm_python)
-        whole = {case: drafted_here(case, target_of, head_of) for case in CASES + BF16_CASES}
+        whole = {case: drafted_here(case, target_of, head_of) for case in whole_cases}
         runs = running.result()
     ours = {str(case): whole[replace(case, broken="")] for case in cases}
     return {job.name: Served(ours.get(job.name, []), run) for job, run in zip(jobs, runs, strict=True)}
+
+
+def selected_cases(items: Sequence[pytest.Item]) -> list[Case]:
+    """Returns the cases of all selected tests, in order; all cases where a test of the whole table is selected."""
+    if any("table" in item.name for item in items):
+        return CASES + BF16_CASES + BROKEN_CASES
+    parameters = [item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    named = {each["case"] for each in parameters if isinstance(each.get("case"), Case)}
+    named |= {Case("mtp", each["target"]) for each in parameters if isinstance(each.get("target"), str)}
+    return [case for case in CASES + BF16_CASES + BROKEN_CASES if case in named]
 
 
 def plain_job(name: str, target: OnDisk, **settings: Any) -> GenerateJob:

@@ -1,0 +1,49 @@
+"""Tests that `make test` leaves out and `make test-all`, which continuous integration runs, does not.
+
+Each line is a pattern of test ids, with what stays in `make test` for the same claim. An id is marked when a pattern matches at its start.
+"""
+
+import re
+
+SLOW = {
+    # Served heads: stays every head on Llama with K=3, one head on Qwen3, and one broken part of each head.
+    r"tests/serving/test_served_heads\.py::test_(a_served|every_prompt|vllm_without|in_bf16|a_head_served)\w*"
+    r"\[(?!(mtp|eagle|eagle3|eagle3_small_vocabulary)-llama-K3\]|mtp-qwen3-K3\]|llama\]|qwen3\]"
+    r"|(mtp|eagle|eagle3)-llama-K3-without_columns\])",
+    r"tests/serving/test_served_heads\.py::test_(the_table|the_readmes_table)",
+    # Extraction by vLLM: stays Llama and Qwen3, the store of both backends, tensor parallel with forked workers.
+    r"tests/serving/test_hidden_states\.py::test_(extracted|layer_0)\w*\[(?!llama\]|qwen3\])",
+    r"tests/serving/test_vllm_store\.py::test_runs_killed",
+    r"tests/serving/test_vllm_streams\.py::test_the_engine_ends",
+    # Responses by a server: stays the equality of vLLM and transformers.
+    r"tests/serving/test_responses\.py::test_(sampled|a_killed)",
+    # Checks of an export: stays that it counts as we do, and that a wrong one is refused.
+    r"tests/serving/test_serving_check\.py::test_(a_tensor_parallel|in_bfloat16|a_running_server|a_server)",
+    r"tests/serving/test_baselines\.py",
+    # Slurm: stays every script, and addresses of nodes. A cluster of several daemons takes minutes.
+    r"tests/slurm/test_(pipeline|lost_nodes)\.py",
+    # Sampling laws: stays one temperature for chains and trees, and one rule broken.
+    r"tests/mtptrain/decoding/test_speculate\.py::test_sampled_speculation_follows_the_targets_joint_law"
+    r"\[(?!(greedy drafts|sampled drafts|tree)-1\.0\])",
+    r"tests/mtptrain/decoding/test_speculate\.py::test_sampled_speculation_follows_the_law_of_top_p",
+    r"tests/mtptrain/decoding/test_speculate\.py::test_a_biased_rule_of_trees",
+    r"tests/mtptrain/decoding/test_speculate\.py::test_a_wrong_acceptance_rule_is_caught\[(?!accept_without_residual)",
+    # Compiled functions on the CPU: stays what tests/cuda compiles, and a run of training that is compiled.
+    r"tests/mtptrain/training/test_losses\.py::test_compiled_code_of_one_depth",
+    r"tests/mtptrain/hidden_states/extraction/test_transformers_streams\.py::test_compiled_layers",
+    r"tests/mtptrain/heads/test_layers\.py::test_documents_of_all_lengths_are_computed_by_few_compiled",
+    # Random kills: stays one kill of each program.
+    r"tests/data_prep/test_hidden_states\.py::test_runs_killed_at_ten",
+    # Whole programs: stays the pipeline on the tiny target, every figure's own test, and the wheel's list of files.
+    r"tests/eval/test_study\.py::test_variants_are_trained",
+    r"tests/eval/test_gpu_check\.py::test_every_check_runs",
+    r"tests/eval/bench/test_train\.py::test_(every_candidate|what_runs)",
+    r"tests/test_packaging\.py::test_(a_bare_checkout|an_installed_program)",
+    r"tests/tools/test_demo_target\.py::test_greedy_speculation\w*\[1\]",
+    # Plans: stays 8B with both heads; the others differ in sizes.
+    r"tests/test_recipe_plans\.py::test_(the_header|every_plan)\w*\[(?!llama3_1_8b_)",
+}
+
+
+def is_slow(test_id: str) -> bool:
+    return any(re.match(pattern, test_id) for pattern in SLOW)
