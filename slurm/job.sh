@@ -109,13 +109,13 @@ node_addresses() { # of the job's nodes, in their order
 }
 
 # run_and_requeue FINISHED MODULE [OVERRIDES]: the same, and where the job is asked to stop before it is done, back into the queue.
-# FINISHED is a pattern for files of the stage that outlive a stop: where the job stops again and again without a new one, that ends.
+# FINISHED is a pattern for files that outlive a stop, in the folder of the stage or in $stage_folder: where the job stops again and again without a new one, that ends.
 run_and_requeue() {
     local pattern=$1 module=$2 plan run_dir stage_dir before code=75
     shift 2
     plan=$("${on_one_node[@]}" "$python" "$checkout/slurm/stages.py" "$@")
     run_dir=${plan%%$'\n'*}
-    stage_dir=$run_dir/${module##*.}
+    stage_dir=$run_dir/${stage_folder:-${module##*.}}
     if [ "$SLURM_JOB_NUM_NODES" -gt 1 ] || [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ]; then refuse_own_disk "$run_dir"; fi
     before=$(finished "$stage_dir" "$pattern")
     if [ -z "$asked" ]; then run_on_all_nodes "$module" "$@"; fi
