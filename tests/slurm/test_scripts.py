@@ -285,7 +285,8 @@ def test_the_stages_follow_from_the_settings(overrides: list[str], expected: str
     assert run_dir == f"runs/{overrides[0].removeprefix('recipe=')}"
     assert ", ".join(f"{row.split()[0]} {row.split()[2]}" for row in rows) == expected
     for row in rows:
-        assert (ROOT / f"{row.split()[1].replace('.', '/')}.py").is_file()
+        program = ROOT / row.split()[1].replace(".", "/")
+        assert program.with_suffix(".py").is_file() or (program / "__main__.py").is_file()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
