@@ -134,6 +134,4 @@ def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
     if tensor_names:
         first_names = sorted(tensor_names)[:3]
         rest = f" and {len(tensor_names) - 3} more" if len(tensor_names) > 3 else ""
-        raise ValueError(
-            f"{target_dir}: the checkpoint must hold {', '.join(first_names)}{rest}, but does not; download it again"
-        )
+        raise ValueError(f"{target_dir}: the checkpoint must hold {', '.join(first_names)}{rest}, but does not; download it again")

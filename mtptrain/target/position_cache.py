@@ -79,7 +79,7 @@ class PositionCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes keys and values [B, heads, S, head_dim] into the slots that `begin` set, and returns the keys and values of all slots in use."""
+        """Writes keys and values [B, heads, S, head_dim] into the slots that `begin` set, and returns all slots in use."""
         if layer_idx not in self._keys:
             batch, heads = key_states.shape[:2]
             self._keys[layer_idx] = key_states.new_zeros(batch, heads, self.num_slots, key_states.shape[-1])

@@ -22,7 +22,7 @@ from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
 from mtptrain.hidden_states.store import HiddenStore, Manifest
-from mtptrain.planning.costs import _step, head_parameters, step_costs, target_costs
+from mtptrain.planning.costs import MicroBatch, _step, head_parameters, step_costs, target_costs
 from mtptrain.planning.plan import Plan, make_plan, plan_target_dir
 from mtptrain.planning.planner import plan_rows, plan_warnings, print_plan
 from mtptrain.target.families import read_target_config
@@ -205,7 +205,7 @@ def test_the_training_step_costs_what_the_formula_says(
     of_prompts = (14 + 8 / head.self_attn.head_dim) / 12
     pairs = sum(q * k * (14 / 12 / 2 if part.is_causal else of_prompts) for part in packing.segments for q, k in part.lengths)
     expected = flops.per_token * 4 * length + flops.per_row * 4 * rows + flops.per_pair * pairs
-    costs = step_costs(config, target_config, torch.float32, [length] * 4, share, chunk_rows=32)
+    costs = step_costs(MicroBatch(config, target_config, torch.float32, [length] * 4, share, loss_chunk_rows=32))
     assert costs.flops == pytest.approx(expected, rel=1e-9)
 
 
@@ -214,7 +214,7 @@ def test_the_planned_activations_are_the_memory_that_a_step_takes(lengths: list[
     """Against the allocations that torch's profiler records of the same step with data."""
     target_config = read_target_config(tiny_target)
     config = HEADS["mtp"].Config(ttt_steps=3)
-    planned = step_costs(config, target_config, torch.float32, lengths, 1.0, chunk_rows=256).peak_bytes
+    planned = step_costs(MicroBatch(config, target_config, torch.float32, lengths, 1.0, loss_chunk_rows=256)).peak_bytes
     head, parts = build_head(config, target_config), load_frozen_parts(tiny_target)
     with torch.profiler.profile(profile_memory=True) as profile:
         _step_with_data(head, parts, lengths)

@@ -432,7 +432,8 @@ def test_a_target_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
 )
 def test_windows_that_transformers_ignores_are_refused(tmp_path: Path, model_type: str, settings: dict[str, object]) -> None:
     with pytest.raises(
-        ValueError, match=rf"sliding windows must be ones that transformers implements for '{model_type}', but .* remove sliding_window"
+        ValueError,
+        match=rf"sliding windows must be ones that transformers implements for '{model_type}', but .* remove sliding_window",
     ):
         write_config(tmp_path, model_type=model_type, **settings)
 
@@ -467,9 +468,7 @@ def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    message = (
-        r"must fit one device if several ranks share a machine, but does not; start one process, .*train.validation_prompts=0"
-    )
+    message = r"must fit one device if several ranks share a machine, but does not; start one process, .*train.validation_prompts=0"
     with pytest.raises(ValueError, match=message):
         check_placement(directory, torch.bfloat16, torch.device("cuda"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
