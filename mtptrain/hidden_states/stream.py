@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
 from mtptrain.data.prompt_files import Documents
-from mtptrain.hidden_states.store import MANIFEST, PLAN, SCHEMA_VERSION, HiddenStore, Manifest, ShardRecord, read_json
+from mtptrain.hidden_states.store import MANIFEST, PLAN, SCHEMA_VERSION, HiddenStore, ShardRecord, StoreManifest, read_json
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
 from mtptrain.utils.files import write_json
 
@@ -26,7 +26,7 @@ OPEN_WINDOWS = 3
 """The most windows on disk at once: training finishes one and reads the next while extraction writes the third."""
 POLL_S = 0.2
 """Seconds between two checks of the other program's progress."""
-SAID_AFTER_S = 10.0
+REPORT_AFTER_S = 10.0
 """Seconds of waiting before a program prints what it is waiting for."""
 SHARD_ORDER, DOCUMENT_ORDER = 1_000_001, 1_000_002
 """These seed components give the two orders random numbers that differ from those of the epochs."""
@@ -48,7 +48,7 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     """Returns how many windows training has released so far.
 
     Raises:
-        ValueError: training reads the shards in another order, so that both programs would wait for ever.
+        ValueError: training reads the shards in another order, and both programs would wait forever.
     """
     path = store_dir / STREAM
     if not path.exists():
@@ -57,7 +57,7 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     if content["windows"] != [list(window) for window in windows]:
         raise ValueError(
             f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in training; start "
-            f"both programs with the same seed and train.stream_shards, or delete {store_dir} to begin anew"
+            f"both programs with the same seed and train.stream_shards, or delete {store_dir} to start again"
         )
     return int(content["released_windows"])
 
@@ -83,12 +83,12 @@ def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> li
 
 
 def wait_until(is_done: Callable[[], bool], waiting_for: str) -> None:
-    """Waits until `is_done()` is true, and prints what it is waiting for if that takes more than `SAID_AFTER_S`."""
-    started, is_said = time.monotonic(), False
+    """Waits until `is_done()` is true, and prints what it is waiting for if that takes more than `REPORT_AFTER_S`."""
+    started, is_reported = time.monotonic(), False
     while not is_done():
-        if not is_said and time.monotonic() - started > SAID_AFTER_S:
+        if not is_reported and time.monotonic() - started > REPORT_AFTER_S:
             tqdm.write(f"waiting for {waiting_for}")
-            is_said = True
+            is_reported = True
         time.sleep(POLL_S)
 
 
@@ -114,7 +114,7 @@ class StreamedStore(HiddenStore):
         self.order = document_order(self.windows, self.ranges, seed)
         num_tokens, num_supervised = len(documents.input_ids), int(documents.loss_mask.sum())
         counts = (len(documents), num_tokens, num_supervised)
-        super().__init__(directory, Manifest(SCHEMA_VERSION, identity, shard_tokens, 0, *counts, shards=()))
+        super().__init__(directory, StoreManifest(SCHEMA_VERSION, identity, shard_tokens, 0, *counts, shards=()))
         self._first_documents = np.cumsum([0, *map(len, self.ranges)])  # [shards + 1]
         self._records: dict[int, ShardRecord] = {}
         self._is_closed = False
@@ -145,7 +145,7 @@ class StreamedStore(HiddenStore):
             )
             record = read_record(self.directory, index)
             if record is None:
-                raise RuntimeError(f"{path}: must stay until training releases it, but is gone; run both programs again")
+                raise RuntimeError(f"{path}: must stay until training releases it, but does not exist; run both programs again")
             self._records[index] = record
         return self._records[index]
 
@@ -171,7 +171,7 @@ def open_stream(
     """
     if (directory / MANIFEST).exists():
         raise ValueError(
-            f"train.stream: must be false where the hidden states are finished, but is true with {directory / MANIFEST}; set "
+            f"train.stream: must be false if the hidden states are finished, but is true with {directory / MANIFEST}; set "
             "train.stream=false, which trains on all of them, or choose another run_dir"
         )
     wait_until((directory / PLAN).exists, f"{directory / PLAN}, which data_prep.hidden_states with the same settings writes")
@@ -189,7 +189,7 @@ class Releases:
 
         Args:
             store: the store that the steps read.
-            steps: the documents of every micro-batch of every step.
+            steps: the document indices of every micro-batch of every step.
 
         Raises:
             ValueError: the steps need more than `OPEN_WINDOWS` windows on disk at once.

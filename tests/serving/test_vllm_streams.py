@@ -128,7 +128,7 @@ USER = """
 import sys
 from pathlib import Path
 import numpy as np
-from mtptrain.extraction.vllm_streams import VllmStreams
+from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.config import HiddenStatesConfig
 target_dir, scratch_dir, python, num_gpus = sys.argv[1:]
 settings = HiddenStatesConfig(tensor_parallel_size=int(num_gpus))

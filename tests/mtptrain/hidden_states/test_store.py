@@ -306,7 +306,7 @@ def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
     [
         ('{"schema_version": 2, "shards": [', "must be JSON, but is not"),
         ('{"schema_version": 1}', "the schema version must be 2, but is 1"),
-        ('{"schema_version": 2, "shards": []}', "must hold every field of a manifest and no other, but does not .'identity'"),
+        ('{"schema_version": 2, "shards": []}', "must have exactly the fields of a manifest, but does not .'identity'"),
     ],
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -525,7 +525,7 @@ def test_a_million_tokens_cost_little_memory_beside_the_page_cache_and_little_di
     finish_store(tmp_path, IDENTITY, 1, hidden_size, num_shards)
     program = f"""
 from pathlib import Path
-from mtptrain.hidden_store import HiddenStore
+from mtptrain.hidden_states.store import HiddenStore
 def anonymous():
     return int(next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon")).split()[1]) / 1000
 before = anonymous()

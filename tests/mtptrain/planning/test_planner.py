@@ -21,7 +21,7 @@ from mtptrain.heads.attention import training as attention_module
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
-from mtptrain.hidden_states.store import HiddenStore, Manifest
+from mtptrain.hidden_states.store import HiddenStore, StoreManifest
 from mtptrain.planning.costs import MicroBatch, _step, head_parameters, step_costs, target_costs
 from mtptrain.planning.plan import Plan, make_plan, plan_target_dir
 from mtptrain.planning.planner import plan_rows, plan_warnings, print_plan
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 def tensor_bytes(store_dir: Path) -> int:
     """Of all shards, without the headers of their files."""
     total = 0
-    for record in Manifest.read(store_dir).shards:
+    for record in StoreManifest.read(store_dir).shards:
         with (store_dir / record.file).open("rb") as file:
             total += record.num_bytes - 8 - int.from_bytes(file.read(8), "little")
     return total
@@ -62,7 +62,7 @@ def test_the_planned_disk_is_what_a_store_of_eight_bits_and_captured_layers_take
 
 
 def check_disk(dtype: StoreDtype, config: PipelineConfig) -> None:
-    plan, manifest = make_plan(config), Manifest.read(config.stage_dir("hidden_states"))
+    plan, manifest = make_plan(config), StoreManifest.read(config.stage_dir("hidden_states"))
     last_offsets = 8 * len(manifest.shards)  # D + 1 of them in a shard
     assert plan.store_bytes[dtype] + last_offsets == tensor_bytes(config.stage_dir("hidden_states"))
     assert plan.bytes_per_token[dtype] == (plan.store_bytes[dtype] - DOCUMENT_BYTES * manifest.num_documents) / manifest.num_tokens
@@ -84,7 +84,7 @@ def test_the_planned_steps_are_those_of_training(tiny_run: tuple[Path, tuple[str
     """Tokens over the tokens of a step are fewer: no step is quite full."""
     run_dir, overrides = tiny_run
     config = make_config(*overrides, f"run_dir={run_dir}", "train.max_steps=0", "train.epochs=2", "train.batch_tokens=200")
-    store = HiddenStore(run_dir / "hidden_states", Manifest.read(run_dir / "hidden_states"))
+    store = HiddenStore(run_dir / "hidden_states", StoreManifest.read(run_dir / "hidden_states"))
     micro_batches = config.train.micro_batches_per_step
     schedule = BatchSchedule(store, config.head.ttt_steps, 200, micro_batches, config.seed, for_gpu=False)
     plan = make_plan(config)
@@ -433,7 +433,7 @@ def hub(tiny_target: Path) -> Iterator[tuple[str, list[str]]]:
 
 PLAN_OF_HUB = """
 import json, sys
-from data_prep.planning.plan import plan_target_dir
+from mtptrain.planning.plan import plan_target_dir
 print(json.loads((plan_target_dir(sys.argv[1], None) / "config.json").read_text())["hidden_size"])
 """
 
