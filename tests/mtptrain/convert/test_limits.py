@@ -43,7 +43,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ),
     (
         "sglang", "eagle3", {"capture_layers": [1, 2, 4]}, "llama", {},
-        r"head\.capture_layers: must be below the target's last layer .* but is \[1, 2, 4\]: SGLang captures a stream at the input of the next",
+        r"head\.capture_layers: must be below the target's last layer .* but is \[1, 2, 4\]: SGLang captures a stream at the input",
     ),
     ("sglang", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"head\.capture_layers: must be above 0, .* but is \[0, 2\]"),
     ("sglang", "eagle3", {"capture_layers": [2]}, "llama", {}, r"head\.capture_layers: must be two or more .* but is \[2\]"),

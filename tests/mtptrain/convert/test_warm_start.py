@@ -171,7 +171,7 @@ def test_the_mtp_layer_of_a_checkpoint_is_read_without_the_rest_of_it(tmp_path: 
         ),
         (
             {"model.layers.2.self_attn.q_proj.bias": torch.ones(64)},
-            r"self_attn\.q_proj\.bias of .* must be zero, as our heads have no biases, but is not; choose another head",
+            r"self_attn\.q_proj\.bias of .* must be zero, because our heads have no biases, but is not; choose another head",
         ),
         (
             {"model.layers.3.eh_proj.weight": torch.ones(64, 128)},
@@ -288,7 +288,7 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
             {},
             r"different tokens within the target's 0\.\.259, but lead to 1 tokens within 0\.\.0",
         ),
-        (lambda t: {**t, "fc.bias": torch.ones(64)}, {}, r"fc\.bias of .* must be zero, as our heads have no biases"),
+        (lambda t: {**t, "fc.bias": torch.ones(64)}, {}, r"fc\.bias of .* must be zero, because our heads have no biases"),
         (unchanged, {"hidden_act": "gelu"}, r"config\.json: hidden_act must be silu, as in our heads, but is gelu"),
         (unchanged, {"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),
         (unchanged, {"hidden_size": 128}, r"must be for a hidden size of 64, the target's, but is for 128"),
