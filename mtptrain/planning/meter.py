@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-WAITING = frozenset(
+SYNCING = frozenset(
     (
         "_local_scalar_dense",
         "is_nonzero",
@@ -171,15 +171,15 @@ class _Fused(torch.autograd.Function):
         pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
         with ctx.meter.fusing():
             torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        found = [x.grad if isinstance(x, torch.Tensor) else None for x in ctx.args]
+        arg_grads = [x.grad if isinstance(x, torch.Tensor) else None for x in ctx.args]
         moved = [
             *(grad for _, grad in pairs),
             *(x for x in ctx.args if isinstance(x, torch.Tensor)),
-            *(x for x in found if x is not None),
+            *(x for x in arg_grads if x is not None),
         ]
         ctx.meter.elementwise_bytes += sum(map(num_bytes_of, moved))
         ctx.out = ctx.args = None
-        return None, None, *found
+        return None, None, *arg_grads
 
 
 def attention_flops(name: str, args: Any) -> int:
@@ -210,10 +210,10 @@ def flash_scratch_bytes(args: Any) -> int:
     query, key, offsets = args[1], args[2], args[6]
     num_heads, head_dim = query.shape[1:]
     padded_rows = query.shape[0] + 128 * (len(offsets) - 1)
-    of_each_head = 2 * key.shape[0] * num_heads * head_dim * key.element_size() if key.shape[1] != num_heads else 0
+    grads_per_query_head = 2 * key.shape[0] * num_heads * head_dim * key.element_size() if key.shape[1] != num_heads else 0
     # At the end of the kernel the results are allocated too.
     results = num_bytes_of(query) + 2 * num_bytes_of(key)
-    return int(padded_rows * num_heads * (-(-head_dim // 32) * 32 + 1) * 4 + of_each_head + results)
+    return int(padded_rows * num_heads * (-(-head_dim // 32) * 32 + 1) * 4 + grads_per_query_head + results)
 
 
 def _lengths(offsets: torch.Tensor, longest: int) -> list[int]:
@@ -255,7 +255,7 @@ def _waits(name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> boo
         return False
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
-    return name in WAITING or (name in MASKED and any(x is not None and x.dtype == torch.bool for x in args[1]))
+    return name in SYNCING or (name in MASKED and any(x is not None and x.dtype == torch.bool for x in args[1]))
 
 
 def _caller() -> str:

@@ -1,4 +1,4 @@
-"""Estimates the memory of validation besides the target's weights: the caches of a batch, and the forward over its prompts."""
+"""Estimates the memory of validation in addition to weights: the caches of a batch, and the forward over its prompts."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,8 +29,8 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
     prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
     drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)  # slots that `speculate` adds to prompt and answer
     cached = (tokens + drafted_slots) * cached_values(target_config) * dtype.itemsize
-    by_target = tokens * forward_values(target_config) * dtype.itemsize
-    return cached + max(by_target, head_prompt_bytes(config.head, target_config, dtype, tokens))
+    target_bytes = tokens * forward_values(target_config) * dtype.itemsize
+    return cached + max(target_bytes, head_prompt_bytes(config.head, target_config, dtype, tokens))
 
 
 def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
@@ -46,11 +46,11 @@ def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: i
 def cached_values(target_config: PreTrainedConfig) -> int:
     """Returns the number of values that the target's cache holds per token, over all layers."""
     if target_config.model_type == "deepseek_v2":  # the cache holds the latent from which all heads' keys and values are made
-        of_layer = target_config.kv_lora_rank + target_config.qk_rope_head_dim
+        layer_values = target_config.kv_lora_rank + target_config.qk_rope_head_dim
     else:
         head_dim = getattr(target_config, "head_dim", None) or target_config.hidden_size // target_config.num_attention_heads
-        of_layer = 2 * target_config.num_key_value_heads * head_dim
-    return int(target_config.num_hidden_layers * of_layer)
+        layer_values = 2 * target_config.num_key_value_heads * head_dim
+    return int(target_config.num_hidden_layers * layer_values)
 
 
 def forward_values(target_config: PreTrainedConfig) -> int:

@@ -104,7 +104,7 @@ def test_without_any_bound_a_million_tokens_are_planned(
     plan = print_plan(config_for("prompts.max_train_tokens=0", "prompts.max_document_tokens=100"))
     assert plan.workload.tokens == 1_000_000
     printed = capsys.readouterr().out
-    assert "for each 1,000,000 tokens" in printed and "of the machine's memory" in printed
+    assert "for each 1,000,000 tokens" in printed and "of host memory" in printed
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ WINDOWS = ("train.stream_shards=2", "hidden_states.shard_tokens=100_000")
 def test_a_disk_that_is_too_small_is_warned_of(config_for: Callable[..., PipelineConfig]) -> None:
     config = config_for(*FITTING, "prompts.max_train_tokens=1_000_000")
     plan = make_plan(config, free_bytes=100_000_000)
-    assert "0.133 GB must be free for the hidden states, but 0.1 GB are" in warnings_for(plan, config)
+    assert "0.133 GB must be free for the hidden states, but {config.run_dir} has 0.1 GB; set" in warnings_for(plan, config)
     assert "set hidden_states.store_dtype=fp8 (0.073 GB)" in warnings_for(plan, config)
     assert warnings_for(replace(plan, free_bytes=133_000_000), config) == ""
 
@@ -325,20 +325,20 @@ LARGE = (
     ("overrides", "message"),
     [
         (["planner.num_gpus=1"], "weights must fit 64 GB of each GPU in extraction, but take 141 GB; set "
-            "hidden_states.tensor_parallel_size=8 with hidden_states.backend=vllm, or take more GPUs"),
-        ([], "weights must fit 64 GB of one GPU for every GPU to work at once, but take 141 GB; start data_prep.hidden_states as one"),
+            "hidden_states.tensor_parallel_size=8 with hidden_states.backend=vllm, or use more GPUs"),
+        ([], "weights must fit 64 GB of one GPU for all GPUs to work at once, but take 141 GB; start data_prep.hidden_states as one"),
         ([], "set hidden_states.backend=vllm hidden_states.tensor_parallel_size=8"),
         (["hidden_states.backend=vllm"], "weights must fit 64 GB of each GPU in extraction, but take 141 GB"),
         (["planner.num_gpus=1", "prompts.max_document_tokens=65536"],
-            "weights must fit 64 GB of each GPU in extraction, but take 141 GB; take more GPUs in one machine"),
+            "weights must fit 64 GB of each GPU in extraction, but take 141 GB; use more GPUs in one machine"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4", "prompts.max_document_tokens=1024"],
             "weights and states in flight must fit 72 GB of each GPU with vLLM, but take 79.6 GB, 44.3 GB of them for the states of two "
-            "batches of 16,384 tokens and a document of 1,024, which no tensor parallelism divides; set "
+            "batches of 16,384 tokens and a document of 1,024, which tensor parallelism does not divide; set "
             "hidden_states.tensor_parallel_size=8, a lower hidden_states.batch_tokens, a lower prompts.max_document_tokens, or "
             "hidden_states.backend=transformers"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=8", "hidden_states.batch_tokens=32768"],
-            "which no tensor parallelism divides; set a lower hidden_states.batch_tokens"),
-        ([], "the target must fit beside training, for validation on every GPU, but takes 141 GB"),
+            "which tensor parallelism does not divide; set a lower hidden_states.batch_tokens"),
+        ([], "the target must fit next to training on every GPU, for validation, but takes 141 GB"),
         ([], "or train.validation_prompts=0 and choose the head with eval.choose_head after training"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"],
             "train.batch_tokens: training must fit 80 GB of each GPU, but takes"),
