@@ -60,7 +60,7 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
     store = HiddenStore.open(store_dir)
     if (store.manifest.identity.capture_layers, store.manifest.hidden_size) != (head.capture_layers, parts.embed_tokens.shape[1]):
         return []
-    found: list[Document] = []
+    documents: list[Document] = []
     for index in range(store.num_documents):
         document = store.document(index)
         if len(document.input_ids) > TOKENS:
@@ -69,10 +69,10 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
             assert states is not None
             normed = parts.final_norm(states.float())[None]  # [1, S, H]
             target_states = TargetStates(normed, None if captured is None else captured.float()[None])
-            found.append((document.input_ids[None, : TOKENS + 1].long(), target_states))
-        if len(found) == DOCUMENTS:
+            documents.append((document.input_ids[None, : TOKENS + 1].long(), target_states))
+        if len(documents) == DOCUMENTS:
             break
-    return found
+    return documents
 
 
 def random_document(head: Head, parts: FrozenParts) -> Document:

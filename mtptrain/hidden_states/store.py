@@ -163,12 +163,12 @@ class HiddenStore:
         """
         path, shard, local = self._locate(index)
         tensors = _tensors_of(shard, local)
-        expected, found = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(tensors)
+        expected, checksum = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(tensors)
         document = _document(shard, local, tensors)
-        if found != expected:
+        if checksum != expected:
             raise ValueError(
                 f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, but is "
-                f"{found.hex()}: bytes were changed or damaged after they were written; {REMEDY}; verify=true checks the whole store"
+                f"{checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}; verify=true checks the whole store"
             )
         return document
 
@@ -224,12 +224,12 @@ def expected_identity(
         ValueError: the prompts were not made with the target's tokenizer and chat template.
     """
     tokenizer = load_tokenizer(target_dir)
-    wanted, found = TokenizerIdentity.of(tokenizer), PromptsManifest.read(prompts_file.parent).tokenizer
-    for name, value in vars(wanted).items():
-        if getattr(found, name) != value:
+    expected, stored = TokenizerIdentity.of(tokenizer), PromptsManifest.read(prompts_file.parent).tokenizer
+    for name, value in vars(expected).items():
+        if getattr(stored, name) != value:
             raise ValueError(
                 f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, as for target {config.target.path}, but is "
-                f"{getattr(found, name)}; run data_prep.prompts again with this target"
+                f"{getattr(stored, name)}; run data_prep.prompts again with this target"
             )
     target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
     settings = config.hidden_states
@@ -299,10 +299,10 @@ def _check_index(directory: Path, index: int, record: ShardRecord) -> None:
     with path.open("rb") as file:
         head = file.read(record.index_bytes)
         file.seek(record.num_bytes - record.num_tokens)
-        found = index_checksum(head, file.read(record.num_tokens))
-    if found != record.index_checksum:
+        checksum = index_checksum(head, file.read(record.num_tokens))
+    if checksum != record.index_checksum:
         raise ValueError(
-            f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, but is {found}: "
+            f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, but is {checksum}: "
             f"bytes were changed or damaged after it was written; {REMEDY}"
         )
 

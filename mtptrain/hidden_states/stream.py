@@ -176,8 +176,8 @@ def open_stream(
         )
     wait_until((directory / PLAN).exists, f"{directory / PLAN}, which data_prep.hidden_states with the same settings writes")
     plan = read_json(directory / PLAN)
-    found = identity_from_json(plan["identity"])
-    refuse_other(directory / PLAN, expected, found, shard_tokens, plan["shard_tokens"])
+    identity = identity_from_json(plan["identity"])
+    refuse_other(directory / PLAN, expected, identity, shard_tokens, plan["shard_tokens"])
     return StreamedStore(directory, expected, documents, shard_tokens, window_shards, seed)
 
 

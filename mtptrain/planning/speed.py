@@ -24,7 +24,7 @@ class Speed:
     flops_per_token: float
     """0 if tokens/s were given."""
     basis: str
-    """What the estimate is based on, in words."""
+    """Text that says what limits the speed."""
 
 
 @dataclass(frozen=True)
