@@ -41,7 +41,7 @@ class TokenCosts:
 
 
 def estimate(
-    planner: PlannerConfig, tokens: int, given: float, costs: TokenCosts, share: float, busy_gpus: int, num_ranks: int,
+    planner: PlannerConfig, tokens: int, given: float, costs: TokenCosts, share: float, gpus_at_work: int, num_ranks: int,
     dtype: torch.dtype,
 ) -> Speed:  # fmt: skip
     """Returns the estimate for `tokens`: from `given` tokens/s if it is not 0, otherwise from the slowest resource.
@@ -52,19 +52,19 @@ def estimate(
         given: tokens/s; 0 for an estimate.
         costs: costs of one token.
         share: share of the peak FLOP/s that matrix products reach.
-        busy_gpus: GPUs that work at once.
+        gpus_at_work: GPUs that work at once.
         num_ranks: ranks that write states.
         dtype: dtype of the matrix products.
     """
     if given:
         return Speed(given, tokens / given, 0.0, "as given")
-    peak, description = device_peak(planner, busy_gpus, dtype)
+    peak, description = device_peak(planner, gpus_at_work, dtype)
     rates = {f"matrix products, assuming {share:.0%} of {description}": share * peak / costs.flops}
     if planner.gpu_memory_gb_per_s:
-        bandwidth = busy_gpus * planner.gpu_memory_gb_per_s * 1e9
+        bandwidth = gpus_at_work * planner.gpu_memory_gb_per_s * 1e9
         memory = MEMORY_SHARE * bandwidth / max(1.0, costs.traffic_bytes)
         rates["memory traffic"] = memory
-        rates["PCIe"] = busy_gpus * PCIE_BYTES_PER_S / max(1.0, costs.pcie_bytes)
+        rates["PCIe"] = gpus_at_work * PCIE_BYTES_PER_S / max(1.0, costs.pcie_bytes)
         if costs.writer_s:
             rates["the CPU that writes states"] = num_ranks / costs.writer_s
     if planner.disk_gb_per_s:
@@ -90,13 +90,13 @@ def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Sp
     return Speed(rate, tokens / rate, flops_per_token, basis)
 
 
-def device_peak(planner: PlannerConfig, busy_gpus: int, dtype: torch.dtype) -> tuple[float, str]:
+def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -> tuple[float, str]:
     """Returns the FLOP/s of all GPUs at work, and a description of them. CPU ranks share one CPU, so its rate is not multiplied."""
     if planner.gpu_tflops:
-        return busy_gpus * planner.gpu_tflops * 1e12, f"{busy_gpus} x {planner.gpu_tflops:g} TFLOP/s"
+        return gpus_at_work * planner.gpu_tflops * 1e12, f"{gpus_at_work} x {planner.gpu_tflops:g} TFLOP/s"
     if torch.cuda.is_available():
         peak = matmul_flops_per_s(torch.device("cuda"), dtype)
-        return busy_gpus * peak, f"{busy_gpus} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
+        return gpus_at_work * peak, f"{gpus_at_work} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
     peak = matmul_flops_per_s(torch.device("cpu"), dtype)
     return peak, f"{peak / 1e12:.2f} TFLOP/s measured on this CPU (planner.gpu_tflops plans for GPUs)"
 
