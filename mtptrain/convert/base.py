@@ -28,7 +28,10 @@ LAYER_PARTS = (
 
 
 class Format(ABC):
-    """The format of one kind of head for one engine and a target. `FORMATS` lists all formats, `LIMITS` what they do not support."""
+    """The format of one kind of head for one engine and a target.
+
+    `FORMATS` lists all formats, `LIMITS` what they do not support.
+    """
 
     architecture: str
     """The engine's model class, which `config.json` names."""
@@ -71,7 +74,8 @@ class Format(ABC):
         return []
 
     def llama_config(self, dtype: str) -> dict[str, Any]:
-        """Returns `config.json` of a one-layer Llama with the head's sizes and the target's vocabulary, RoPE and context."""
+        """Returns `config.json` of a one-layer Llama with the head's sizes and the target's vocabulary, RoPE and
+        context."""
         return {
             "architectures": [self.architecture],
             "model_type": "llama",

@@ -1,4 +1,5 @@
-"""Heads and targets that an engine does not serve although it has a format for the head, with reasons and alternatives."""
+"""Heads and targets that an engine does not serve although it has a format for the head, with reasons and
+alternatives."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -5,8 +5,8 @@ A directory or hub repository must have safetensors and one of these:
 - `head.json`: one of our heads, `run_dir/train/best`;
 - `EagleDeepSeekMTPModel`: head `mtp` for vLLM; `MiMoForCausalLM`: for SGLang;
 - `EagleLlamaForCausalLM`, `LlamaForCausalLMEagle`, or `LlamaForCausalLM` with an fc: EAGLE-1;
-- `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with its layer named
-  `midlayer` or `layers.0`;
+- `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with
+  its layer named `midlayer` or `layers.0`;
 - a model with an MTP layer of DeepSeek's layout after its own layers (`model.layers.N.eh_proj`): head `mtp`.
 
 All of them rotate queries and keys by halves, as our heads do, so projections need no conversion.
@@ -255,7 +255,10 @@ def _eagle3_settings(
 
 
 def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) -> list[list[int]]:
-    """Returns what explicit layer ids may mean. Engines count differently (see their formats); our exports name their engine."""
+    """Returns what explicit layer ids may mean.
+
+    Engines count differently (see their formats); our exports name their engine.
+    """
     if target_config.model_type == "deepseek_v2" and ids[0] != 1:
         return [ids]  # both engines count alike
     as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}

@@ -30,8 +30,8 @@ def launch(form: Format, target: str, directory: Path, num_speculative_tokens: i
 class SglangMtp(Format):
     """`mtp` as the multi-token-prediction layer of MiMo, which SGLang combines with targets of every family.
 
-    The columns of its input projection start with the hidden state. Its query, key and value projections have biases, which would be
-    random if they were left out.
+    The columns of its input projection start with the hidden state. Its query, key and value projections have biases,
+    which would be random if they were left out.
     """
 
     architecture = "MiMoForCausalLM"

@@ -1,4 +1,5 @@
-"""The export format of transformers 5.23 for `generate(use_mtp=True)`: one more decoder layer in the target's checkpoint.
+"""The export format of transformers 5.23 for `generate(use_mtp=True)`: one more decoder layer in the target's
+checkpoint.
 
 Sources: `MTPCandidateGenerator` in generation/candidate_generator.py, `MtpModel` in modeling_layers.py.
 """
@@ -25,8 +26,8 @@ COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 class TransformersMtp(Format):
     """`mtp` as a layer after the target's last one, in a directory with the target's weights.
 
-    One layer drafts one token. K copies of the head would draft K tokens, but copy k would attend to the keys of depth k of all
-    rows instead of the keys of depth 0 that the head was trained with.
+    One layer drafts one token. K copies of the head would draft K tokens, but copy k would attend to the keys of depth
+    k of all rows instead of the keys of depth 0 that the head was trained with.
     """
 
     method = "use_mtp"
@@ -55,7 +56,8 @@ prompt = tokenizer("def main", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, max_new_tokens=64)[0]))"""
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's weights (as hard links if the file system has them), its tokenizer, and the index of all tensors."""
+        """Add the target's weights (as hard links if the file system has them), its tokenizer, and the index of all
+        tensors."""
         names = {}
         for path in weight_files(target_dir):
             # transformers would load a file of this name instead of the index.

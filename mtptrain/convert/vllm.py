@@ -36,7 +36,8 @@ class VllmFormat(Format):
 class VllmMtp(VllmFormat):
     """`mtp` as vLLM's class for DeepSeek's heads, without experts and latent attention.
 
-    Embeddings and lm_head are left out, so that vLLM shares the target's. Query, key and value projections are one tensor.
+    Embeddings and lm_head are left out, so that vLLM shares the target's. Query, key and value projections are one
+    tensor.
     """
 
     architecture = "EagleDeepSeekMTPModel"
@@ -78,7 +79,8 @@ class VllmEagle(VllmFormat):
 
 
 class VllmEagle3(VllmFormat):
-    """`eagle3` under its public names. d2t and t2d exist only for a vocabulary smaller than the target's; vLLM otherwise refuses them."""
+    """`eagle3` under its public names. d2t and t2d exist only for a vocabulary smaller than the target's; vLLM
+    otherwise refuses them."""
 
     architecture = "LlamaForCausalLMEagle3"
     method = "eagle3"

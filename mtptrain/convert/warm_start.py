@@ -1,7 +1,7 @@
 """Loads the weights of `head.init_from`, and checks that they fit the head of the config.
 
-Training starts from them, and acceptance and export use them if a run has no trained head. `mtptrain.convert.published_heads` lists
-the formats that can be read.
+Training starts from them, and acceptance and export use them if a run has no trained head.
+`mtptrain.convert.published_heads` lists the formats that can be read.
 """
 
 import re
@@ -79,8 +79,9 @@ SOURCES = {
 def start_from_target(head: Head, target_dir: Path) -> None:
     """Copy the target's last decoder layer and final norm into a random head, as far as their shapes agree.
 
-    The first columns of some projections of head `eagle3` read the embedding and stay random. `fc` or `eh_proj` becomes half of its
-    random weights plus the identity for the hidden state (the last captured stream), so that the layer reads the target's states.
+    The first columns of some projections of head `eagle3` read the embedding and stay random. `fc` or `eh_proj` becomes
+    half of its random weights plus the identity for the hidden state (the last captured stream), so that the layer
+    reads the target's states.
 
     Raises:
         ValueError: no projection of the target's layer has the shape of the head's.
@@ -107,10 +108,11 @@ def start_from_target(head: Head, target_dir: Path) -> None:
 
 
 def fold_query_key_norms(layer: Tensors) -> Tensors:
-    """Returns a target's layer with the norms of queries and keys (Qwen3, Gemma 3), which our heads lack, folded into projections.
+    """Returns a target's layer with the norms of queries and keys (Qwen3, Gemma 3), which our heads lack, folded into
+    projections.
 
-    The weight of such a norm folds exactly. Its division by a row's root mean square depends on the input; a constant per head
-    replaces it, the root mean square over inputs of random direction.
+    The weight of such a norm folds exactly. Its division by a row's root mean square depends on the input; a constant
+    per head replaces it, the root mean square over inputs of random direction.
     """
     folded = dict(layer)
     for name in ("q", "k"):
@@ -124,14 +126,16 @@ def fold_query_key_norms(layer: Tensors) -> Tensors:
 
 
 def fits(name: str, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Returns whether a weight has the parameter's shape, except for leading columns of attention projections for the embedding."""
+    """Returns whether a weight has the parameter's shape, except for leading columns of attention projections for the
+    embedding."""
     reads_embedding = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
     widths = (weight.shape[-1], 2 * weight.shape[-1]) if reads_embedding else (weight.shape[-1],)
     return parameter.shape[:-1] == weight.shape[:-1] and parameter.shape[-1] in widths
 
 
 def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
-    """Returns the `state_dict` from which a head of this config starts, including its `d2t` and `lm_head` if it has them.
+    """Returns the `state_dict` from which a head of this config starts, including its `d2t` and `lm_head` if it has
+    them.
 
     Args:
         path: `head.init_from`, a directory or a hub name.
@@ -222,7 +226,8 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
 
 
 def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path, target_dir: Path) -> Tensors:
-    """Returns the tensors without copies of the target's embeddings and lm_head, which our heads share; warns if they differ."""
+    """Returns the tensors without copies of the target's embeddings and lm_head, which our heads share; warns if they
+    differ."""
     repeated = [name for name in REPEATED if name in state and name not in expected]
     parts = load_frozen_parts(target_dir) if repeated else None
     for name in repeated:

@@ -40,7 +40,8 @@ def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns states [..., H] in `dtype` from e4m3 values [..., H] and f32 scales [...]; exact in bf16 and wider dtypes."""
+    """Returns states [..., H] in `dtype` from e4m3 values [..., H] and f32 scales [...]; exact in bf16 and wider
+    dtypes."""
     if values.is_cuda:
         return (values.to(torch.bfloat16) * scales.to(torch.bfloat16)[..., None]).to(dtype)
     states = torch.empty(values.shape, dtype=torch.bfloat16)
@@ -51,7 +52,8 @@ def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
 def decode_into(out: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
     """Decode e4m3 values [..., H] with f32 scales [...] into contiguous bf16 [..., H], all on the CPU.
 
-    This is faster than the CPU's conversion from e4m3: it shifts the bits to their position in bf16 and corrects the exponent by 2^120.
+    This is faster than the CPU's conversion from e4m3: it shifts the bits to their position in bf16 and corrects the
+    exponent by 2^120.
     """
     rows, row_values, row_scales = out.flatten(0, -2), values.flatten(0, -2), scales.flatten()[:, None]
     is_small = bool((scales < 2**7).all())  # otherwise the product of both factors overflows bf16

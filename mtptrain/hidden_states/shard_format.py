@@ -1,7 +1,7 @@
 """Defines the layout and size of a shard of hidden states, and the checksum of each document in it.
 
-mtptrain/hidden_states/store.py describes the tensors. The header and the tables of documents come first in the file and the loss mask
-comes last, so that opening a shard reads only the two ends of the file.
+mtptrain/hidden_states/store.py describes the tensors. The header and the tables of documents come first in the file and
+the loss mask comes last, so that opening a shard reads only the two ends of the file.
 """
 
 import json
@@ -118,7 +118,8 @@ def document_checksum(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def index_checksum(index: bytes | memoryview, loss_mask: bytes | memoryview) -> str:
-    """Returns the hexadecimal XXH3-128 of the bytes that opening a shard reads: `index` (header and tables) and the loss mask."""
+    """Returns the hexadecimal XXH3-128 of the bytes that opening a shard reads: `index` (header and tables) and the
+    loss mask."""
     digest = xxhash.xxh3_128(index)
     digest.update(loss_mask)
     return digest.hexdigest()

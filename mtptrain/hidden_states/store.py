@@ -1,15 +1,16 @@
 """The format of stage 2's output, which mtptrain/hidden_states/writer.py writes and training reads.
 
-`run_dir/hidden_states/` holds `shard_00000.safetensors`, ... and `manifest.json`, which is written last and identifies the
-target, prompts and settings of the states. A shard holds `input_ids` i32[N], `loss_mask` u8[N], `document_offsets` i64[D+1],
-`document_ids` i64[D], `document_checksums` u8[D, 16], `hidden_states` bf16[N, H] (after the last decoder layer, before the
-final norm) and, for heads that capture layers, `aux_hidden_states` bf16[N, L, H]. With dtype fp8 both are e4m3, with fp8_aux
-only the captured layers; `hidden_states_scales` f32[N] and `aux_hidden_states_scales` f32[N, L] are the scales of e4m3 values
-(`fp8.py`). While the store is being filled, it has a `plan.json` instead of a manifest, and each finished shard has its
-record in `shard_*.json`. Both are deleted once the manifest is written.
+`run_dir/hidden_states/` holds `shard_00000.safetensors`, ... and `manifest.json`, which is written last and identifies
+the target, prompts and settings of the states. A shard holds `input_ids` i32[N], `loss_mask` u8[N], `document_offsets`
+i64[D+1], `document_ids` i64[D], `document_checksums` u8[D, 16], `hidden_states` bf16[N, H] (after the last decoder
+layer, before the final norm) and, for heads that capture layers, `aux_hidden_states` bf16[N, L, H]. With dtype fp8 both
+are e4m3, with fp8_aux only the captured layers; `hidden_states_scales` f32[N] and `aux_hidden_states_scales` f32[N, L]
+are the scales of e4m3 values (`fp8.py`). While the store is being filled, it has a `plan.json` instead of a manifest,
+and each finished shard has its record in `shard_*.json`. Both are deleted once the manifest is written.
 
-Three checks detect damage. Opening a store compares every shard's length, and the checksum of its header, tables and loss mask, with
-the manifest. Every read of a document compares its checksum. `verify` compares the sha256 of every shard.
+Three checks detect damage. Opening a store compares every shard's length, and the checksum of its header, tables and
+loss mask, with the manifest. Every read of a document compares its checksum. `verify` compares the sha256 of every
+shard.
 """
 
 import json
@@ -150,7 +151,8 @@ class HiddenStore:
         return np.concatenate([shard["document_ids"].numpy() for shard in self._shards()])
 
     def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        """Yields for each shard the loss mask [N] of its tokens and the offsets [D + 1] of its documents, without copies."""
+        """Yields for each shard the loss mask [N] of its tokens and the offsets [D + 1] of its documents, without
+        copies."""
         for shard in self._shards():
             yield shard["loss_mask"].numpy(), shard["document_offsets"].numpy()
 
@@ -241,7 +243,8 @@ def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
 
     Raises:
         FileNotFoundError: the store does not exist or is unfinished, or a shard is missing.
-        ValueError: the store has another identity, of which the message lists every difference, or a shard is truncated.
+        ValueError: the store has another identity, of which the message lists every difference, or a shard is
+            truncated.
     """
     store = HiddenStore.open(directory)
     refuse_other(directory / MANIFEST, expected, store.manifest.identity)
@@ -255,7 +258,8 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
 
     Args:
         store: the store to check.
-        shards: shard indices, all by default. Ranks may share the work: `range(rank, len(store.manifest.shards), world_size)`.
+        shards: shard indices, all by default. Ranks may share the work: `range(rank, len(store.manifest.shards),
+            world_size)`.
         show_progress: whether to show a progress bar.
 
     Returns:

@@ -1,9 +1,11 @@
-"""Streaming: extraction and training run at the same time, over a store that never holds more than a few windows of shards.
+"""Streaming: extraction and training run at the same time, over a store that never holds more than a few windows of
+shards.
 
-The seed shuffles the shards, which are then divided into windows of `train.stream_shards` shards. data_prep.hidden_states writes
-the shards of the first `OPEN_WINDOWS` windows that training has not released. mtptrain.train waits for the shards that its next
-step reads. After a checkpoint it releases the windows that no later step reads, which deletes their shards. The two programs
-communicate only through files in the store's folder: `stream.json` holds the number of released windows.
+The seed shuffles the shards, which are then divided into windows of `train.stream_shards` shards.
+data_prep.hidden_states writes the shards of the first `OPEN_WINDOWS` windows that training has not released.
+mtptrain.train waits for the shards that its next step reads. After a checkpoint it releases the windows that no later
+step reads, which deletes their shards. The two programs communicate only through files in the store's folder:
+`stream.json` holds the number of released windows.
 """
 
 import time
@@ -93,7 +95,10 @@ def wait_until(is_done: Callable[[], bool], waiting_for: str) -> None:
 
 
 class StreamedStore(HiddenStore):
-    """A store whose shards are written and deleted while it is read. Document lengths and loss masks come from the prompts."""
+    """A store whose shards are written and deleted while it is read.
+
+    Document lengths and loss masks come from the prompts.
+    """
 
     def __init__(
         self, directory: Path, identity: StoreIdentity, documents: Documents, shard_tokens: int, window_shards: int, seed: int
@@ -219,13 +224,15 @@ class Releases:
         return int(np.searchsorted(self._unread_after, step, side="right"))
 
     def is_due(self, step: int) -> bool:
-        """Returns whether step number `step`, counted from 1, is the last to read a window; a checkpoint then frees disk space."""
+        """Returns whether step number `step`, counted from 1, is the last to read a window; a checkpoint then frees
+        disk space."""
         return self.num_unread(step) > self.num_unread(step - 1)
 
     def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:
         """Deletes the shards that no step after a checkpoint at `step` reads, or all shards after the last step.
 
-        A run that resumes from an earlier step lowers the number of released windows, so that extraction writes them again.
+        A run that resumes from an earlier step lowers the number of released windows, so that extraction writes them
+        again.
         """
         count = len(self.store.windows) if is_last else self.num_unread(step)
         self.store.forget(self.store.windows[:count])

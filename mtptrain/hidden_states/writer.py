@@ -1,4 +1,5 @@
-"""Writes a store of hidden states for data_prep.hidden_states. mtptrain/hidden_states/store.py defines the format and reads it.
+"""Writes a store of hidden states for data_prep.hidden_states. mtptrain/hidden_states/store.py defines the format and
+reads it.
 
 Shard boundaries depend only on the prompts. A run that is killed leaves every shard either complete or absent.
 """
@@ -38,7 +39,9 @@ TEMPORARY = ("shard_*.tmp", f"{PLAN}.*.tmp", f"{MANIFEST}.*.tmp", "mtptrain_*.tm
 
 
 def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
-    """Returns the documents of each shard. A shard ends with the document that reaches `shard_tokens`, for any number of ranks.
+    """Returns the documents of each shard.
+
+    A shard ends with the document that reaches `shard_tokens`, for any number of ranks.
 
     Args:
         lengths: number of tokens of each document [D].
@@ -89,7 +92,8 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, sha
 
 
 def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
-    """Remove unfinished files of these shards, shards without a record, and records whose shard is missing or truncated."""
+    """Remove unfinished files of these shards, shards without a record, and records whose shard is missing or
+    truncated."""
     indices = {shard_path(directory, index).stem: index for index in shards}
     for path in list(directory.glob("shard_*")):
         index = indices.get(path.name.split(".")[0])
@@ -100,8 +104,8 @@ def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
 def has_shard(directory: Path, index: int) -> bool:
     """Returns whether this part or another has finished a shard, and whether the shard has its full length.
 
-    Its bytes are not checked here: its record was written after they were on the disk. Training checks every document that it
-    reads, and `verify` checks all of them.
+    Its bytes are not checked here: its record was written after they were on the disk. Training checks every document
+    that it reads, and `verify` checks all of them.
     """
     if read_record(directory, index) is not None:
         return True
@@ -114,8 +118,8 @@ def has_shard(directory: Path, index: int) -> bool:
 class ShardFile:
     """A shard that is being written: a temporary file of full size, whose documents are written in any order.
 
-    When every byte is on the disk, the file is renamed and then its record is written. A kill therefore leaves the shard complete or
-    absent.
+    When every byte is on the disk, the file is renamed and then its record is written. A kill therefore leaves the
+    shard complete or absent.
     """
 
     def __init__(
@@ -126,7 +130,8 @@ class ShardFile:
         Args:
             directory: a store that `begin_store` has prepared.
             index: the shard's index.
-            tokens: `input_ids`, `loss_mask`, `document_offsets` and `document_ids`, as in mtptrain/hidden_states/store.py.
+            tokens: `input_ids`, `loss_mask`, `document_offsets` and `document_ids`, as in
+                mtptrain/hidden_states/store.py.
             hidden_size: H.
             num_captured: L of `aux_hidden_states`.
             dtype: the dtype of the stored states.
@@ -152,7 +157,8 @@ class ShardFile:
             raise
 
     def write(self, document: int, streams: torch.Tensor) -> None:
-        """Write the states of document `document` of the shard: [n, L + 1, H], captured layers first, in any float dtype.
+        """Write the states of document `document` of the shard: [n, L + 1, H], captured layers first, in any float
+        dtype.
 
         Raises:
             ValueError: a state is not finite.
@@ -219,7 +225,8 @@ class ShardFile:
 def is_finite(states: torch.Tensor) -> bool:
     """Returns whether every value is finite.
 
-    The minimum and maximum suffice: both are NaN if any value is. On a CPU this is 100 times as fast as `isfinite` on the whole tensor.
+    The minimum and maximum suffice: both are NaN if any value is. On a CPU this is 100 times as fast as `isfinite` on
+    the whole tensor.
     """
     return bool(torch.stack(torch.aminmax(states)).isfinite().all())
 
@@ -236,7 +243,8 @@ def finish_store(
 ) -> StoreManifest | None:
     """Write the manifest and remove the records, or return None if shards of other parts are still missing.
 
-    One process of each part calls this after its shards are written. Parts that finish at the same time write the same bytes.
+    One process of each part calls this after its shards are written. Parts that finish at the same time write the same
+    bytes.
     """
     records = [record for index in range(num_shards) if (record := read_record(directory, index)) is not None]
     if len(records) < num_shards:
@@ -273,7 +281,10 @@ def read_record(directory: Path, index: int) -> ShardRecord | None:
 
 
 def _reopen(directory: Path, manifest: StoreManifest) -> None:
-    """Turn a finished store that lost a shard into an unfinished one. The manifest is deleted last, so that a kill is harmless."""
+    """Turn a finished store that lost a shard into an unfinished one.
+
+    The manifest is deleted last, so that a kill is harmless.
+    """
     for record in manifest.shards:
         if has_length(directory / record.file, record):
             _write_json(record_path(directory / record.file), asdict(record))
@@ -294,7 +305,8 @@ def record_path(shard: Path) -> Path:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Returns a name for this process only: workers may outlive a killed torchrun and write the same shard as the resumed run."""
+    """Returns a name for this process only: workers may outlive a killed torchrun and write the same shard as the
+    resumed run."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 

@@ -1,4 +1,5 @@
-"""Counts the costs of a target and of a training step, without weights: modules are on the meta device, or tensors have no data."""
+"""Counts the costs of a target and of a training step, without weights: modules are on the meta device, or tensors have
+no data."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -32,7 +33,8 @@ class TargetCosts:
     """Bytes that elementwise kernels of the decoder layers read and write in bf16."""
 
     def flops_per_token(self, document_tokens: float) -> float:
-        """Returns 2 FLOPs per active parameter plus causal attention, in which a token sees half of its document on average.
+        """Returns 2 FLOPs per active parameter plus causal attention, in which a token sees half of its document on
+        average.
 
         Sliding windows are ignored, so this is an upper bound for layers that have one.
         """
@@ -57,8 +59,9 @@ def target_costs(config: PreTrainedConfig) -> TargetCosts:
 def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
     """Returns the bytes that elementwise kernels move per token.
 
-    In each layer, two norms with their residual sums move four rows of the hidden size each, RoPE and the cache move the attention
-    heads, and the MLP's activation moves three rows of the intermediate size. Experts move their outputs once more.
+    In each layer, two norms with their residual sums move four rows of the hidden size each, RoPE and the cache move
+    the attention heads, and the MLP's activation moves three rows of the intermediate size. Experts move their outputs
+    once more.
     """
     experts = getattr(config, "num_experts_per_tok", 0) or 0
     width = config.moe_intermediate_size * experts if experts else config.intermediate_size
@@ -110,8 +113,8 @@ def step_costs(micro_batch: MicroBatch, is_compiled: bool = False) -> StepCosts:
 
     Args:
         micro_batch: the documents and settings of the step.
-        is_compiled: `train.compile`: a fused function reads its arguments and writes its results, and nothing else. Memory is
-            counted without it, which is an upper bound.
+        is_compiled: `train.compile`: a fused function reads its arguments and writes its results, and nothing else.
+            Memory is counted without it, which is an upper bound.
     """
     eager, weight_bytes = _metered_step(micro_batch)
     traffic = _metered_step(micro_batch, is_fused=True)[0] if is_compiled else eager

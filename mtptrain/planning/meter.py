@@ -41,13 +41,17 @@ PART_READING = frozenset(("index", "index_select", "gather", "embedding"))
 class Meter(TorchDispatchMode):
     """Counts the operators that are dispatched inside its `with` block.
 
-    Each operator counts as reading its inputs and writing its outputs once, as eager kernels do. Views and `empty` move nothing.
+    Each operator counts as reading its inputs and writing its outputs once, as eager kernels do. Views and `empty` move
+    nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = Counter[str]()
-        """The most memory alive at once on each device. Counts the outputs of operators and the tensors passed to `hold`."""
+        """The most memory alive at once on each device.
+
+        Counts the outputs of operators and the tensors passed to `hold`.
+        """
         self.matmul_flops = 0
         self.matmul_bytes = 0
         self.attention_flops = 0
@@ -98,10 +102,12 @@ class Meter(TorchDispatchMode):
         self.peak_bytes[name] = max(self.peak_bytes[name], self._alive_bytes[name] + scratch_bytes)
 
     def fused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function and count the bytes that compiled kernels would move. Used with `mtptrain.utils.compile.fused_through`.
+        """Run a function and count the bytes that compiled kernels would move.
 
-        Compiled kernels read the arguments and write the results, in the forward and in the backward pass, and move the inputs and
-        outputs of matrix products. Other intermediate tensors never reach memory.
+        Used with `mtptrain.utils.compile.fused_through`.
+
+        Compiled kernels read the arguments and write the results, in the forward and in the backward pass, and move the
+        inputs and outputs of matrix products. Other intermediate tensors never reach memory.
         """
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, torch.Tensor)):
@@ -153,7 +159,10 @@ def _is_composite(func: Any) -> bool:
 
 
 class _Fused(torch.autograd.Function):
-    """A function whose backward pass is also one kernel. Weights that it uses but does not take as arguments get gradients too."""
+    """A function whose backward pass is also one kernel.
+
+    Weights that it uses but does not take as arguments get gradients too.
+    """
 
     @staticmethod
     def forward(ctx: Any, meter: Meter, function: Callable[..., Any], *args: Any) -> Any:
@@ -185,8 +194,8 @@ class _Fused(torch.autograd.Function):
 def attention_flops(name: str, args: Any) -> int:
     """Returns the FLOPs of a flash kernel.
 
-    For each query and each key that it sees, these are two products in the forward pass and five in the backward pass. If the
-    segment offsets have no data, every segment counts as being as long as the longest one.
+    For each query and each key that it sees, these are two products in the forward pass and five in the backward pass.
+    If the segment offsets have no data, every segment counts as being as long as the longest one.
     """
     products, tensors = (2, args) if "backward" not in name else (5, args[1:])
     query, key = tensors[:2]
@@ -202,10 +211,12 @@ def attention_flops(name: str, args: Any) -> int:
 
 
 def flash_scratch_bytes(args: Any) -> int:
-    """Returns the memory that flash attention's backward pass allocates: its results, and scratch that the dispatcher does not see.
+    """Returns the memory that flash attention's backward pass allocates: its results, and scratch that the dispatcher
+    does not see.
 
-    The scratch is the query's gradient in fp32 and one sum per row, both padded by 128 rows per segment. With fewer key heads than
-    query heads it also holds gradients of keys and values for each query head (`mha_varlen_bwd` of FlashAttention 2).
+    The scratch is the query's gradient in fp32 and one sum per row, both padded by 128 rows per segment. With fewer key
+    heads than query heads it also holds gradients of keys and values for each query head (`mha_varlen_bwd` of
+    FlashAttention 2).
     """
     query, key, offsets = args[1], args[2], args[6]
     num_heads, head_dim = query.shape[1:]
@@ -245,7 +256,8 @@ def num_bytes_of(x: torch.Tensor) -> int:
 
 
 def _waits(name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-    """Returns whether the host waits for a CUDA device: to read a value or a shape, or for a copy that is not `non_blocking`."""
+    """Returns whether the host waits for a CUDA device: to read a value or a shape, or for a copy that is not
+    `non_blocking`."""
     devices = {x.device.type for x in inputs}
     if name in ("_to_copy", "copy_"):
         is_free = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])

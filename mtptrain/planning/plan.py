@@ -1,4 +1,5 @@
-"""Estimates the disk, GPU memory and time that a run needs, before anything is loaded. mtptrain/planning/planner.py prints the plan.
+"""Estimates the disk, GPU memory and time that a run needs, before anything is loaded. mtptrain/planning/planner.py
+prints the plan.
 
 Unknown numbers are replaced by upper bounds: before data_prep.prompts has been run, every document has
 `prompts.max_document_tokens` tokens and every token is supervised.
@@ -29,7 +30,8 @@ from mtptrain.target.hub import DEMO, HUB_ERRORS, resolve_target, unknown_target
 FITTING_SHARE = 0.8
 """Share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
 ENGINE_SHARE = 0.9
-"""Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including the activations of a batch."""
+"""Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including the activations of a
+batch."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class TrainMemory:
     validation_target: int
     """The whole target, in `acceptance.dtype`; 0 if `train.validation_prompts` is 0."""
     validation: int
-    """Peak of validation (keys, values and prompts), which runs between steps, when no activations are alive; 0 without validation."""
+    """Peak of validation (keys, values and prompts), which runs between steps, when no activations are alive; 0 without
+    validation."""
 
     @property
     def state(self) -> int:
@@ -153,7 +156,10 @@ def extraction_speed(
     captured: Sequence[int],
     is_spread: bool,
 ) -> Speed:
-    """Returns the speed of data_prep.hidden_states. A target that is spread over all GPUs keeps only one of them busy."""
+    """Returns the speed of data_prep.hidden_states.
+
+    A target that is spread over all GPUs keeps only one of them busy.
+    """
     settings, planner, hidden_size = config.hidden_states, config.planner, target_config.hidden_size
     scratch_bytes = scratch_bytes_per_token(config, target_config, captured)
     costs = TokenCosts(
@@ -189,7 +195,8 @@ def _gpus_per_rank(config: PipelineConfig) -> int:
 
 
 def scratch_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
-    """Returns the bytes that vLLM's worker writes to `hidden_states.scratch_dir` per token: every stream once, in its own dtype."""
+    """Returns the bytes that vLLM's worker writes to `hidden_states.scratch_dir` per token: every stream once, in its
+    own dtype."""
     if config.hidden_states.backend is not Backend.vllm:
         return 0
     num_streams = len({*captured, target_config.num_hidden_layers})
@@ -218,7 +225,8 @@ def free_disk(path: Path) -> int:
 
 
 def target_weights_bytes(config: PipelineConfig, target_dir: Path, target_config: PreTrainedConfig, target: TargetCosts) -> int:
-    """Returns the bytes of the target's weights in extraction: the size of local quantised files, otherwise all parameters."""
+    """Returns the bytes of the target's weights in extraction: the size of local quantised files, otherwise all
+    parameters."""
     if getattr(target_config, "quantization_config", None) is not None and any(target_dir.glob("*.safetensors")):
         return sum(path.stat().st_size for path in weight_files(target_dir))
     return target.num_parameters * _itemsize(config.hidden_states.dtype.value)
@@ -237,9 +245,9 @@ def states_in_flight_bytes(
 ) -> int:
     """Returns the bytes of hidden states in vLLM's cache on each GPU, without keys and values.
 
-    They belong to two batches, one of which runs while the other is written, and to the longest document. A block of states takes a
-    page in every layer but fills only one, and every GPU of an engine holds whole states (`get_kv_cache_groups` in vLLM 0.32), so
-    that tensor parallelism does not divide them.
+    They belong to two batches, one of which runs while the other is written, and to the longest document. A block of
+    states takes a page in every layer but fills only one, and every GPU of an engine holds whole states
+    (`get_kv_cache_groups` in vLLM 0.32), so that tensor parallelism does not divide them.
     """
     num_layers: int = target_config.num_hidden_layers
     num_streams = len({*captured, num_layers})

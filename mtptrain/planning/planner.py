@@ -1,7 +1,7 @@
 """Prints the plan of a run as a table, and warns of everything that will not fit.
 
-It reads the target's config.json (the only file downloaded for a hub name) and, if data_prep.prompts has been run, its documents. It
-loads no weights and writes nothing. `plan=true` prints the plan instead of running the program:
+It reads the target's config.json (the only file downloaded for a hub name) and, if data_prep.prompts has been run, its
+documents. It loads no weights and writes nothing. `plan=true` prints the plan instead of running the program:
 
     python -m data_prep.hidden_states recipe=llama3_1_8b_mtp plan=true
 """
@@ -178,7 +178,8 @@ def _states_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
 
 
 def _least_engine_gpus(plan: Plan, config: PipelineConfig) -> int | None:
-    """Returns the smallest power of two of GPUs that holds vLLM's weights and states in flight; None if no number does."""
+    """Returns the smallest power of two of GPUs that holds vLLM's weights and states in flight; None if no number
+    does."""
     memory = config.planner.gpu_memory_gb * 1e9
     left = min(FITTING_SHARE * memory, ENGINE_SHARE * memory - plan.states_in_flight_bytes)
     return _power_of_two(plan.target_bytes / left) if left > 0 else None

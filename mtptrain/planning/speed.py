@@ -1,4 +1,5 @@
-"""Estimates the time of a stage from tokens/s if they are given, otherwise from its costs per token and the hardware's rates."""
+"""Estimates the time of a stage from tokens/s if they are given, otherwise from its costs per token and the hardware's
+rates."""
 
 import time
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class TokenCosts:
     pcie_bytes: float
     disk_bytes: float
     writer_s: float = 0.0
-    """Seconds that a rank's CPU threads take to check, encode, write and hash the token's states; 0 if none are written."""
+    """Seconds that a rank's CPU threads take to check, encode, write and hash the token's states; 0 if none are
+    written."""
 
 
 def estimate(
@@ -91,7 +93,10 @@ def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Sp
 
 
 def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -> tuple[float, str]:
-    """Returns the FLOP/s of all GPUs at work, and a description of them. CPU ranks share one CPU, so its rate is not multiplied."""
+    """Returns the FLOP/s of all GPUs at work, and a description of them.
+
+    CPU ranks share one CPU, so its rate is not multiplied.
+    """
     if planner.gpu_tflops:
         return gpus_at_work * planner.gpu_tflops * 1e12, f"{gpus_at_work} x {planner.gpu_tflops:g} TFLOP/s"
     if torch.cuda.is_available():

@@ -1,4 +1,5 @@
-"""Estimates the memory of validation in addition to weights: the caches of a batch, and the forward over its prompts."""
+"""Estimates the memory of validation in addition to weights: the caches of a batch, and the forward over its
+prompts."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,10 +16,11 @@ from mtptrain.target.model import TargetStates
 
 
 def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
-    """Returns the most bytes that validation needs at once on a GPU, in addition to the target's and the head's weights.
+    """Returns the most bytes that validation needs at once on a GPU, in addition to the target's and the head's
+    weights.
 
-    This is an upper bound: it assumes the largest batch that the settings allow, and that all of its tokens are prompts. Later
-    rounds process only a few rows per sequence and need less memory than the prompts do.
+    This is an upper bound: it assumes the largest batch that the settings allow, and that all of its tokens are
+    prompts. Later rounds process only a few rows per sequence and need less memory than the prompts do.
 
     Args:
         config: the run's settings.
@@ -34,7 +36,8 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
 
 
 def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
-    """Returns the most prompts that validation decodes together on a GPU, and their tokens including answers and padding."""
+    """Returns the most prompts that validation decodes together on a GPU, and their tokens including answers and
+    padding."""
     new_tokens = config.train.validation_new_tokens
     is_text = config.prompts.source is PromptSource.text_files
     prompt_tokens = min(longest_tokens, config.acceptance.prompt_tokens) if is_text else longest_tokens
@@ -63,7 +66,8 @@ def forward_values(target_config: PreTrainedConfig) -> int:
 
 
 def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
-    """Returns the peak bytes of a head's depth 0 over a prompt: the target's states, and the head's cache and activations."""
+    """Returns the peak bytes of a head's depth 0 over a prompt: the target's states, and the head's cache and
+    activations."""
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype), torch.no_grad():
         head, parts = build_head(config, target_config), _frozen_parts(target_config)

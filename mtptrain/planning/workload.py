@@ -52,7 +52,8 @@ def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
 
 
 def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
-    """Returns the number of steps: as training packs the documents of stage 1, or with full steps if it has not been run."""
+    """Returns the number of steps: as training packs the documents of stage 1, or with full steps if it has not been
+    run."""
     train, path = config.train, config.stage_dir("prompts") / f"{Split.train}.safetensors"
     if train.max_steps:
         return train.max_steps

@@ -1,4 +1,5 @@
-"""Finds the first token on which an engine and we differ, and its logit gap: a tiny gap is rounding, a large one a bug."""
+"""Finds the first token on which an engine and we differ, and its logit gap: a tiny gap is rounding, a large one a
+bug."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ class Divergence:
     """Index of the token among the new tokens."""
     ours: int
     theirs: int
-    """The engine's token. Engines do not report rejected drafts; for a draft that only we accepted, this is the head's second choice."""
+    """The engine's token.
+
+    Engines do not report rejected drafts; for a draft that only we accepted, this is the head's second choice.
+    """
     logit: float
     """Our logit of our token."""
     logit_gap: float

@@ -1,7 +1,7 @@
 """Decodes prompts with vLLM, in a process that it starts or on a running server, and reads vLLM's counters.
 
-vLLM needs other versions of torch and transformers than training does. It therefore has its own environment (`make .venv-vllm`) and
-runs in its own process, as in production.
+vLLM needs other versions of torch and transformers than training does. It therefore has its own environment (`make
+.venv-vllm`) and runs in its own process, as in production.
 """
 
 import json
@@ -107,7 +107,8 @@ def find_python(python: str | None) -> Path:
 
 
 def generate(jobs: Sequence[GenerateJob], python: str | None = None) -> list[EngineRun]:
-    """Run the jobs one after another in one process, each with its own engine, and return their results in the same order.
+    """Run the jobs one after another in one process, each with its own engine, and return their results in the same
+    order.
 
     Raises:
         FileNotFoundError: the Python does not exist.
@@ -263,7 +264,8 @@ class VllmServer:
         return counters
 
     def _settled_counters(self) -> dict[tuple[str, int | None], int]:
-        """Return the counters once they no longer change: the server answers a request before it counts its last step."""
+        """Return the counters once they no longer change: the server answers a request before it counts its last
+        step."""
         counters = self.counters()
         while True:
             time.sleep(SETTLED_AFTER_S)
@@ -298,6 +300,7 @@ def _counts(counters: dict[tuple[str, int | None], int]) -> EngineCounts | None:
 
 
 def _accepted_by_round(answers: Sequence[dict[str, Any]]) -> list[list[int]] | None:
-    """Returns the accepted drafts of each round, which need a server with `--per-request-spec-decode-metrics detailed`."""
+    """Returns the accepted drafts of each round, which need a server with `--per-request-spec-decode-metrics
+    detailed`."""
     accepted = [((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("per_step_accepted") for answer in answers]
     return None if all(rounds is None for rounds in accepted) else [rounds or [] for rounds in accepted]

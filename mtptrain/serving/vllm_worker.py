@@ -1,17 +1,18 @@
-"""Runs engines inside vLLM's own Python, for mtptrain/serving/vllm_client.py and hidden_states/extraction/vllm_streams.py.
+"""Runs engines inside vLLM's own Python, for mtptrain/serving/vllm_client.py and
+hidden_states/extraction/vllm_streams.py.
 
     python vllm_worker.py generate job.json result.json
     python vllm_worker.py extract < windows > answers
 
-It imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines, because importing vLLM is
-slow.
+It imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines, because
+importing vLLM is slow.
 
-`generate`: the job is a list of engines, which run one after another. The result holds vLLM's version and the output of each engine,
-or `{"error": text}` if it failed.
+`generate`: the job is a list of engines, which run one after another. The result holds vLLM's version and the output of
+each engine, or `{"error": text}` if it failed.
 
-`extract`: one engine for hidden states. Every line is JSON. The first line describes the engine. Each further line is a window of
-prompts with the files to write, and is answered with a line once they are written. EOF on stdin means that the parent died or is
-done: the engine and its workers then end at once, even during startup or a window.
+`extract`: one engine for hidden states. Every line is JSON. The first line describes the engine. Each further line is a
+window of prompts with the files to write, and is answered with a line once they are written. EOF on stdin means that
+the parent died or is done: the engine and its workers then end at once, even during startup or a window.
 """
 
 import gc
@@ -95,8 +96,8 @@ class _Done:
 class _SecondQuery:
     """Replaces the event of a copy, and reports it as done exactly one step after it began.
 
-    The base class frees a prompt's blocks when it first sees that its copy is done. Timing would then determine the size of the next
-    batch, and thereby the bits of its states. The copy overlaps with the forward in between.
+    The base class frees a prompt's blocks when it first sees that its copy is done. Timing would then determine the
+    size of the next batch, and thereby the bits of its states. The copy overlaps with the forward in between.
     """
 
     def __init__(self, event: Any) -> None:
@@ -141,7 +142,8 @@ def run_and_clean_up(run: Callable[[Engine], dict[str, Any]], engine: Engine) ->
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Disable `gc.collect`, which vLLM calls ten times per engine, a quarter of a second each: most of a small engine's start and end."""
+    """Disable `gc.collect`, which vLLM calls ten times per engine, a quarter of a second each: most of a small engine's
+    start and end."""
     collect = gc.collect
     gc.collect = lambda generation=2: 0
     try:
@@ -182,9 +184,10 @@ def check_platform(device_type: str) -> None:
 def generate(engine: Engine) -> dict[str, Any]:
     """Returns greedy answers to all prompts, which the engine gets at once, and how much its counters grew.
 
-    Prompts are not split into chunks. At the end of each chunk vLLM 0.32 gives the head the prompt's last token instead of the next
-    one (`prepare_next_token_ids_padded` of its first runner), so that drafts would depend on how requests are batched. vLLM, or the
-    user with VLLM_USE_V2_MODEL_RUNNER, chooses the model runner, so that the checked engine is the one that will serve.
+    Prompts are not split into chunks. At the end of each chunk vLLM 0.32 gives the head the prompt's last token instead
+    of the next one (`prepare_next_token_ids_padded` of its first runner), so that drafts would depend on how requests
+    are batched. vLLM, or the user with VLLM_USE_V2_MODEL_RUNNER, chooses the model runner, so that the checked engine
+    is the one that will serve.
     """
     speculative = engine["speculative_config"]
     settings = {} if speculative is None else {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
@@ -247,8 +250,8 @@ def answer_windows() -> None:
 def end_with_input(descriptor: int) -> None:
     """Start a thread that kills the engine's workers and ends this process when the other end of a pipe is closed.
 
-    The thread polls and never reads. A thread that blocks in reading stdin holds its lock, and a forked worker, which first closes
-    its copy of stdin, would wait for that lock forever.
+    The thread polls and never reads. A thread that blocks in reading stdin holds its lock, and a forked worker, which
+    first closes its copy of stdin, would wait for that lock forever.
     """
     poller = select.poll()
     poller.register(descriptor, 0)  # a hang-up is always reported
@@ -265,9 +268,9 @@ def end_with_input(descriptor: int) -> None:
 def build_extractor(engine: Engine) -> Any:
     """Returns an engine that writes a file for every prompt: `hidden_states` [S, L, H] and `token_ids` [S].
 
-    Long prompts may be split, because each chunk adds its states to the cache. Compilation and asynchronous scheduling are off: kernels
-    or batches that depend on timing would give other bits in another run. Prefix caching is off too: a cached prefix would not be run,
-    and its states would be missing.
+    Long prompts may be split, because each chunk adds its states to the cache. Compilation and asynchronous scheduling
+    are off: kernels or batches that depend on timing would give other bits in another run. Prefix caching is off too: a
+    cached prefix would not be run, and its states would be missing.
     """
     transfer = {
         "kv_connector": HiddenStatesConnector.__name__,

@@ -6,8 +6,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 CAUSAL_OR_MASKED = "mtptrain_causal_or_masked"
-"""The name under which `causal_or_masked_attention` is registered with transformers. No mask function is registered for it, so that
-transformers passes the mask of `PositionCache`, or None, through unchanged."""
+"""The name under which `causal_or_masked_attention` is registered with transformers.
+
+No mask function is registered for it, so that transformers passes the mask of `PositionCache`, or None, through
+unchanged."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -67,7 +69,8 @@ def causal_or_masked_attention(
         query: [B, heads, S, head_dim].
         key: [B, kv heads, slots, head_dim]. Without a mask there must be S slots.
         value: [B, kv heads, slots, value head_dim].
-        attention_mask: bool[B, 1, S, slots], True for slots that a row sees. The layer's sliding window is already applied.
+        attention_mask: bool[B, 1, S, slots], True for slots that a row sees. The layer's sliding window is already
+            applied.
         scaling: scale of the scores.
         sliding_window: the layer's window; used only without a mask.
         kwargs: other arguments that transformers passes; ignored.

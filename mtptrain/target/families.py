@@ -70,7 +70,8 @@ def _ignores_windows(config: PreTrainedConfig) -> bool:
 
 
 def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the RoPE parameters of the target's full-attention layers, as one flat dict with `rope_type` and `rope_theta`."""
+    """Returns the RoPE parameters of the target's full-attention layers, as one flat dict with `rope_type` and
+    `rope_theta`."""
     rope_parameters = target_config.rope_parameters
     return dict(rope_parameters.get("full_attention", rope_parameters))
 

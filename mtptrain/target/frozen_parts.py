@@ -52,7 +52,8 @@ class FrozenParts:
         return F.embedding(input_ids, self.embed_tokens)  # [..., H]
 
     def final_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns post-norm states from the states after the last layer, with the same rounding as the family's own norm."""
+        """Returns post-norm states from the states after the last layer, with the same rounding as the family's own
+        norm."""
         states, dtype = hidden_states.float(), self.norm_weight.dtype
         normed = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)  # [..., H]
         if self.has_offset_norm:

@@ -76,7 +76,8 @@ _SAMPLES_PER_TENSOR, _SAMPLE_BYTES = 8, 4096
 
 
 def weights_fingerprint(target_dir: Path) -> str:
-    """Returns a hash of every safetensors header and of eight samples of each tensor, which is fast for a checkpoint of any size."""
+    """Returns a hash of every safetensors header and of eight samples of each tensor, which is fast for a checkpoint of
+    any size."""
     digest = hashlib.sha256()
     for path in weight_files(target_dir):
         with path.open("rb") as file:

@@ -1,4 +1,7 @@
-"""The whole frozen target, which extraction and acceptance run. Training reads only its frozen parts (`load_frozen_parts`)."""
+"""The whole frozen target, which extraction and acceptance run.
+
+Training reads only its frozen parts (`load_frozen_parts`).
+"""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -56,7 +59,10 @@ class Target:
         capture_layers: tuple[int, ...] = (),
         tree: TreeRows | None = None,
     ) -> "TargetStates":
-        """Returns the states of tokens [B, S] at positions [B, S], and updates the cache. The tokens may form a tree."""
+        """Returns the states of tokens [B, S] at positions [B, S], and updates the cache.
+
+        The tokens may form a tree.
+        """
         mask = self._family_mask(cache.begin(positions, tree), positions, tree)
         with self.capturing(capture_layers) as streams, self._causal_or_masked_attention():
             output = self.model.model(
@@ -78,7 +84,8 @@ class Target:
     def _family_mask(
         self, mask: torch.Tensor | None, positions: torch.Tensor, tree: TreeRows | None
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """Returns the mask of `PositionCache.begin` in the form that the family's forward takes, with the sliding window applied."""
+        """Returns the mask of `PositionCache.begin` in the form that the family's forward takes, with the sliding
+        window applied."""
         if mask is None or self.window is None:
             return mask
         slot_positions = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots]
@@ -157,8 +164,8 @@ def load_draft_model(path: str, target_dir: Path, context_tokens: int, dtype: to
 
     Raises:
         FileNotFoundError: `path` is neither a directory nor a hub name.
-        ValueError: its tokenizer is not the target's, it has fewer embeddings than tokens, its context is too short, or its family is
-            not supported.
+        ValueError: its tokenizer is not the target's, it has fewer embeddings than tokens, its context is too short, or
+            its family is not supported.
     """
     directory = resolve_target(path, setting="acceptance.draft_model")
     vocab = load_tokenizer(directory).get_vocab()

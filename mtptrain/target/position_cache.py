@@ -8,7 +8,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 @dataclass(frozen=True)
 class TreeRows:
-    """The rows of a forward that continue a sequence as a tree. Rows may share a position, but each has its own slot."""
+    """The rows of a forward that continue a sequence as a tree.
+
+    Rows may share a position, but each has its own slot.
+    """
 
     root: torch.Tensor
     """The first slot of the tree, i64[B]. Every row sees all slots before it."""
@@ -21,9 +24,10 @@ class TreeRows:
 class PositionCache(Cache):
     """A cache that stores the key and value of position p in slot p of each row.
 
-    Writing a position again overwrites it, and a query sees only the slots up to its own position. After a rejected draft, decoding
-    therefore continues at an earlier position, without copying or cropping the cache. Each row has its own length. A tree occupies
-    the slots after the sequence until `keep` copies the accepted branch to the slots of its positions.
+    Writing a position again overwrites it, and a query sees only the slots up to its own position. After a rejected
+    draft, decoding therefore continues at an earlier position, without copying or cropping the cache. Each row has its
+    own length. A tree occupies the slots after the sequence until `keep` copies the accepted branch to the slots of its
+    positions.
 
     Each layer's keys and values are on the device of that layer; slot indices are copied to a device once per forward.
     """
@@ -79,7 +83,8 @@ class PositionCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes keys and values [B, heads, S, head_dim] into the slots that `begin` set, and returns all slots in use."""
+        """Writes keys and values [B, heads, S, head_dim] into the slots that `begin` set, and returns all slots in
+        use."""
         if layer_idx not in self._keys:
             batch, heads = key_states.shape[:2]
             self._keys[layer_idx] = key_states.new_zeros(batch, heads, self.num_slots, key_states.shape[-1])

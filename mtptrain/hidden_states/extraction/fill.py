@@ -21,7 +21,9 @@ class Streams(Protocol):
     """A backend that runs the target and returns its residual streams."""
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """Yields an iterator for each shard in order. It yields a prompt's index in the shard and its states [n, L, H], in any order.
+        """Yields an iterator for each shard in order.
+
+        It yields a prompt's index in the shard and its states [n, L, H], in any order.
 
         The caller exhausts a shard's iterator before it requests the next one.
         """

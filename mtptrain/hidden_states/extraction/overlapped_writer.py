@@ -1,4 +1,5 @@
-"""Writes shards while the next states are computed: several threads check, encode and write, and one syncs and hashes full shards."""
+"""Writes shards while the next states are computed: several threads check, encode and write, and one syncs and hashes
+full shards."""
 
 import threading
 from collections import deque
@@ -14,7 +15,10 @@ MAX_PENDING_BYTES = 2**30
 
 
 class OverlappedWriter:
-    """Writes documents to one shard after another. The next call, or the end of the context, raises the error of a thread."""
+    """Writes documents to one shard after another.
+
+    The next call, or the end of the context, raises the error of a thread.
+    """
 
     def __init__(self, num_threads: int = 1) -> None:
         """Start the threads.
@@ -46,7 +50,10 @@ class OverlappedWriter:
         self._pending_bytes += num_bytes
 
     def finish(self) -> None:
-        """Finalize this shard in the background while the next one is written. At most one shard is finalized at a time."""
+        """Finalize this shard in the background while the next one is written.
+
+        At most one shard is finalized at a time.
+        """
         assert self._file is not None, "no shard was begun"
         if self._finished:
             self._finished.result()

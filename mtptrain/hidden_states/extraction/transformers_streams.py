@@ -1,4 +1,5 @@
-"""Extracts residual streams with transformers: whole documents are packed without padding, and each attends only to itself."""
+"""Extracts residual streams with transformers: whole documents are packed without padding, and each attends only to
+itself."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ class TransformersStreams:
 
         Args:
             target: the frozen target, which is changed in place.
-            layers: k for the stream after k decoder layers; 0 for the embeddings, the number of layers for the state before the
-                final norm.
+            layers: k for the stream after k decoder layers; 0 for the embeddings, the number of layers for the state
+                before the final norm.
             batch_tokens: the most tokens in one forward, which reads whole documents.
             compile_layers: compile each decoder layer except its attention.
         """
@@ -36,10 +37,12 @@ class TransformersStreams:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """Yields an iterator for each shard in order. It yields a prompt's index in the shard and its states [n, L, H], in any order.
+        """Yields an iterator for each shard in order.
 
-        Batches never span shards, so that the bits of a shard depend only on its own prompts. The states are on the target's device
-        and their computation has finished.
+        It yields a prompt's index in the shard and its states [n, L, H], in any order.
+
+        Batches never span shards, so that the bits of a shard depend only on its own prompts. The states are on the
+        target's device and their computation has finished.
         """
         for prompts in shards:
             yield self._extract_shard(prompts)
@@ -55,7 +58,8 @@ class TransformersStreams:
 
 
 def token_budget_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Yields batches of document indices, longest documents first, with at most `batch_tokens` tokens or a single document each.
+    """Yields batches of document indices, longest documents first, with at most `batch_tokens` tokens or a single
+    document each.
 
     This puts documents of equal length next to each other, which attention handles in one call.
     """

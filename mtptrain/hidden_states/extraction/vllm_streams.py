@@ -1,4 +1,5 @@
-"""Extracts residual streams with vLLM: each rank starts an engine process, which reads a shard's prompts and writes a file for each."""
+"""Extracts residual streams with vLLM: each rank starts an engine process, which reads a shard's prompts and writes a
+file for each."""
 
 import errno
 import json
@@ -30,7 +31,10 @@ MAX_SEQS, CPU_MAX_SEQS = 256, 64
 """The most prompts in one forward. vLLM needs a batch of at least as many tokens."""
 LOG = "vllm.log"
 SHUTDOWN_TIMEOUT_S = 10.0
-"""Seconds until an engine that was told to end is killed. Only one that is still importing vLLM takes so long; it has no workers yet."""
+"""Seconds until an engine that was told to end is killed.
+
+Only one that is still importing vLLM takes so long; it has no workers yet.
+"""
 FULL_BYTES = 2**16
 """A disk with fewer free bytes counts as full."""
 ENVIRONMENT = {
@@ -52,8 +56,8 @@ def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
     """Refuse targets from which vLLM cannot extract hidden states.
 
     Raises:
-        ValueError: vLLM does not capture the family's layers or does not support its sliding window or head size, or the target has
-            multi-head latent attention.
+        ValueError: vLLM does not capture the family's layers or does not support its sliding window or head size, or
+            the target has multi-head latent attention.
     """
     family, reason = target_config.model_type, ""
     if family in WITHOUT_CAPTURE:
@@ -82,8 +86,8 @@ def _default_head_size(config: PreTrainedConfig) -> int:
 class VllmStreams:
     """Extraction by vLLM, which runs in its own Python. A context manager, like every backend.
 
-    A window is a shard. The engine runs one window at a time, so that its batches and the bits of the states depend only on the
-    shard. It runs the next window while the files of the last one are read.
+    A window is a shard. The engine runs one window at a time, so that its batches and the bits of the states depend
+    only on the shard. It runs the next window while the files of the last one are read.
     """
 
     def __init__(
@@ -101,8 +105,8 @@ class VllmStreams:
 
         Args:
             target_dir: the frozen target, quantised or not.
-            layers: k for the stream after k decoder layers; 0 for the embeddings, the number of layers for the state before the
-                final norm.
+            layers: k for the stream after k decoder layers; 0 for the embeddings, the number of layers for the state
+                before the final norm.
             settings: the settings of the stage.
             max_document_tokens: tokens of the longest prompt.
             scratch_dir: a folder for this rank only, which is created, and removed at the end.
@@ -155,10 +159,12 @@ class VllmStreams:
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """Yields an iterator for each shard in order. It yields a prompt's index in the shard and its states [n, L, H] on the CPU.
+        """Yields an iterator for each shard in order.
 
-        The caller must exhaust a shard's iterator before it requests the next one. The engine then starts the shard after that, so
-        that files of at most two shards exist.
+        It yields a prompt's index in the shard and its states [n, L, H] on the CPU.
+
+        The caller must exhaust a shard's iterator before it requests the next one. The engine then starts the shard
+        after that, so that files of at most two shards exist.
 
         Raises:
             RuntimeError: the engine failed, or its states do not belong to the prompt.
@@ -279,7 +285,10 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
 def engine_limits(
     settings: HiddenStatesConfig, target_config: PreTrainedConfig, num_streams: int, max_document_tokens: int
 ) -> dict[str, Any]:
-    """Returns an engine's limits on context, batches and memory. `cpu_limits` replace the others if vLLM runs on a CPU."""
+    """Returns an engine's limits on context, batches and memory.
+
+    `cpu_limits` replace the others if vLLM runs on a CPU.
+    """
     max_model_len = max_document_tokens + 1  # vLLM generates one token
     batch_tokens = min(max(settings.batch_tokens, CPU_MAX_SEQS), CPU_BATCH_TOKENS)
     itemsize = getattr(torch, settings.dtype.value).itemsize
@@ -302,8 +311,8 @@ def engine_limits(
 def cpu_cache_bytes(target_config: PreTrainedConfig, num_streams: int, itemsize: int, max_model_len: int, batch_tokens: int) -> int:
     """Returns the bytes of vLLM's cache on a CPU for two batches: one that runs, and one whose states are written.
 
-    Hidden states share a pool of blocks with keys and values. A block has a page in every layer, of which states fill only one
-    (`get_kv_cache_groups` in vLLM 0.32).
+    Hidden states share a pool of blocks with keys and values. A block has a page in every layer, of which states fill
+    only one (`get_kv_cache_groups` in vLLM 0.32).
     """
     page_bytes: int = (
         CPU_BLOCK_TOKENS * 2 * target_config.num_key_value_heads * _head_size(target_config) * itemsize
