@@ -284,7 +284,7 @@ WINDOWS = ("train.stream_shards=2", "hidden_states.shard_tokens=100_000")
 def test_a_disk_that_is_too_small_is_warned_of(config_for: Callable[..., PipelineConfig]) -> None:
     config = config_for(*FITTING, "prompts.max_train_tokens=1_000_000")
     plan = make_plan(config, free_bytes=100_000_000)
-    assert "0.133 GB must be free for the hidden states, but {config.run_dir} has 0.1 GB; set" in warnings_for(plan, config)
+    assert f"0.133 GB must be free for the hidden states, but {config.run_dir} has 0.1 GB; set" in warnings_for(plan, config)
     assert "set hidden_states.store_dtype=fp8 (0.073 GB)" in warnings_for(plan, config)
     assert warnings_for(replace(plan, free_bytes=133_000_000), config) == ""
 
