@@ -31,7 +31,7 @@ from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tok
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
-from mtptrain.hidden_states.store import Manifest, expected_identity
+from mtptrain.hidden_states.store import StoreManifest, expected_identity
 from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, missing_open_shards, shard_windows
 from mtptrain.hidden_states.writer import begin_store, finish_store, has_shard, shard_ranges
 from mtptrain.planning.planner import print_plan
@@ -296,7 +296,7 @@ def hint_ranks(ranks: Ranks) -> None:
 
 
 def report(
-    store_dir: Path, manifest: Manifest | None, config: PipelineConfig, num_shards: int, computed_tokens: int, seconds: float
+    store_dir: Path, manifest: StoreManifest | None, config: PipelineConfig, num_shards: int, computed_tokens: int, seconds: float
 ) -> None:
     """A short table of the store, finished or not."""
     settings = config.hidden_states

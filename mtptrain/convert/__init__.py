@@ -1,1 +1,1 @@
-"""Heads in the formats of engines and of published checkpoints."""
+"""Converts heads to the formats of engines, and from those of published checkpoints."""

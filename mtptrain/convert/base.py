@@ -1,4 +1,4 @@
-"""How an engine reads a head: names and columns of tensors, `config.json`, and the launch command."""
+"""The base class of export formats: names and layout of tensors, `config.json`, and the launch command."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -24,54 +24,58 @@ LAYER_PARTS = (
     "mlp.up_proj.weight",
     "mlp.down_proj.weight",
 )
-"""Of a decoder layer, as every head and every engine names them."""
+"""Tensors of a decoder layer, which have these names in every head and every engine."""
 
 
 class Format(ABC):
-    """One kind of head for one engine, for a target; see `FORMATS`, and `LIMITS` for what is refused."""
+    """The format of one kind of head for one engine and a target.
+
+    `FORMATS` lists all formats, `LIMITS` what they do not support.
+    """
 
     architecture: str
-    """The class of the engine that loads it, as `config.json` names it."""
+    """The engine's model class, which `config.json` names."""
     method: str
-    """What the engine calls its way of drafting."""
+    """The engine's name for this way of drafting."""
     hf_overrides: dict[str, object] | None = None
-    """What vLLM must be told about the target."""
+    """Changes to the target's config that vLLM needs."""
     weights_name = "model.safetensors"
-    """File of the head's tensors."""
+    """The file of the head's tensors."""
     names: dict[str, str]
-    """The engine's names of the head's tensors; those that are not here keep theirs."""
+    """The engine's names of the head's tensors. Tensors that are not listed keep their names."""
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
-        """Use `format_for`, which refuses what the engine does not serve."""
+        """Prefer `format_for`, which refuses heads that the engine cannot serve."""
         self.head = head
         self.target = target
         self.dims = head_dims(head, target, getattr(head, "head_dim", None))
 
     def tensors(self, state: Tensors) -> Tensors:
-        """The engine's tensors from the head's `state_dict`."""
+        """Returns the engine's tensors from the head's `state_dict`."""
         return rename(state, self.names)
 
     def state(self, tensors: Tensors) -> Tensors:
-        """The inverse of `tensors`."""
+        """Returns the head's `state_dict` from the engine's tensors."""
         return rename(tensors, {new: old for old, new in self.names.items()})
 
     @abstractmethod
     def config_json(self, dtype: str) -> dict[str, Any]:
-        """`config.json` beside the tensors; `dtype` is theirs."""
+        """Returns the content of `config.json` for tensors of this dtype."""
 
     @abstractmethod
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        """What serves the target with the head: a command, or a program."""
+        """Returns the command, or the Python program, that serves the target with the head."""
 
     def add_target(self, directory: Path, target_dir: Path) -> None:  # noqa: B027 (most have nothing to add)
-        """Put into the directory what the engine wants there of the target: nothing, for servers that load both."""
+        """Add the files of the target that the engine needs in the directory; none for servers that load both."""
 
     def notes(self) -> list[str]:
-        """How what is served differs from what was measured, and what else its user must know."""
+        """Returns how serving differs from the measurement, and other notes for users."""
         return []
 
     def llama_config(self, dtype: str) -> dict[str, Any]:
-        """`config.json` of a Llama of one layer, with the head's sizes and the target's vocabulary, RoPE and context."""
+        """Returns `config.json` of a one-layer Llama with the head's sizes and the target's vocabulary, RoPE and
+        context."""
         return {
             "architectures": [self.architecture],
             "model_type": "llama",
@@ -86,12 +90,12 @@ class Format(ABC):
             "hidden_act": "silu",
             "rms_norm_eps": self.target.rms_norm_eps,
             "rope_parameters": head_rope_parameters(self.target),
-            # Whatever the target does: a head holds no embeddings of its own, to which an lm_head could be tied.
+            # Also for a tied target: the head has no embeddings of its own that an lm_head could be tied to.
             "tie_word_embeddings": False,
             "dtype": dtype,
         }
 
 
 def rename(tensors: Tensors, names: dict[str, str]) -> Tensors:
-    """Each tensor under the name that `names` gives it; those that it does not name keep theirs."""
+    """Returns the tensors under their new names. Tensors that `names` does not list keep their names."""
     return {names.get(name, name): tensor for name, tensor in tensors.items()}

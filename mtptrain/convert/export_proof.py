@@ -1,7 +1,8 @@
 """Proves that an exported head drafts the same tokens as the trained one, without running the target's decoder layers.
 
-Both heads draft in fp32 on the CPU from the same hidden states, which come from the run's store or are random if there is none.
-Only the target's embeddings, final norm and lm_head are loaded, so `proof_bytes` does not depend on its decoder layers.
+Both heads draft in fp32 on the CPU from the same hidden states, which come from the run's store or are random if there
+is none. Only the target's embeddings, final norm and lm_head are loaded, so `proof_bytes` does not depend on its
+decoder layers.
 """
 
 from pathlib import Path
@@ -22,7 +23,8 @@ TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
 
 
 def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tables: int) -> int:
-    """Returns the memory of the proof: the embeddings and lm_head, both in bf16 as read and in fp32, and two heads in fp32.
+    """Returns the memory of the proof: the embeddings and lm_head, both in bf16 as read and in fp32, and two heads in
+    fp32.
 
     Tied embeddings and lm_head count as one table (`num_tables`).
     """
@@ -30,7 +32,8 @@ def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tab
 
 
 def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloaded: Head) -> int:
-    """Drafts for the same documents with both heads in fp32, and returns the number of proposed tokens that were compared.
+    """Drafts for the same documents with both heads in fp32, and returns the number of proposed tokens that were
+    compared.
 
     Raises:
         RuntimeError: the exported head proposes other tokens than the trained one.
@@ -54,13 +57,14 @@ Document = tuple[torch.Tensor, TargetStates]
 
 
 def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Document]:
-    """Returns the first documents of the store that are long enough, or none without a store of this head's captured layers."""
+    """Returns the first documents of the store that are long enough, or none without a store of this head's captured
+    layers."""
     if not (store_dir / MANIFEST).is_file():
         return []
     store = HiddenStore.open(store_dir)
     if (store.manifest.identity.capture_layers, store.manifest.hidden_size) != (head.capture_layers, parts.embed_tokens.shape[1]):
         return []
-    found: list[Document] = []
+    documents: list[Document] = []
     for index in range(store.num_documents):
         document = store.document(index)
         if len(document.input_ids) > TOKENS:
@@ -69,14 +73,17 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
             assert states is not None
             normed = parts.final_norm(states.float())[None]  # [1, S, H]
             target_states = TargetStates(normed, None if captured is None else captured.float()[None])
-            found.append((document.input_ids[None, : TOKENS + 1].long(), target_states))
-        if len(found) == DOCUMENTS:
+            documents.append((document.input_ids[None, : TOKENS + 1].long(), target_states))
+        if len(documents) == DOCUMENTS:
             break
-    return found
+    return documents
 
 
 def random_document(head: Head, parts: FrozenParts) -> Document:
-    """Returns random tokens and states. The states pass through the final norm, which gives them the scale of real ones."""
+    """Returns random tokens and states.
+
+    The states pass through the final norm, which gives them the scale of real ones.
+    """
     generator = torch.Generator().manual_seed(0)
     vocab_size, hidden_size = parts.embed_tokens.shape
     tokens = torch.randint(0, vocab_size, (DOCUMENTS, TOKENS + 1), generator=generator)
@@ -87,7 +94,8 @@ def random_document(head: Head, parts: FrozenParts) -> Document:
 
 @torch.no_grad()
 def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> torch.Tensor:
-    """Returns what a head drafts [B, rounds, K] after the prompt and every K + 1 more tokens, as if all drafts were accepted."""
+    """Returns what a head drafts [B, rounds, K] after the prompt and every K + 1 more tokens, as if all drafts were
+    accepted."""
     batch_size = len(tokens)
     drafter = HeadDrafter(head, parts, DRAFTS)
     drafter.start(batch_size, TOKENS + DRAFTS + 1)

@@ -1,4 +1,4 @@
-"""Every format by engine and head: one format is one class and one line."""
+"""All export formats, by engine and head."""
 
 from transformers import PreTrainedConfig
 
@@ -21,13 +21,13 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
 
 
 def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Format:
-    """The format of a head for an engine and a target.
+    """Returns the format of a head for an engine and a target.
 
     Raises:
-        ValueError: the engine does not serve it; the message names the reason and the nearest that is served.
+        ValueError: the engine does not serve the head; the message gives the reason and an alternative.
     """
     if (engine, head.name) not in FORMATS:
-        engines = [each for each, name in FORMATS if name == head.name]
+        engines = [served for served, name in FORMATS if name == head.name]
         raise ValueError(
             f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class for it; "
             f"set export.engine={engines[0]}"

@@ -1,4 +1,5 @@
-"""What an engine does not serve although it has a format for the head: one row each, with its reason and the way out."""
+"""Heads and targets that an engine does not serve although it has a format for the head, with reasons and
+alternatives."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,16 +13,18 @@ from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
 from mtptrain.target.families import sliding_window
 
-Found = Callable[[Any, PreTrainedConfig], object]
-"""What a head or its target is where that is not served, else None."""
+FindViolation = Callable[[Any, PreTrainedConfig], object]
+"""Returns the unsupported value of a head or its target, or None if it is supported."""
 
 
 class Limit(NamedTuple):
+    """A restriction of an engine, and the parts of its error message."""
+
     engine: str
     head: str
     setting: str
     must_be: str
-    found: Found
+    find_violation: FindViolation
     reason: str
     instead: str
 
@@ -63,7 +66,7 @@ def normed_residual(head: Eagle3Head.Config, target: PreTrainedConfig) -> object
 
 
 def foreign_layer(head: HeadConfig, target: PreTrainedConfig) -> object:
-    """How the target's decoder layer differs from the head's."""
+    """Returns how the target's decoder layer differs from the head's, or None."""
     if target.model_type not in MODEL_CLASSES:
         return f"a {target.model_type}"
     if target.hidden_act != "silu":
@@ -74,11 +77,11 @@ def foreign_layer(head: HeadConfig, target: PreTrainedConfig) -> object:
 
 
 def foreign_sizes(head: HeadConfig, target: PreTrainedConfig) -> object:
-    """The head's sizes, where they are not those of the target's layers."""
+    """Returns the head's sizes if they differ from those of the target's layers."""
     dims = head_dims(head, target)
     ours = (dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim, dims.intermediate_size)
     theirs = (target.num_attention_heads, target.num_key_value_heads, target.head_dim, target.intermediate_size)
-    return None if ours == theirs else f"{ours} beside {theirs}"
+    return None if ours == theirs else f"{ours} instead of {theirs}"
 
 
 # fmt: off
@@ -90,51 +93,51 @@ LIMITS = (
     Limit("vllm", "mtp", "target.path", "a target that is not quantised", quantisation,
           "vLLM builds the layers of this head with the target's quantisation",
           "export for the target in bf16, or train head=eagle3, which keeps its own dtype"),
-    Limit("vllm", "eagle3", "target.path", "of a family that hands out captured layers", family_without_capture,
-          "vLLM's class has no such interface",
+    Limit("vllm", "eagle3", "target.path", "of a family whose layers can be captured", family_without_capture,
+          "vLLM's class has no interface for it",
           "train head=mtp"),
-    Limit("sglang", "eagle3", "target.path", "of a family that hands out captured layers", family_without_capture,
-          "SGLang's class hands out the output of the MLP in place of the residual stream",
+    Limit("sglang", "eagle3", "target.path", "of a family whose layers can be captured", family_without_capture,
+          "SGLang's class returns the output of the MLP instead of the residual stream",
           "train head=mtp"),
     Limit("sglang", "eagle3", "head.norm_before_residual", "false", normed_residual,
-          "SGLang's residual goes on from the bare state",
+          "SGLang takes the residual before the norm",
           "set export.engine=vllm, or train without it"),
     Limit("sglang", "eagle3", "head.capture_layers", "below the target's last layer", last_stream,
-          "SGLang captures a stream where the next layer reads it",
+          "SGLang captures a stream at the input of the next layer",
           "set export.engine=vllm, or train with other layers"),
     Limit("sglang", "eagle3", "head.capture_layers", "above 0, the embeddings", embeddings_stream,
-          "SGLang counts layers from 0, so that it has no number for them",
+          "SGLang counts layers from 0 and has no id for the embeddings",
           "set export.engine=vllm, or train with other layers"),
     Limit("sglang", "eagle3", "head.capture_layers", "two or more", single_stream,
-          "SGLang applies fc only where it makes the state narrower",
+          "SGLang applies fc only if it reduces the width of the state",
           "set export.engine=vllm, or train with more layers"),
     Limit("sglang", "eagle3", "head.capture_layers", "other than 1 at first for a deepseek_v2", deepseek_stream_1,
-          "SGLang takes a list for this family that starts with 1 as counted from 0, and any other as counted from 1",
+          "for this family SGLang counts layers from 0 if the list starts with 1, and from 1 otherwise",
           "set export.engine=vllm, or train with other layers"),
     Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no biases", foreign_layer,
-          "transformers makes the head's block of the target's own decoder layer",
+          "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm"),
     Limit("transformers", "mtp", "target.path", "a target that is not quantised", quantisation,
-          "the head's layer would have to be quantised as the target's are",
+          "the head's layer would have to be quantised like the target's",
           "export for the target in bf16"),
     Limit("transformers", "mtp", "head", "of the target's heads, key/value heads, head dim and intermediate size", foreign_sizes,
-          "transformers makes the head's block of the target's own decoder layer",
+          "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm, or train without these settings"),
 )
 # fmt: on
-"""Rows are checked from the top."""
+"""Limits are checked in this order."""
 
 
 def check_served(engine: str, head: HeadConfig, target: PreTrainedConfig) -> None:
-    """Refuse what the engine does not serve.
+    """Check that an engine serves a head and a target.
 
     Raises:
-        ValueError: naming the first row of `LIMITS` that is broken.
+        ValueError: they violate a limit; the message names the first one.
     """
     for limit in LIMITS:
-        found = limit.found(head, target) if (limit.engine, limit.head) == (engine, head.name) else None
-        if found is not None:
+        violation = limit.find_violation(head, target) if (limit.engine, limit.head) == (engine, head.name) else None
+        if violation is not None:
             raise ValueError(
-                f"{limit.setting}: must be {limit.must_be} to export head {head.name} for {engine}, but is {found}: {limit.reason}; "
+                f"{limit.setting}: must be {limit.must_be} to export head {head.name} for {engine}, but is {violation}: {limit.reason}; "
                 f"{limit.instead}"
             )

@@ -1,15 +1,15 @@
-"""Heads that others published, read by the names and settings of the formats that engines serve.
+"""Reads published heads, by the tensor names and settings of the formats that engines serve.
 
-A directory or a hub repository with safetensors and one of these:
+A directory or hub repository must have safetensors and one of these:
 
-- `head.json`: a head of ours, `run_dir/train/best`;
+- `head.json`: one of our heads, `run_dir/train/best`;
 - `EagleDeepSeekMTPModel`: head `mtp` for vLLM; `MiMoForCausalLM`: for SGLang;
 - `EagleLlamaForCausalLM`, `LlamaForCausalLMEagle`, or `LlamaForCausalLM` with an fc: EAGLE-1;
-- `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, its layer called
-  `midlayer` or `layers.0`;
-- a model with an MTP layer of DeepSeek's layout behind its own layers (`model.layers.N.eh_proj`): head `mtp`.
+- `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with
+  its layer named `midlayer` or `layers.0`;
+- a model with an MTP layer of DeepSeek's layout after its own layers (`model.layers.N.eh_proj`): head `mtp`.
 
-All of them rotate queries and keys by halves, as our heads do, so projections are taken as they are.
+All of them rotate queries and keys by halves, as our heads do, so projections need no conversion.
 """
 
 import json
@@ -40,43 +40,43 @@ KNOWN = {
     VllmEagle3.architecture: ("eagle3", VllmEagle3),
     "Eagle3LlamaForCausalLM": ("eagle3", VllmEagle3),
 }
-"""Head and format by the class that config.json names."""
+"""The head and format of each model class that config.json may name."""
 PLAIN_LLAMA = "LlamaForCausalLM"
-"""What config.json says in the repositories of EAGLE's authors."""
-NOT_OF_THE_WEIGHTS = ("name", "ttt_steps", "init_from", "start_from_target")
-"""Settings of a head that its weights do not depend on, or that are compared first."""
+"""The model class in the config.json of EAGLE's authors."""
+IGNORED_SETTINGS = ("name", "ttt_steps", "init_from", "start_from_target")
+"""Settings on which a head's weights do not depend, or which are compared separately."""
 
 
 @dataclass(frozen=True)
 class PublishedHead:
-    """A head as a directory holds it."""
+    """A head as it is stored in a directory."""
 
     directory: Path
     name: str
-    """Which of `HEADS` it is."""
+    """The head's name in `HEADS`."""
     settings: dict[str, list[object]]
-    """What it was made with, by setting of the head: each value that fits, the likeliest first."""
+    """For each setting of the head, the values that fit its weights, the likeliest first."""
     tensors: Tensors
     format: type[Format] | None
-    """How `tensors` are named; None where they have our names."""
+    """The format of `tensors`; None if they have our names."""
     config: dict[str, Any] | None
-    """config.json beside a head that is not ours, and not part of a model."""
+    """The head's config.json; None for our own heads and for heads that are part of a model."""
 
     def state(self, config: HeadConfig, target_config: PreTrainedConfig) -> Tensors:
-        """The head's `state_dict`, once its settings are those of the config.
+        """Returns the head's `state_dict`. Its settings must already equal those of the config.
 
         Raises:
-            KeyError, RuntimeError: a tensor that the format takes apart is missing or of another shape.
+            KeyError, RuntimeError: a tensor that the format splits is missing or has another shape.
         """
         return self.tensors if self.format is None else self.format(config, target_config).state(self.tensors)
 
 
 def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
-    """Find out what kind of head a directory or hub repository holds, and read it.
+    """Returns the head in a directory or hub repository, whose kind is recognised from its files.
 
     Raises:
-        FileNotFoundError: there is no such directory or repository.
-        ValueError: it holds no head of a known format, or one with parts that our heads do not have.
+        FileNotFoundError: the directory or repository does not exist.
+        ValueError: it holds no head of a known format, or a head with parts that our heads do not have.
     """
     directory = resolve_init(path)
     if (directory / "head.json").is_file():
@@ -96,13 +96,13 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         architecture = VllmEagle3.architecture if is_eagle3 else VllmEagle.architecture
     if architecture not in KNOWN:
         raise ValueError(
-            f"head.init_from: must be a draft head that is known ({', '.join(KNOWN)}, our head.json, or a model with "
+            f"head.init_from: must be a draft head of a known format ({', '.join(KNOWN)}, our head.json, or a model with "
             f"model.layers.N.eh_proj), but {directory} is a {architecture}; choose another head"
         )
     name, form = KNOWN[architecture]
     check_config(directory, config)
     settings = _sizes(name, config)
-    if form is SglangMtp:  # the rest of a whole MiMo stays where it is
+    if form is SglangMtp:  # of a whole MiMo model, read only the head
         return PublishedHead(directory, name, settings, read_tensors(files, MIMO_LAYER), form, config)
     tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(files).items()}
     if form is VllmEagle3:
@@ -112,10 +112,10 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
 
 
 def resolve_init(path: str) -> Path:
-    """The local directory of a head: as given, or a snapshot of a hub repository.
+    """Returns the local directory of a head; a hub repository is downloaded if needed.
 
     Raises:
-        FileNotFoundError: `path` is neither.
+        FileNotFoundError: `path` is neither a directory nor a hub name.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -129,16 +129,16 @@ def resolve_init(path: str) -> Path:
 
 
 def tensor_files(directory: Path) -> list[Path]:
-    """The safetensors files of a directory.
+    """Returns the safetensors files of a directory.
 
     Raises:
-        ValueError: there are none.
+        ValueError: it has none.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"head.init_from: weights must be safetensors files, but {directory} has none; convert to safetensors first what is there as "
-            "pytorch_model.bin, a pickle, which executes code when it is opened and is not read here"
+            f"head.init_from: weights must be safetensors files, but {directory} has none; convert a pytorch_model.bin to "
+            "safetensors first (it is a pickle, which can execute code, and is therefore not read)"
         )
     return files
 
@@ -152,7 +152,7 @@ def tensor_names(files: list[Path]) -> set[str]:
 
 
 def read_tensors(files: list[Path], prefix: str = "") -> Tensors:
-    """Tensors whose names begin with a prefix."""
+    """Returns the tensors whose names start with a prefix."""
     tensors: Tensors = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -161,14 +161,14 @@ def read_tensors(files: list[Path], prefix: str = "") -> Tensors:
 
 
 def check_config(directory: Path, config: dict[str, Any]) -> None:
-    """Refuse what `config.json` lacks, or says and no tensor shows."""
+    """Check settings of `config.json` that the tensors do not reveal."""
     missing = [name for name in ("hidden_size", "num_attention_heads", "intermediate_size") if name not in config]
     if missing:
-        raise ValueError(f"{directory / 'config.json'}: must have {missing[0]}, but has not; fetch the head again")
-    for name, wanted in (("hidden_act", "silu"), ("logit_scale", 1.0)):
-        if config.get(name) not in (None, wanted):
+        raise ValueError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")
+    for name, supported in (("hidden_act", "silu"), ("logit_scale", 1.0)):
+        if config.get(name) not in (None, supported):
             raise ValueError(
-                f"{directory / 'config.json'}: {name} must be {wanted}, that of our heads, but is {config[name]}; choose another head"
+                f"{directory / 'config.json'}: {name} must be {supported}, as in our heads, but is {config[name]}; choose another head"
             )
 
 
@@ -185,7 +185,7 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, list[object]]:
 
 
 def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
-    """What `save_head` wrote; sizes that were left to its target are those of this one."""
+    """Returns a head that `save_head` wrote. Sizes that are unset in its settings are those of this target."""
     stored: dict[str, Any] = json.loads((directory / "head.json").read_text())["head"]
     config_class = HEADS[stored["name"]].Config
     known = {field.name for field in fields(config_class)}
@@ -195,8 +195,8 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
 
 
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
-    """A head's settings that its weights depend on, with the target's sizes where they are unset."""
-    settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_OF_THE_WEIGHTS}
+    """Returns the settings on which a head's weights depend, with the target's sizes if they are unset."""
+    settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in IGNORED_SETTINGS}
     dims = vars(head_dims(config, target_config, settings.get("head_dim")))
     layers = HEADS[config.name].layers_to_capture(config, target_config)
     captured = {"capture_layers": list(layers)} if layers else {}
@@ -204,7 +204,7 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
 
 
 def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> PublishedHead:
-    """The MTP layer of a checkpoint, without the rest of it."""
+    """Returns the MTP layer of a checkpoint."""
     prefixes = sorted({match[1] for name in names if (match := NATIVE_MTP.match(name))})
     if len(prefixes) > 1:
         raise ValueError(
@@ -214,8 +214,8 @@ def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> Pub
     check_config(directory, config)
     if config.get("mtp_hidden_states_first"):
         raise ValueError(
-            f"{directory / 'config.json'}: mtp_hidden_states_first must be false, as eh_proj of head mtp reads the embedding first, but "
-            "is true; choose another checkpoint"
+            f"{directory / 'config.json'}: mtp_hidden_states_first must be false, because eh_proj of head mtp reads the embedding first, "
+            "but is true; choose another checkpoint"
         )
     tensors = {
         name.removeprefix(prefixes[0]): tensor for name, tensor in read_tensors(tensor_files(directory), prefixes[0]).items()
@@ -224,7 +224,7 @@ def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> Pub
 
 
 def _eagle3_tensors(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """Under the names of the export, and without the offsets of a whole vocabulary."""
+    """Returns the tensors under the names of the export, without a d2t of the whole vocabulary."""
     tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
     if "d2t" in tensors and len(tensors["d2t"]) == config.get("vocab_size") and not tensors["d2t"].any():
         tensors.pop("d2t")
@@ -237,8 +237,8 @@ def _eagle3_settings(
     nested = config.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise ValueError(
-            f"{directory / 'config.json'}: eagle_config.use_aux_hidden_state must be true, as head eagle3 reads captured layers, but is "
-            "false; choose another head"
+            f"{directory / 'config.json'}: eagle_config.use_aux_hidden_state must be true, because head eagle3 reads captured layers, "
+            "but is false; choose another head"
         )
     lm_head = tensors.get("lm_head.weight")
     settings: dict[str, list[object]] = {
@@ -255,7 +255,10 @@ def _eagle3_settings(
 
 
 def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) -> list[list[int]]:
-    """What explicit layer ids may mean: engines count differently (see their formats), and our exports say for which they are."""
+    """Returns what explicit layer ids may mean.
+
+    Engines count differently (see their formats); our exports name their engine.
+    """
     if target_config.model_type == "deepseek_v2" and ids[0] != 1:
         return [ids]  # both engines count alike
     as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}

@@ -1,4 +1,4 @@
-"""Heads as SGLang 0.5.23 reads them (sglang/srt/models/: mimo_mtp.py, llama_eagle.py, llama_eagle3.py)."""
+"""Export formats of SGLang 0.5.23 (sglang/srt/models/: mimo_mtp.py, llama_eagle.py, llama_eagle3.py)."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ MIMO_NAMES = {
 
 
 def launch(form: Format, target: str, directory: Path, num_speculative_tokens: int) -> str:
-    """The command that starts SGLang with a chain of drafts, not a tree."""
+    """Returns the command that starts SGLang with a chain of drafts, not a tree."""
     return (
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {form.method} "
         f"--speculative-draft-model-path {directory} --speculative-num-steps {num_speculative_tokens} --speculative-eagle-topk 1 "
@@ -28,9 +28,10 @@ def launch(form: Format, target: str, directory: Path, num_speculative_tokens: i
 
 
 class SglangMtp(Format):
-    """`mtp` as the multi-token-prediction layer of a MiMo, which SGLang puts on targets of every family.
+    """`mtp` as the multi-token-prediction layer of MiMo, which SGLang combines with targets of every family.
 
-    Its columns are those of the hidden state first, and its query, key and value have biases: left out, they would be random.
+    The columns of its input projection start with the hidden state. Its query, key and value projections have biases,
+    which would be random if they were left out.
     """
 
     architecture = "MiMoForCausalLM"
@@ -62,12 +63,12 @@ class SglangMtp(Format):
 
 
 def swap_halves(weight: torch.Tensor) -> torch.Tensor:
-    """The columns of the embedding [H, :H] and of the hidden state [H, H:] in each other's place."""
+    """Returns a projection [H, 2H] with the columns of embedding [H, :H] and hidden state [H, H:] swapped."""
     return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
 class SglangEagle(Format):
-    """`eagle`; the bias of fc would be random if it were left out."""
+    """`eagle` with a bias of fc, which would be random if it were left out."""
 
     architecture = "LlamaForCausalLMEagle"
     method = "EAGLE"
@@ -86,15 +87,15 @@ class SglangEagle(Format):
 
 
 class SglangEagle3(VllmEagle3):
-    """`eagle3`: vLLM's directory but for the layer ids."""
+    """`eagle3`: the same as for vLLM except for the layer ids."""
 
     method = "EAGLE3"
     launch = launch
 
     def layer_ids(self, layers: tuple[int, ...]) -> list[int]:
-        """SGLang counts from 0: id k is what layer k puts out, one less than ours.
+        """Returns SGLang's layer ids, which are one less than ours: id k is the output of layer k, counted from 0.
 
-        Its DeepSeek class takes ids as ours are, unless the first is 1 (`set_eagle3_layers_to_capture` in deepseek_v2.py).
+        Its DeepSeek class uses our ids unless the first is 1 (`set_eagle3_layers_to_capture` in deepseek_v2.py).
         """
         if self.target.model_type == "deepseek_v2" and layers[0] != 2:
             return list(layers)

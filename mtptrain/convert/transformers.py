@@ -1,4 +1,5 @@
-"""The head as transformers 5.23 reads it for `generate(use_mtp=True)`: a further decoder layer in the target's own checkpoint.
+"""The export format of transformers 5.23 for `generate(use_mtp=True)`: one more decoder layer in the target's
+checkpoint.
 
 Sources: `MTPCandidateGenerator` in generation/candidate_generator.py, `MtpModel` in modeling_layers.py.
 """
@@ -17,16 +18,16 @@ from mtptrain.target.hub import weight_files
 from mtptrain.utils.files import write_json
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-"""Families whose decoder layer is the head's: its block is made of that."""
+"""Model classes of the families whose decoder layer equals the head's, from which transformers builds the head."""
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Tokenizer and generation settings of the target."""
+"""Files of the target's tokenizer and generation settings."""
 
 
 class TransformersMtp(Format):
-    """`mtp` behind the target's last layer, and the target's weights beside it.
+    """`mtp` as a layer after the target's last one, in a directory with the target's weights.
 
-    One layer drafts one token. The head copied K times would draft K, but layer k sees the keys of depth k of all rows, and not
-    those of depth 0 that the head was trained with.
+    One layer drafts one token. K copies of the head would draft K tokens, but copy k would attend to the keys of depth
+    k of all rows instead of the keys of depth 0 that the head was trained with.
     """
 
     method = "use_mtp"
@@ -41,7 +42,7 @@ class TransformersMtp(Format):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         config = self.target.to_dict() | {"architectures": [self.architecture], "num_mtp_layers": 1}
-        return {name: value for name, value in config.items() if name != "_name_or_path"}  # where the target lies here
+        return {name: value for name, value in config.items() if name != "_name_or_path"}  # a local path
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         return f"""\
@@ -55,10 +56,11 @@ prompt = tokenizer("def main", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, max_new_tokens=64)[0]))"""
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """The target's weights, as hard links where the file system has them, its tokenizer, and the index of all tensors."""
+        """Add the target's weights (as hard links if the file system has them), its tokenizer, and the index of all
+        tensors."""
         names = {}
         for path in weight_files(target_dir):
-            # A file of this name would be loaded in place of the index.
+            # transformers would load a file of this name instead of the index.
             names[path] = "target.safetensors" if path.name == "model.safetensors" else path.name
             link_or_copy(path, directory / names[path])
         for pattern in COPIED:
@@ -81,7 +83,7 @@ print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, m
 def link_or_copy(source: Path, destination: Path) -> None:
     try:
         os.link(source.resolve(), destination)
-    except OSError:  # another file system, or files of somebody else
+    except OSError:  # another file system, or another user's files
         shutil.copyfile(source, destination)
 
 

@@ -1,4 +1,4 @@
-"""Heads as vLLM 0.32 reads them (vllm/model_executor/models/: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py)."""
+"""Export formats of vLLM 0.32 (vllm/model_executor/models/: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py)."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
 
 
 class VllmFormat(Format):
-    """What the formats of vLLM share."""
+    """Parts that all formats of vLLM share."""
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         settings = {"method": self.method, "model": str(directory), "num_speculative_tokens": num_speculative_tokens}
@@ -34,9 +34,10 @@ class VllmFormat(Format):
 
 
 class VllmMtp(VllmFormat):
-    """`mtp` in the class for DeepSeek's heads, without experts and latent attention.
+    """`mtp` as vLLM's class for DeepSeek's heads, without experts and latent attention.
 
-    Embeddings and lm_head stay away, so that the target's are shared; query, key and value are one tensor.
+    Embeddings and lm_head are left out, so that vLLM shares the target's. Query, key and value projections are one
+    tensor.
     """
 
     architecture = "EagleDeepSeekMTPModel"
@@ -56,7 +57,7 @@ class VllmMtp(VllmFormat):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return self.llama_config(dtype) | {
-            # The class is DeepSeek's: no experts (dense below first_k_dense_replace), and no latent attention (both dims 0).
+            # Without these, DeepSeek's class has experts (dense below first_k_dense_replace) and latent attention (both dims 0).
             "n_routed_experts": 0,
             "first_k_dense_replace": 100_000,
             "moe_layer_freq": 1,
@@ -67,7 +68,7 @@ class VllmMtp(VllmFormat):
 
 
 class VllmEagle(VllmFormat):
-    """`eagle`: embeddings and lm_head are the target's."""
+    """`eagle`, which shares the target's embeddings and lm_head."""
 
     architecture = "EagleLlamaForCausalLM"
     method = "eagle"
@@ -78,7 +79,8 @@ class VllmEagle(VllmFormat):
 
 
 class VllmEagle3(VllmFormat):
-    """`eagle3` under its public names; d2t and t2d only for a vocabulary smaller than the target's, else vLLM refuses them."""
+    """`eagle3` under its public names. d2t and t2d exist only for a vocabulary smaller than the target's; vLLM
+    otherwise refuses them."""
 
     architecture = "LlamaForCausalLMEagle3"
     method = "eagle3"
@@ -111,5 +113,5 @@ class VllmEagle3(VllmFormat):
         }
 
     def layer_ids(self, layers: tuple[int, ...]) -> list[int]:
-        """vLLM counts as we do: id k is the stream after k decoder layers."""
+        """Returns vLLM's layer ids, which are the same as ours: id k is the stream after k decoder layers."""
         return list(layers)

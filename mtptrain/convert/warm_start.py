@@ -1,7 +1,7 @@
-"""Warm starts: the weights that `head.init_from` names, checked against the head that the config asks for.
+"""Loads the weights of `head.init_from`, and checks that they fit the head of the config.
 
-Training starts from them, and acceptance and export take them where a run has no trained head. See `mtptrain.convert.published_heads` for
-what can be read.
+Training starts from them, and acceptance and export use them if a run has no trained head.
+`mtptrain.convert.published_heads` lists the formats that can be read.
 """
 
 import re
@@ -23,34 +23,38 @@ from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.files import file_sha256
 
 REPEATED = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head", "shared_head.head.weight": "lm_head"}
-"""Tensors that a head's file may repeat from its target, and which of the frozen parts they are."""
+"""Copies of the target's tensors that a head's file may contain, with the names of the frozen parts."""
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^t2d$")
 
 
 @dataclass(frozen=True)
 class RunHead:
-    """The head that a run measures and exports."""
+    """The head that a run evaluates and exports."""
 
     head: Head
     directory: Path
-    """Where it was read from."""
+    """The directory that it was read from."""
     sha256: str
-    """Of its weights."""
+    """Hash of its weights."""
     is_trained: bool
-    """By this run; else it is that of `head.init_from`."""
+    """Whether this run trained it; otherwise it comes from `head.init_from`."""
 
 
 def trained_or_initial_head(
     best_dir: Path, config: HeadConfig, target_dir: Path, dtype: torch.dtype | None, device: torch.device
 ) -> RunHead:
-    """The trained head in `best_dir`, or that of `head.init_from` where there is none; ready to draft.
+    """Returns the trained head in `best_dir`, or the head of `head.init_from` if there is none.
 
     Args:
-        dtype: as it is stored where None.
+        best_dir: the directory of the run's trained head.
+        config: the head's settings.
+        target_dir: the target's directory.
+        dtype: dtype of the head; None keeps the stored one.
+        device: device of the head.
 
     Raises:
-        FileNotFoundError: there is neither.
-        ValueError: it is of another config or for another target.
+        FileNotFoundError: neither exists.
+        ValueError: the head has another config or belongs to another target.
     """
     target_config = read_target_config(target_dir)
     if config.init_from is None or (best_dir / "head.json").is_file():
@@ -68,27 +72,27 @@ SOURCES = {
     "hidden_norm.weight": ("input_layernorm.weight",),
     "post_attention_layernorm.weight": ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight"),  # Gemma's, others'
 }
-"""Tensors of a target's layer under other names than the head's."""
+"""The names in a target's layer of head tensors that have another name there."""
 
 
 @torch.no_grad()
 def start_from_target(head: Head, target_dir: Path) -> None:
-    """Give a random head the target's last decoder layer and final norm, as far as their shapes agree, and let it pass on the target's
-    states.
+    """Copy the target's last decoder layer and final norm into a random head, as far as their shapes agree.
 
-    Projections of head `eagle3` also read the embedding, in their first columns, which stay random; `fc` or `eh_proj` gets the
-    identity for the state (the last captured stream) on top of half of its random weights.
+    The first columns of some projections of head `eagle3` read the embedding and stay random. `fc` or `eh_proj` becomes
+    half of its random weights plus the identity for the hidden state (the last captured stream), so that the layer
+    reads the target's states.
 
     Raises:
-        ValueError: no projection of the target's layer has the shape that the head's has.
+        ValueError: no projection of the target's layer has the shape of the head's.
     """
     layer, parts, copied = fold_query_key_norms(load_last_layer(target_dir)), load_frozen_parts(target_dir), []
     for name, parameter in head.named_parameters():
-        found = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
+        weight = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
         if name == "norm.weight":
             parameter.copy_(parts.norm_weight.float() + parts.has_offset_norm)
-        elif found is not None and has_shape_of(name, parameter, found):
-            parameter[..., -found.shape[-1] :].copy_(found)
+        elif weight is not None and fits(name, parameter, weight):
+            parameter[..., -weight.shape[-1] :].copy_(weight)
             copied.append(name)
     if not any(name.endswith("proj.weight") for name in copied):
         sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(layer.items())[:4])
@@ -104,10 +108,11 @@ def start_from_target(head: Head, target_dir: Path) -> None:
 
 
 def fold_query_key_norms(layer: Tensors) -> Tensors:
-    """Returns a target's layer whose norms of queries and keys (Qwen3, Gemma 3) are folded into their projections: our heads have none.
+    """Returns a target's layer with the norms of queries and keys (Qwen3, Gemma 3), which our heads lack, folded into
+    projections.
 
-    The weight of such a norm folds exactly. Its division by a row's root mean square cannot, as that depends on the input: it is replaced
-    by a constant for each head, the root mean square over inputs of all directions alike.
+    The weight of such a norm folds exactly. Its division by a row's root mean square depends on the input; a constant
+    per head replaces it, the root mean square over inputs of random direction.
     """
     folded = dict(layer)
     for name in ("q", "k"):
@@ -120,22 +125,26 @@ def fold_query_key_norms(layer: Tensors) -> Tensors:
     return folded
 
 
-def has_shape_of(name: str, parameter: torch.Tensor, found: torch.Tensor) -> bool:
-    """Alike, or a projection of attention with columns for the embedding before."""
+def fits(name: str, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Returns whether a weight has the parameter's shape, except for leading columns of attention projections for the
+    embedding."""
     reads_embedding = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-    widths = (found.shape[-1], 2 * found.shape[-1]) if reads_embedding else (found.shape[-1],)
-    return parameter.shape[:-1] == found.shape[:-1] and parameter.shape[-1] in widths
+    widths = (weight.shape[-1], 2 * weight.shape[-1]) if reads_embedding else (weight.shape[-1],)
+    return parameter.shape[:-1] == weight.shape[:-1] and parameter.shape[-1] in widths
 
 
 def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
-    """The `state_dict` that a head of this config starts from, `d2t` and `lm_head` included where it has them.
+    """Returns the `state_dict` from which a head of this config starts, including its `d2t` and `lm_head` if it has
+    them.
 
     Args:
         path: `head.init_from`, a directory or a hub name.
+        config: the head's settings.
+        target_dir: the target's directory.
 
     Raises:
-        FileNotFoundError: there is no such directory or repository.
-        ValueError: it holds no head that we know, one of other settings, or other tensors than the head's.
+        FileNotFoundError: the directory or repository does not exist.
+        ValueError: it holds no head of a known format, or a head with other settings or other tensors.
     """
     return _read(path, config, target_dir)[1]
 
@@ -152,8 +161,7 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHea
         state = replace(published, tensors=tensors).state(config, target_config)
     except (KeyError, RuntimeError) as error:
         raise ValueError(
-            f"head.init_from: {published.directory} must hold every tensor of its format, but does not ({error}); it is incomplete, "
-            "fetch it again"
+            f"head.init_from: {published.directory} must hold every tensor of its format, but does not ({error}); download it again"
         ) from error
     state = without_repeated_tensors(state, expected, published.directory, target_dir)
     check_tensors(state, expected, published.directory, config)
@@ -162,12 +170,12 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHea
 
 
 def check_settings(published: PublishedHead, config: HeadConfig, target_config: PreTrainedConfig) -> None:
-    """Refuse a head of another kind or of other settings, and say what to put on the command line."""
+    """Refuse another kind of head or other settings, and name the command-line arguments that match the head."""
     directory, settings = published.directory, published.settings
     if published.name != config.name:
         choices = "".join(f" {_override(name, values[0])}" for name, values in settings.items() if values[0] not in (None, False))
         raise ValueError(
-            f"head.init_from: {directory} must hold a head {config.name}, that of the recipe, but holds a head {published.name}; set "
+            f"head.init_from: {directory} must hold a head {config.name}, as in the recipe, but holds a head {published.name}; set "
             f"head={published.name}{choices}, or choose another head"
         )
     hidden_size = (published.config or {}).get("hidden_size", target_config.hidden_size)
@@ -176,23 +184,23 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
             f"head.init_from: {directory} must be for a hidden size of {target_config.hidden_size}, the target's, but is for "
             f"{hidden_size}; the head belongs to another target"
         )
-    present = effective_settings(config, target_config)
-    different = {name: values for name, values in settings.items() if present[name] not in values}
+    ours = effective_settings(config, target_config)
+    different = {name: values for name, values in settings.items() if ours[name] not in values}
     if different:
         raise ValueError(
             f"head.init_from: the head's settings must be those of {directory}, but differ in "
-            + ", ".join(f"head.{name} ({_either(values)} there, {present[name]} here)" for name, values in different.items())
+            + ", ".join(f"head.{name} ({_either(values)} there, {ours[name]} here)" for name, values in different.items())
             + f"; set {' '.join(_override(name, values[0]) for name, values in different.items())}, or choose another head"
         )
     warn_of_other_arithmetic(published, target_config)
 
 
 def _either(values: list[object]) -> str:
-    return " as vLLM counts or, as SGLang does, ".join(map(str, values))
+    return " by vLLM's count or, by SGLang's, ".join(map(str, values))
 
 
 def _override(name: str, value: object) -> str:
-    """A setting as it is typed."""
+    """Returns a setting as a command-line argument."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     if isinstance(value, list):
         text = f"[{','.join(map(str, value))}]"
@@ -200,7 +208,7 @@ def _override(name: str, value: object) -> str:
 
 
 def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrainedConfig) -> None:
-    """Our heads rotate and norm with the target's settings, whatever the head's own config.json says."""
+    """Warn if the RoPE or norm settings in the head's config.json differ from the target's, which our heads use."""
     if published.config is None:
         return
     own = LlamaConfig.from_dict(published.config)
@@ -211,14 +219,15 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
     for name, (theirs, ours) in pairs.items():
         if theirs != ours:
             warnings.warn(
-                f"{published.directory / 'config.json'}: {name} should be {ours}, the target's, which is used here, but is {theirs}; "
-                "the head may draft worse than where it was published, until it is trained",
+                f"{published.directory / 'config.json'}: {name} should be {ours}, the target's value, which is used, but is {theirs}; "
+                "the head may draft worse than published until it is trained",
                 stacklevel=2,
             )
 
 
 def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path, target_dir: Path) -> Tensors:
-    """Leave out copies of the target's embeddings and lm_head, which our heads share; warn where they are no copies."""
+    """Returns the tensors without copies of the target's embeddings and lm_head, which our heads share; warns if they
+    differ."""
     repeated = [name for name in REPEATED if name in state and name not in expected]
     parts = load_frozen_parts(target_dir) if repeated else None
     for name in repeated:
@@ -226,25 +235,25 @@ def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path,
         difference = relative_difference(state[name], ours)
         if difference > 0.01:  # beyond what rounding to bf16 explains
             warnings.warn(
-                f"{directory}: {name} should be the target's, which is used here, but is another (relative difference {difference:.2g}); "
-                "the head may draft worse than where it was published, until it is trained",
+                f"{directory}: {name} should equal the target's, which is used, but differs (relative difference {difference:.2g}); "
+                "the head may draft worse than published until it is trained",
                 stacklevel=2,
             )
     return {name: tensor for name, tensor in state.items() if name not in repeated}
 
 
-def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The norm of the difference over that of `wanted`; infinite where shapes differ."""
-    if found.shape != wanted.shape:
+def relative_difference(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    """Returns the norm of the difference divided by the norm of `reference`; infinity if the shapes differ."""
+    if tensor.shape != reference.shape:
         return float("inf")
     sums = torch.zeros(2, dtype=torch.float64)
-    for ours, theirs in zip(wanted.split(4096), found.split(4096), strict=True):
+    for ours, theirs in zip(reference.split(4096), tensor.split(4096), strict=True):
         sums += torch.stack([(theirs.float() - ours.float()).square().sum(), ours.float().square().sum()]).double()
     return float((sums[0] / sums[1]).sqrt())
 
 
 def without_zero_biases(tensors: Tensors, directory: Path) -> Tensors:
-    """Leave out biases of zero, which some engines want in the file.
+    """Returns the tensors without zero biases, which some engines need in the file.
 
     Raises:
         ValueError: a bias is not zero.
@@ -253,33 +262,33 @@ def without_zero_biases(tensors: Tensors, directory: Path) -> Tensors:
     for name in biases:
         if tensors[name].any():
             raise ValueError(
-                f"head.init_from: {name} of {directory} must be zero, as our heads have no biases, but is not; choose another head"
+                f"head.init_from: {name} of {directory} must be zero, because our heads have no biases, but is not; choose another head"
             )
     return {name: tensor for name, tensor in tensors.items() if name not in biases}
 
 
 def check_tensors(state: Tensors, expected: Tensors, directory: Path, config: HeadConfig) -> None:
-    """Refuse a missing tensor, which would stay random, an unknown one and one of another shape."""
+    """Refuse missing tensors, which would stay random, unknown tensors, and tensors of another shape."""
     for name in sorted(expected.keys() | state.keys()):
-        wanted, found = (tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, state))
-        if wanted != found:
+        expected_shape, shape = (tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, state))
+        if shape != expected_shape:
             raise ValueError(
-                f"head.init_from: {name} of {directory} must be {_shape(wanted)} for head {config.name} and this target, but is "
-                f"{_shape(found)}; choose another head"
+                f"head.init_from: {name} of {directory} must be {_describe(expected_shape)} for head {config.name} and this target, but is "
+                f"{_describe(shape)}; choose another head"
             )
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
+def _describe(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else f"of shape {shape}"
 
 
 def check_draft_token_ids(state: Tensors, vocab_size: int, directory: Path) -> None:
-    """Offsets must lead to different tokens of the target."""
+    """Check that the offsets lead to different tokens of the target."""
     if "d2t" not in state:
         return
     ids = state["d2t"] + torch.arange(len(state["d2t"]))
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(
-            f"head.init_from: d2t of {directory} must be offsets to different tokens within 0..{vocab_size - 1}, the target's, but "
-            f"leads to {len(ids.unique())} within {int(ids.min())}..{int(ids.max())}; the head belongs to another target"
+            f"head.init_from: d2t of {directory} must be offsets to different tokens within the target's 0..{vocab_size - 1}, but "
+            f"lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}; the head belongs to another target"
         )

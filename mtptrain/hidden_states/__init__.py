@@ -1,1 +1,1 @@
-"""The store of hidden states: its format, and what writes and reads it."""
+"""The store of hidden states: its format, its writer and its readers."""

@@ -1,6 +1,6 @@
-"""States in eight bits: e4m3 values, with one scale for each token and layer, a power of two.
+"""Encodes hidden states in eight bits: e4m3 values with one scale, a power of two, for each token and layer.
 
-Such scales lose nothing: three bits of fraction are three bits wherever the point is, and decoding into bf16 is exact.
+Scaling by a power of two is exact, and so is decoding into bf16.
 """
 
 import torch
@@ -8,19 +8,19 @@ import torch
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 GPU_VALUES = 2**26
-"""Values that a GPU encodes at a time: their fp32 copy takes 256 MB, for each thread that writes states."""
+"""Values that a GPU encodes at a time. Their fp32 copy takes 256 MB for each thread that writes states."""
 CACHED_VALUES = 2**18
-"""Encoded or decoded at once on a CPU, so that every pass but the first reads its cache."""
+"""Values that a CPU encodes or decodes at a time. They fit its cache, from which every pass but the first reads."""
 
 
 def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round states to eight bits, on the device that they are on; every device gives the same bits.
+    """Returns states rounded to eight bits, on their own device. Every device computes the same bits.
 
     Args:
-        states: [..., H], finite.
+        states: finite states [..., H].
 
     Returns:
-        Values e4m3 [..., H] and scales f32 [...]; states are values times scales, within a sixteenth of a value.
+        e4m3 values [..., H] and f32 scales [...]. values * scales differs from the states by at most 1/16 of a value.
     """
     values = torch.empty(states.shape, dtype=FP8, device=states.device)
     scales = torch.empty(states.shape[:-1], dtype=torch.float32, device=states.device)
@@ -33,14 +33,15 @@ def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         _, exponents = torch.frexp(largest / LARGEST)
         exponents.clamp_(min=-126)
         scales[start : start + step] = torch.ldexp(torch.ones_like(largest), exponents)
-        inverses = torch.ldexp(torch.ones_like(largest), -exponents)  # powers of two: a product is as exact as a quotient
+        inverses = torch.ldexp(torch.ones_like(largest), -exponents)  # exact, because these are powers of two
         torch.mul(part, inverses[..., None], out=wide[: len(part)])
         values[start : start + step].copy_(wide[: len(part)])
     return values, scales
 
 
 def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """States [..., H] in `dtype`, exact from bf16 upwards, from values e4m3 [..., H] and scales f32 [...]."""
+    """Returns states [..., H] in `dtype` from e4m3 values [..., H] and f32 scales [...]; exact in bf16 and wider
+    dtypes."""
     if values.is_cuda:
         return (values.to(torch.bfloat16) * scales.to(torch.bfloat16)[..., None]).to(dtype)
     states = torch.empty(values.shape, dtype=torch.bfloat16)
@@ -49,12 +50,13 @@ def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def decode_into(out: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """Decode values e4m3 [..., H] with scales f32 [...] into contiguous bf16 [..., H], all on the CPU.
+    """Decode e4m3 values [..., H] with f32 scales [...] into contiguous bf16 [..., H], all on the CPU.
 
-    Faster there than its conversion from e4m3: the bits are moved to where bf16 has them, and 2^120 corrects the exponent.
+    This is faster than the CPU's conversion from e4m3: it shifts the bits to their position in bf16 and corrects the
+    exponent by 2^120.
     """
     rows, row_values, row_scales = out.flatten(0, -2), values.flatten(0, -2), scales.flatten()[:, None]
-    is_small = bool((scales < 2**7).all())  # else the product of both factors would be beyond bf16
+    is_small = bool((scales < 2**7).all())  # otherwise the product of both factors overflows bf16
     factors = (row_scales * 2.0**120 if is_small else row_scales).to(torch.bfloat16)
     step = max(1, CACHED_VALUES // out.shape[-1])
     for start in range(0, len(rows), step):

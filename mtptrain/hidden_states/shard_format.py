@@ -1,7 +1,7 @@
 """Defines the layout and size of a shard of hidden states, and the checksum of each document in it.
 
-mtptrain/hidden_states/store.py describes the tensors. The header and the tables of documents come first in the file and the loss mask
-comes last, so that opening a shard reads only the two ends of the file.
+mtptrain/hidden_states/store.py describes the tensors. The header and the tables of documents come first in the file and
+the loss mask comes last, so that opening a shard reads only the two ends of the file.
 """
 
 import json
@@ -42,14 +42,14 @@ def check_store_dtype(dtype: StoreDtype, capture_layers: Collection[int]) -> Non
     if dtype is StoreDtype.fp8_aux and not capture_layers:
         raise ValueError(
             "hidden_states.store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux, which keeps "
-            "captured layers alone in eight bits; set one of these"
+            "only the captured layers in eight bits; set one of these"
         )
 
 
 def bytes_per_token(hidden_size: int, num_captured: int, dtype: StoreDtype) -> int:
-    """Returns the bytes of a token on disk: its id, its loss mask, and the states of every stored layer with their scales.
+    """Returns the bytes of a token on disk: its id, its loss mask, and the states and scales of every stored layer.
 
-    Each document takes another `DOCUMENT_BYTES`.
+    Each document adds `DOCUMENT_BYTES`.
     """
     last, aux = (hidden_size + 4 if is_fp8(dtype, name) else 2 * hidden_size for name in (HIDDEN_STATES, AUX_HIDDEN_STATES))
     return last + num_captured * aux + 4 + 1
@@ -80,7 +80,7 @@ class ShardLayout:
             "document_offsets": ("I64", [num_documents + 1]),
             CHECKSUMS: ("U8", [num_documents, CHECKSUM_BYTES]),
         }
-        tensors = {  # from wide items to narrow ones, so that all are aligned
+        tensors = {  # from wide items to narrow ones, which aligns all of them
             **{scales_of(name): ("F32", shape[:-1]) for name, shape in states.items() if is_fp8(dtype, name)},
             "input_ids": ("I32", [num_tokens]),
             **{name: ("BF16", shape) for name, shape in states.items() if not is_fp8(dtype, name)},
@@ -108,8 +108,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def document_checksum(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Returns the XXH3-128 of a document's tensors, which are on the CPU.
 
-    It detects damage, not deliberate changes. A core hashes ten times as many bytes as with SHA-256, so that every read can be
-    checked.
+    It detects damage, not deliberate changes. It is ten times as fast as SHA-256, so that every read can be checked.
     """
     digest = xxhash.xxh3_128()
     for name in CHECKED:
@@ -119,7 +118,8 @@ def document_checksum(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def index_checksum(index: bytes | memoryview, loss_mask: bytes | memoryview) -> str:
-    """Returns the XXH3-128, in hexadecimal, of what opening a shard reads: `index` (header and tables) and the loss mask."""
+    """Returns the hexadecimal XXH3-128 of the bytes that opening a shard reads: `index` (header and tables) and the
+    loss mask."""
     digest = xxhash.xxh3_128(index)
     digest.update(loss_mask)
     return digest.hexdigest()

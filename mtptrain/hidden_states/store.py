@@ -1,15 +1,16 @@
-"""The format of stage 2's output: filled through mtptrain/hidden_states/writer.py, read by training.
+"""The format of stage 2's output, which mtptrain/hidden_states/writer.py writes and training reads.
 
-`run_dir/hidden_states/` holds `shard_00000.safetensors`, ... and `manifest.json`, which is written last and says what the states
-belong to. A shard: `input_ids` i32[N], `loss_mask` u8[N], `document_offsets` i64[D+1], `document_ids` i64[D], `document_checksums`
-u8[D, 16], `hidden_states` bf16[N, H] (after the last decoder layer, before the final norm) and, for heads that capture layers,
-`aux_hidden_states` bf16[N, L, H]. With dtype fp8 both are e4m3, with fp8_aux the captured ones alone; `hidden_states_scales` f32[N]
-and `aux_hidden_states_scales` f32[N, L] are the scales of e4m3 values (`fp8.py`). While the store is being filled, `plan.json`
-stands for the manifest and a `shard_*.json` beside each finished shard holds its record; neither outlives the manifest.
+`run_dir/hidden_states/` holds `shard_00000.safetensors`, ... and `manifest.json`, which is written last and identifies
+the target, prompts and settings of the states. A shard holds `input_ids` i32[N], `loss_mask` u8[N], `document_offsets`
+i64[D+1], `document_ids` i64[D], `document_checksums` u8[D, 16], `hidden_states` bf16[N, H] (after the last decoder
+layer, before the final norm) and, for heads that capture layers, `aux_hidden_states` bf16[N, L, H]. With dtype fp8 both
+are e4m3, with fp8_aux only the captured layers; `hidden_states_scales` f32[N] and `aux_hidden_states_scales` f32[N, L]
+are the scales of e4m3 values (`fp8.py`). While the store is being filled, it has a `plan.json` instead of a manifest,
+and each finished shard has its record in `shard_*.json`. Both are deleted once the manifest is written.
 
-Three checks guard the bytes. Opening compares the length of every shard, and the checksum of its header, tables and loss mask, which
-is in the manifest. Each document is compared with its own checksum whenever it is read. `verify` compares every byte with the sha256
-of each shard.
+Three checks detect damage. Opening a store compares every shard's length, and the checksum of its header, tables and
+loss mask, with the manifest. Every read of a document compares its checksum. `verify` compares the sha256 of every
+shard.
 """
 
 import json
@@ -34,16 +35,16 @@ from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.files import file_sha256
 
 SCHEMA_VERSION = 2
-"""2 added the checksums of documents and of what opening reads."""
+"""Version 2 added the checksums of documents, and of header, tables and loss mask."""
 MANIFEST, PLAN = "manifest.json", "plan.json"
 OPENING_THREADS = 8
-"""The number of shards that are opened at a time: a file system over a network answers each after milliseconds."""
-REMEDY = "delete this file and run data_prep.hidden_states, which computes it alone again"
+"""The number of shards opened at a time. On a network file system each takes milliseconds."""
+REMEDY = "delete this file and run data_prep.hidden_states, which recomputes only this shard"
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One shard as the manifest lists it."""
+    """The manifest's entry of a shard."""
 
     file: str
     num_documents: int
@@ -55,12 +56,12 @@ class ShardRecord:
     index_bytes: int
     """The size of the header and the tables of documents at the start of the file."""
     index_checksum: str
-    """XXH3-128 of these and of the loss mask, which ends the file."""
+    """XXH3-128 of the header, the tables and the loss mask, which is at the end of the file."""
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a finished store holds. No times, hosts or ranks: equal states give equal bytes."""
+class StoreManifest:
+    """The contents of a finished store. It names no times, hosts or ranks, so that equal states give equal bytes."""
 
     schema_version: int
     identity: StoreIdentity
@@ -73,7 +74,7 @@ class Manifest:
     shards: tuple[ShardRecord, ...]
 
     @staticmethod
-    def read(directory: Path) -> "Manifest":
+    def read(directory: Path) -> "StoreManifest":
         """Read `directory`/manifest.json.
 
         Raises:
@@ -94,20 +95,20 @@ class Manifest:
             )
         try:
             shards = tuple(ShardRecord(**record) for record in content.pop("shards"))
-            return Manifest(identity=identity_from_json(content.pop("identity")), shards=shards, **content)
+            return StoreManifest(identity=identity_from_json(content.pop("identity")), shards=shards, **content)
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}: must hold every field of a manifest and no other, but does not ({error}); delete {directory} and run "
+                f"{path}: must have exactly the fields of a manifest, but does not ({error}); delete {directory} and run "
                 "data_prep.hidden_states again"
             ) from error
 
 
 @dataclass(frozen=True)
 class StoredDocument:
-    """One document as memory-mapped views; read-only by agreement."""
+    """A document as memory-mapped views, which must not be written to."""
 
     document_id: int
-    """Line in stage 1's documents.jsonl."""
+    """The document's line in stage 1's documents.jsonl."""
     input_ids: torch.Tensor  # i32[n]
     loss_mask: torch.Tensor  # u8[n]
     hidden_states: torch.Tensor  # bf16 or e4m3 [n, H], before the final norm
@@ -117,9 +118,9 @@ class StoredDocument:
 
 
 class HiddenStore:
-    """A finished store, read lazily: shards are mapped when a document of theirs is asked for, and stay mapped."""
+    """A finished store. A shard is mapped when the first of its documents is read, and stays mapped."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: StoreManifest) -> None:
         self.directory = directory
         self.manifest = manifest
         self._first_documents = np.cumsum([0, *(record.num_documents for record in manifest.shards)])  # [shards + 1]
@@ -127,13 +128,13 @@ class HiddenStore:
 
     @staticmethod
     def open(directory: Path) -> "HiddenStore":
-        """Open by the manifest alone.
+        """Open a store. This reads only the manifest.
 
         Raises:
             FileNotFoundError: the store does not exist or is unfinished.
             ValueError: the manifest is damaged or of another schema version.
         """
-        return HiddenStore(directory, Manifest.read(directory))
+        return HiddenStore(directory, StoreManifest.read(directory))
 
     @property
     def num_documents(self) -> int:
@@ -141,34 +142,35 @@ class HiddenStore:
 
     @cached_property
     def document_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document [D]."""
+        """The number of tokens of each document [D]."""
         return np.concatenate([np.diff(shard["document_offsets"].numpy()) for shard in self._shards()])
 
     @cached_property
     def document_ids(self) -> NDArray[np.int64]:
-        """Line of each document in stage 1's documents.jsonl [D]."""
+        """Each document's line in stage 1's documents.jsonl [D]."""
         return np.concatenate([shard["document_ids"].numpy() for shard in self._shards()])
 
     def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        """Yields for each shard the loss mask [N] of its tokens and the offsets [D + 1] of its documents, without copies."""
+        """Yields for each shard the loss mask [N] of its tokens and the offsets [D + 1] of its documents, without
+        copies."""
         for shard in self._shards():
             yield shard["loss_mask"].numpy(), shard["document_offsets"].numpy()
 
     def document(self, index: int) -> StoredDocument:
-        """Returns document `index` of `num_documents`, without a copy, after its bytes have been compared with their checksum.
+        """Returns document `index` of `num_documents`, without a copy, after checking its bytes.
 
         Raises:
             FileNotFoundError: its shard is missing.
-            ValueError: its shard is truncated, or bytes of the document were changed.
+            ValueError: its shard is truncated, or the document was changed or damaged.
         """
         path, shard, local = self._locate(index)
         tensors = _tensors_of(shard, local)
-        expected, found = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(tensors)
+        expected, checksum = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(tensors)
         document = _document(shard, local, tensors)
-        if found != expected:
+        if checksum != expected:
             raise ValueError(
                 f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, but is "
-                f"{found.hex()}: bytes were changed or damaged after they were written; {REMEDY}; verify=true checks the whole store"
+                f"{checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}; verify=true checks the whole store"
             )
         return document
 
@@ -178,7 +180,7 @@ class HiddenStore:
         return _document(shard, local, _tensors_of(shard, local))
 
     def close(self) -> None:
-        """Unmap all shards: nothing is read from now on."""
+        """Unmap all shards. The store must not be read afterwards."""
         self._mapped.clear()
 
     def _locate(self, index: int) -> tuple[Path, dict[str, torch.Tensor], int]:
@@ -218,18 +220,18 @@ def _document(shard: dict[str, torch.Tensor], index: int, tensors: dict[str, tor
 def expected_identity(
     config: PipelineConfig, target_dir: Path, capture_layers: tuple[int, ...], prompts_file: Path
 ) -> StoreIdentity:
-    """What the hidden states of a run must belong to: its target, and the prompts of `prompts_file`.
+    """Returns the identity that a run's store must have: its target, its settings and the prompts of `prompts_file`.
 
     Raises:
-        ValueError: the prompts were made with another tokenizer or chat template than the target's.
+        ValueError: the prompts were not made with the target's tokenizer and chat template.
     """
     tokenizer = load_tokenizer(target_dir)
-    wanted, found = TokenizerIdentity.of(tokenizer), PromptsManifest.read(prompts_file.parent).tokenizer
-    for name, value in vars(wanted).items():
-        if getattr(found, name) != value:
+    expected, stored = TokenizerIdentity.of(tokenizer), PromptsManifest.read(prompts_file.parent).tokenizer
+    for name, value in vars(expected).items():
+        if getattr(stored, name) != value:
             raise ValueError(
-                f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, that of target {config.target.path}, but is "
-                f"{getattr(found, name)}; run data_prep.prompts again with this target"
+                f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, as for target {config.target.path}, but is "
+                f"{getattr(stored, name)}; run data_prep.prompts again with this target"
             )
     target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
     settings = config.hidden_states
@@ -237,11 +239,12 @@ def expected_identity(
 
 
 def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
-    """Open a store for training, if it is that of this target, tokenizer, template, captured layers, dtype and prompts.
+    """Open a store for training, after checking its target, tokenizer, template, captured layers, dtype and prompts.
 
     Raises:
         FileNotFoundError: the store does not exist or is unfinished, or a shard is missing.
-        ValueError: it belongs to something else, and the message names each difference and both values; or a shard is truncated.
+        ValueError: the store has another identity, of which the message lists every difference, or a shard is
+            truncated.
     """
     store = HiddenStore.open(directory)
     refuse_other(directory / MANIFEST, expected, store.manifest.identity)
@@ -251,15 +254,16 @@ def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
 
 
 def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> dict[int, str]:
-    """Read every byte of the shards and compare with the manifest's hashes.
+    """Compare every byte of the shards with the manifest's hashes.
 
     Args:
-        store: to check.
-        shards: indices, all unless given; ranks may share the work: `range(rank, len(store.manifest.shards), world_size)`.
-        show_progress: with a progress bar.
+        store: the store to check.
+        shards: shard indices, all by default. Ranks may share the work: `range(rank, len(store.manifest.shards),
+            world_size)`.
+        show_progress: whether to show a progress bar.
 
     Returns:
-        What is wrong with each damaged shard, and what to do, by its index.
+        For each damaged shard, by its index, what is wrong and what to do.
     """
     chosen = list(range(len(store.manifest.shards)) if shards is None else shards)
     records = {index: store.manifest.shards[index] for index in chosen}
@@ -276,7 +280,7 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
 
 
 def verify(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> None:
-    """Raise ValueError with what `find_damage` says, where it finds any."""
+    """Raise ValueError if `find_damage` finds a damaged shard."""
     damaged = find_damage(store, shards, show_progress)
     if damaged:
         raise ValueError("\n".join(damaged.values()))
@@ -294,22 +298,22 @@ def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
 
 
 def _check_index(directory: Path, index: int, record: ShardRecord) -> None:
-    """Compare what opening reads of a shard with the manifest's checksum."""
+    """Compare the header, tables and loss mask of a shard with the manifest's checksum."""
     path = directory / record.file
     with path.open("rb") as file:
         head = file.read(record.index_bytes)
         file.seek(record.num_bytes - record.num_tokens)
-        found = index_checksum(head, file.read(record.num_tokens))
-    if found != record.index_checksum:
+        checksum = index_checksum(head, file.read(record.num_tokens))
+    if checksum != record.index_checksum:
         raise ValueError(
-            f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, but is {found}: "
+            f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, but is {checksum}: "
             f"bytes were changed or damaged after it was written; {REMEDY}"
         )
 
 
 def _check_length(directory: Path, index: int, record: ShardRecord) -> None:
     path = directory / record.file
-    remedy = "run data_prep.hidden_states, which computes it alone again"
+    remedy = "run data_prep.hidden_states, which recomputes only this shard"
     if not path.exists():
         raise FileNotFoundError(f"{path}: shard {index} must exist, but does not; {remedy}")
     if not has_length(path, record):
@@ -317,7 +321,7 @@ def _check_length(directory: Path, index: int, record: ShardRecord) -> None:
 
 
 def has_length(path: Path, record: ShardRecord) -> bool:
-    """Returns whether a shard is there in full length; training may delete a streamed one at any moment."""
+    """Returns whether a shard exists in full length. Training may delete a streamed shard at any moment."""
     try:
         return path.stat().st_size == record.num_bytes
     except FileNotFoundError:

@@ -1,9 +1,11 @@
-"""Streaming: extraction and training run at the same time, over a store that never holds more than a few windows of shards.
+"""Streaming: extraction and training run at the same time, over a store that never holds more than a few windows of
+shards.
 
-The seed shuffles the shards, which are then divided into windows of `train.stream_shards` shards. data_prep.hidden_states writes
-the shards of the first `OPEN_WINDOWS` windows that training has not released. mtptrain.train waits for the shards that its next
-step reads. After a checkpoint it releases the windows that no later step reads, which deletes their shards. The two programs
-communicate only through files in the store's folder: `stream.json` holds the number of released windows.
+The seed shuffles the shards, which are then divided into windows of `train.stream_shards` shards.
+data_prep.hidden_states writes the shards of the first `OPEN_WINDOWS` windows that training has not released.
+mtptrain.train waits for the shards that its next step reads. After a checkpoint it releases the windows that no later
+step reads, which deletes their shards. The two programs communicate only through files in the store's folder:
+`stream.json` holds the number of released windows.
 """
 
 import time
@@ -17,7 +19,7 @@ from tqdm import tqdm
 
 from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
 from mtptrain.data.prompt_files import Documents
-from mtptrain.hidden_states.store import MANIFEST, PLAN, SCHEMA_VERSION, HiddenStore, Manifest, ShardRecord, read_json
+from mtptrain.hidden_states.store import MANIFEST, PLAN, SCHEMA_VERSION, HiddenStore, ShardRecord, StoreManifest, read_json
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
 from mtptrain.utils.files import write_json
 
@@ -26,7 +28,7 @@ OPEN_WINDOWS = 3
 """The most windows on disk at once: training finishes one and reads the next while extraction writes the third."""
 POLL_S = 0.2
 """Seconds between two checks of the other program's progress."""
-SAID_AFTER_S = 10.0
+REPORT_AFTER_S = 10.0
 """Seconds of waiting before a program prints what it is waiting for."""
 SHARD_ORDER, DOCUMENT_ORDER = 1_000_001, 1_000_002
 """These seed components give the two orders random numbers that differ from those of the epochs."""
@@ -48,7 +50,7 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     """Returns how many windows training has released so far.
 
     Raises:
-        ValueError: training reads the shards in another order, so that both programs would wait for ever.
+        ValueError: training reads the shards in another order, and both programs would wait forever.
     """
     path = store_dir / STREAM
     if not path.exists():
@@ -57,7 +59,7 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     if content["windows"] != [list(window) for window in windows]:
         raise ValueError(
             f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in training; start "
-            f"both programs with the same seed and train.stream_shards, or delete {store_dir} to begin anew"
+            f"both programs with the same seed and train.stream_shards, or delete {store_dir} to start again"
         )
     return int(content["released_windows"])
 
@@ -83,17 +85,20 @@ def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> li
 
 
 def wait_until(is_done: Callable[[], bool], waiting_for: str) -> None:
-    """Waits until `is_done()` is true, and prints what it is waiting for if that takes more than `SAID_AFTER_S`."""
-    started, is_said = time.monotonic(), False
+    """Waits until `is_done()` is true, and prints what it is waiting for if that takes more than `REPORT_AFTER_S`."""
+    started, is_reported = time.monotonic(), False
     while not is_done():
-        if not is_said and time.monotonic() - started > SAID_AFTER_S:
+        if not is_reported and time.monotonic() - started > REPORT_AFTER_S:
             tqdm.write(f"waiting for {waiting_for}")
-            is_said = True
+            is_reported = True
         time.sleep(POLL_S)
 
 
 class StreamedStore(HiddenStore):
-    """A store whose shards are written and deleted while it is read. Document lengths and loss masks come from the prompts."""
+    """A store whose shards are written and deleted while it is read.
+
+    Document lengths and loss masks come from the prompts.
+    """
 
     def __init__(
         self, directory: Path, identity: StoreIdentity, documents: Documents, shard_tokens: int, window_shards: int, seed: int
@@ -114,7 +119,7 @@ class StreamedStore(HiddenStore):
         self.order = document_order(self.windows, self.ranges, seed)
         num_tokens, num_supervised = len(documents.input_ids), int(documents.loss_mask.sum())
         counts = (len(documents), num_tokens, num_supervised)
-        super().__init__(directory, Manifest(SCHEMA_VERSION, identity, shard_tokens, 0, *counts, shards=()))
+        super().__init__(directory, StoreManifest(SCHEMA_VERSION, identity, shard_tokens, 0, *counts, shards=()))
         self._first_documents = np.cumsum([0, *map(len, self.ranges)])  # [shards + 1]
         self._records: dict[int, ShardRecord] = {}
         self._is_closed = False
@@ -145,7 +150,7 @@ class StreamedStore(HiddenStore):
             )
             record = read_record(self.directory, index)
             if record is None:
-                raise RuntimeError(f"{path}: must stay until training releases it, but is gone; run both programs again")
+                raise RuntimeError(f"{path}: must stay until training releases it, but does not exist; run both programs again")
             self._records[index] = record
         return self._records[index]
 
@@ -171,13 +176,13 @@ def open_stream(
     """
     if (directory / MANIFEST).exists():
         raise ValueError(
-            f"train.stream: must be false where the hidden states are finished, but is true with {directory / MANIFEST}; set "
+            f"train.stream: must be false if the hidden states are finished, but is true with {directory / MANIFEST}; set "
             "train.stream=false, which trains on all of them, or choose another run_dir"
         )
     wait_until((directory / PLAN).exists, f"{directory / PLAN}, which data_prep.hidden_states with the same settings writes")
     plan = read_json(directory / PLAN)
-    found = identity_from_json(plan["identity"])
-    refuse_other(directory / PLAN, expected, found, shard_tokens, plan["shard_tokens"])
+    identity = identity_from_json(plan["identity"])
+    refuse_other(directory / PLAN, expected, identity, shard_tokens, plan["shard_tokens"])
     return StreamedStore(directory, expected, documents, shard_tokens, window_shards, seed)
 
 
@@ -189,7 +194,7 @@ class Releases:
 
         Args:
             store: the store that the steps read.
-            steps: the documents of every micro-batch of every step.
+            steps: the document indices of every micro-batch of every step.
 
         Raises:
             ValueError: the steps need more than `OPEN_WINDOWS` windows on disk at once.
@@ -219,13 +224,15 @@ class Releases:
         return int(np.searchsorted(self._unread_after, step, side="right"))
 
     def is_due(self, step: int) -> bool:
-        """Returns whether step number `step`, counted from 1, is the last to read a window; a checkpoint then frees disk space."""
+        """Returns whether step number `step`, counted from 1, is the last to read a window; a checkpoint then frees
+        disk space."""
         return self.num_unread(step) > self.num_unread(step - 1)
 
     def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:
         """Deletes the shards that no step after a checkpoint at `step` reads, or all shards after the last step.
 
-        A run that resumes from an earlier step lowers the number of released windows, so that extraction writes them again.
+        A run that resumes from an earlier step lowers the number of released windows, so that extraction writes them
+        again.
         """
         count = len(self.store.windows) if is_last else self.num_unread(step)
         self.store.forget(self.store.windows[:count])

@@ -1,6 +1,7 @@
-"""Filling a hidden-state store: shards whose bounds depend on the prompts alone, each complete or absent whatever kills the run.
+"""Writes a store of hidden states for data_prep.hidden_states. mtptrain/hidden_states/store.py defines the format and
+reads it.
 
-Written by data_prep.hidden_states; mtptrain/hidden_states/store.py has the format and reads it.
+Shard boundaries depend only on the prompts. A run that is killed leaves every shard either complete or absent.
 """
 
 import json
@@ -30,18 +31,20 @@ from mtptrain.hidden_states.shard_format import (
     is_fp8,
     scales_of,
 )
-from mtptrain.hidden_states.store import MANIFEST, PLAN, SCHEMA_VERSION, Manifest, ShardRecord, has_length, read_json
+from mtptrain.hidden_states.store import MANIFEST, PLAN, SCHEMA_VERSION, ShardRecord, StoreManifest, has_length, read_json
 from mtptrain.utils.files import file_sha256, publish, write_text
 
 TEMPORARY = ("shard_*.tmp", f"{PLAN}.*.tmp", f"{MANIFEST}.*.tmp", "mtptrain_*.tmp")
-"""Of shards, of the two files beside them, and folders of backends."""
+"""Patterns of temporary files: shards, plan, manifest, and the folders of backends."""
 
 
 def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
-    """Documents of each shard: a shard ends with the document that reaches `shard_tokens`, whatever the number of ranks.
+    """Returns the documents of each shard.
+
+    A shard ends with the document that reaches `shard_tokens`, for any number of ranks.
 
     Args:
-        lengths: tokens of each document [D].
+        lengths: number of tokens of each document [D].
         shard_tokens: at least 1.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -54,26 +57,26 @@ def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
     return shards
 
 
-def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, shards: Collection[int]) -> Manifest | None:
-    """Make the directory ready for shards, or for the rest of them after an interruption.
+def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, shards: Collection[int]) -> StoreManifest | None:
+    """Prepare a directory for new shards, or for the missing ones after an interruption.
 
-    One process of a part calls it; other parts may be at work on other shards.
+    One process of each part calls this. Other parts may be writing other shards at the same time.
 
     Args:
-        directory: of the store.
-        identity: what the states belong to.
+        directory: the store's directory.
+        identity: the identity of the states.
         shard_tokens: as in `shard_ranges`.
-        shards: indices of the part's own shards, whose leftovers are removed.
+        shards: indices of the part's own shards, whose incomplete files are removed.
 
     Returns:
-        The manifest where the store is finished and every shard lies there in full length: then nothing is left to do.
+        The manifest if the store is finished and every shard has its full length; otherwise None.
 
     Raises:
-        ValueError: the directory holds states of another target, tokenizer, template, layers, dtype, prompts or shard size.
+        ValueError: the directory holds a store of another identity or shard size.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():
-        manifest = Manifest.read(directory)
+        manifest = StoreManifest.read(directory)
         refuse_other(directory / MANIFEST, identity, manifest.identity, shard_tokens, manifest.shard_tokens)
         if all(has_length(directory / record.file, record) for record in manifest.shards):
             _remove(directory, "*.tmp", PLAN, "shard_*.json")
@@ -84,12 +87,13 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, sha
         refuse_other(directory / PLAN, identity, identity_from_json(plan["identity"]), shard_tokens, plan["shard_tokens"])
     else:
         _write_plan(directory, identity, shard_tokens)
-    _remove_leftovers(directory, shards)
+    _remove_incomplete(directory, shards)
     return None
 
 
-def _remove_leftovers(directory: Path, shards: Collection[int]) -> None:
-    """Remove unfinished files of these shards, shards without a record, and records whose shard is missing or truncated."""
+def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
+    """Remove unfinished files of these shards, shards without a record, and records whose shard is missing or
+    truncated."""
     indices = {shard_path(directory, index).stem: index for index in shards}
     for path in list(directory.glob("shard_*")):
         index = indices.get(path.name.split(".")[0])
@@ -98,40 +102,42 @@ def _remove_leftovers(directory: Path, shards: Collection[int]) -> None:
 
 
 def has_shard(directory: Path, index: int) -> bool:
-    """Whether a shard was finished, by this part or by another, and has its full length.
+    """Returns whether this part or another has finished a shard, and whether the shard has its full length.
 
-    Its record was written after its bytes were on the disk; they are not read again here. Training checks every document that it
-    reads, and `verify` all of them.
+    Its bytes are not checked here: its record was written after they were on the disk. Training checks every document
+    that it reads, and `verify` checks all of them.
     """
     if read_record(directory, index) is not None:
         return True
     if not (directory / MANIFEST).exists():
         return False
-    record = Manifest.read(directory).shards[index]  # another part has finished the store since
+    record = StoreManifest.read(directory).shards[index]  # another part has finished the store in the meantime
     return has_length(directory / record.file, record)
 
 
 class ShardFile:
-    """A shard that is being filled: a file of full size under a temporary name, whose documents come in any order.
+    """A shard that is being written: a temporary file of full size, whose documents are written in any order.
 
-    A kill leaves it complete or absent: it gets its name when every byte is on the disk, and then its record.
+    When every byte is on the disk, the file is renamed and then its record is written. A kill therefore leaves the
+    shard complete or absent.
     """
 
     def __init__(
         self, directory: Path, index: int, tokens: dict[str, torch.Tensor], hidden_size: int, num_captured: int, dtype: StoreDtype
     ) -> None:
-        """Take the space of a shard.
+        """Allocate the disk space of a shard.
 
         Args:
-            directory: of a store that `begin_store` made ready.
-            index: of the shard.
-            tokens: `input_ids`, `loss_mask`, `document_offsets` and `document_ids`, as mtptrain/hidden_states/store.py lists them.
+            directory: a store that `begin_store` has prepared.
+            index: the shard's index.
+            tokens: `input_ids`, `loss_mask`, `document_offsets` and `document_ids`, as in
+                mtptrain/hidden_states/store.py.
             hidden_size: H.
             num_captured: L of `aux_hidden_states`.
-            dtype: of the stored states.
+            dtype: the dtype of the stored states.
 
         Raises:
-            OSError: the disk has no room for it.
+            OSError: the disk is full.
         """
         self._path = shard_path(directory, index)
         self._temporary = _temporary_path(self._path)
@@ -151,7 +157,8 @@ class ShardFile:
             raise
 
     def write(self, document: int, streams: torch.Tensor) -> None:
-        """Write the states of document `document` of the shard: [n, L + 1, H], captured layers first, in any float dtype.
+        """Write the states of document `document` of the shard: [n, L + 1, H], captured layers first, in any float
+        dtype.
 
         Raises:
             ValueError: a state is not finite.
@@ -162,7 +169,7 @@ class ShardFile:
         if not is_finite(streams):
             raise ValueError(
                 f"{self._path}: hidden states must be finite, but those of document {int(self._tokens['document_ids'][document])} of "
-                "documents.jsonl are not; set hidden_states.dtype=float32, or take the document out of the data"
+                "documents.jsonl are not; set hidden_states.dtype=float32, or remove the document from the data"
             )
         states = self._encoded(HIDDEN_STATES, streams[:, -1])
         if self._num_captured:
@@ -174,20 +181,20 @@ class ShardFile:
         self._checksums[document] = torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
 
     def _encoded(self, name: str, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns states as they are stored, on the CPU, with their scales: computed where the states are."""
+        """Returns the stored states and scales, on the CPU. They are encoded on the device of the states."""
         if not is_fp8(self._dtype, name):
             return {name: states.to(torch.bfloat16).cpu().contiguous()}
         values, scales = encode(states)
         return {name: values.cpu(), scales_of(name): scales.cpu()}
 
     def _write_tensor(self, name: str, first_row: int, tensor: torch.Tensor) -> None:
-        """Write rows of the shard's tensor `name`, from `first_row` of it."""
+        """Write rows of the shard's tensor `name`, starting at `first_row`."""
         row_bytes = tensor[:1].numel() * tensor.element_size()
         if row_bytes:
             _write_at(self._file, self._layout.begins[name] + first_row * row_bytes, bytes_of(tensor))
 
     def finish(self) -> None:
-        """Hash, publish, and record."""
+        """Hash the shard, rename it and write its record."""
         self._write_tensor(CHECKSUMS, 0, self._checksums)
         index = os.pread(self._file, self._layout.index_bytes, 0)
         self._close()
@@ -205,7 +212,7 @@ class ShardFile:
         _write_json(record_path(self._path), asdict(record))
 
     def discard(self) -> None:
-        """Give the space back."""
+        """Delete the unfinished shard."""
         self._close()
         self._temporary.unlink(missing_ok=True)
 
@@ -216,30 +223,36 @@ class ShardFile:
 
 
 def is_finite(states: torch.Tensor) -> bool:
-    """Whether every value is finite: the least and the largest are, and either is NaN where any value is. On a CPU this takes a
-    hundredth of the time of `isfinite`, which writes a tensor of its own."""
+    """Returns whether every value is finite.
+
+    The minimum and maximum suffice: both are NaN if any value is. On a CPU this is 100 times as fast as `isfinite` on
+    the whole tensor.
+    """
     return bool(torch.stack(torch.aminmax(states)).isfinite().all())
 
 
 def _write_at(file: int, position: int, content: bytes | memoryview) -> None:
     view = memoryview(content)
-    while view:  # a call writes 2 GiB at most
+    while view:  # one call writes at most 2 GiB
         written = os.pwrite(file, view, position)
         view, position = view[written:], position + written
 
 
-def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hidden_size: int, num_shards: int) -> Manifest | None:
-    """Write the manifest over all shards and remove the records; None where shards of other parts are missing still.
+def finish_store(
+    directory: Path, identity: StoreIdentity, shard_tokens: int, hidden_size: int, num_shards: int
+) -> StoreManifest | None:
+    """Write the manifest and remove the records, or return None if shards of other parts are still missing.
 
-    One process of a part calls it, after the part's shards are written. Parts that end together write the same bytes.
+    One process of each part calls this after its shards are written. Parts that finish at the same time write the same
+    bytes.
     """
     records = [record for index in range(num_shards) if (record := read_record(directory, index)) is not None]
     if len(records) < num_shards:
         if not (directory / MANIFEST).exists():
             return None
-        _remove(directory, PLAN, "shard_*.json")  # of a part that began while another finished
-        return Manifest.read(directory)
-    manifest = Manifest(
+        _remove(directory, PLAN, "shard_*.json")  # left by a part that began while another finished
+        return StoreManifest.read(directory)
+    manifest = StoreManifest(
         schema_version=SCHEMA_VERSION,
         identity=identity,
         shard_tokens=shard_tokens,
@@ -251,14 +264,14 @@ def finish_store(directory: Path, identity: StoreIdentity, shard_tokens: int, hi
     )
     try:
         _write_json(directory / MANIFEST, asdict(manifest))
-    except FileNotFoundError:  # another part has just written it, and removed what lay around
-        return Manifest.read(directory)
+    except FileNotFoundError:  # another part has just written it and removed the temporary files
+        return StoreManifest.read(directory)
     _remove(directory, *TEMPORARY, PLAN, "shard_*.json")
     return manifest
 
 
 def read_record(directory: Path, index: int) -> ShardRecord | None:
-    """Returns the record of a shard that has its full length."""
+    """Returns the record of a shard; None if there is no record, or if the shard does not have its full length."""
     path = shard_path(directory, index)
     try:
         record = ShardRecord(**read_json(record_path(path)))
@@ -267,8 +280,11 @@ def read_record(directory: Path, index: int) -> ShardRecord | None:
     return record if has_length(path, record) else None
 
 
-def _reopen(directory: Path, manifest: Manifest) -> None:
-    """Make a finished store that lost a shard an unfinished one; the manifest goes last, so that a kill in between is harmless."""
+def _reopen(directory: Path, manifest: StoreManifest) -> None:
+    """Turn a finished store that lost a shard into an unfinished one.
+
+    The manifest is deleted last, so that a kill is harmless.
+    """
     for record in manifest.shards:
         if has_length(directory / record.file, record):
             _write_json(record_path(directory / record.file), asdict(record))
@@ -289,7 +305,8 @@ def record_path(shard: Path) -> Path:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Of this process alone: workers may outlive a killed torchrun and write the same shard as the run that resumes."""
+    """Returns a name for this process only: workers may outlive a killed torchrun and write the same shard as the
+    resumed run."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 

@@ -1,1 +1,1 @@
-"""What a run will need, counted before anything is loaded."""
+"""Estimates the resources of a run before anything is loaded."""

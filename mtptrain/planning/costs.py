@@ -1,6 +1,5 @@
-"""What a run costs, counted without weights and without memory: the target by its config, a training step by running it on tensors
-that have shapes but no data.
-"""
+"""Counts the costs of a target and of a training step, without weights: modules are on the meta device, or tensors have
+no data."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,27 +21,28 @@ from mtptrain.utils.compile import fused_through
 
 @dataclass(frozen=True)
 class TargetCosts:
-    """Of a forward of the target up to its final norm: extraction needs no logits."""
+    """The costs of the target's forward up to its final norm; extraction needs no logits."""
 
     num_parameters: int
-    """Tied ones once."""
+    """Tied parameters count once."""
     active_parameters: int
-    """Of the decoder layers, those that one token meets: k of E experts."""
+    """Parameters of the decoder layers that one token uses: k of E experts."""
     attention_flops: int
-    """Of one token and each token that it sees."""
+    """FLOPs of attention for each pair of a token and a token that it sees."""
     traffic_bytes_per_token: int
-    """That elementwise kernels of the decoder layers read and write in bf16."""
+    """Bytes that elementwise kernels of the decoder layers read and write in bf16."""
 
     def flops_per_token(self, document_tokens: float) -> float:
-        """2 per active parameter, and causal attention: a token sees half of its document, on the average.
+        """Returns 2 FLOPs per active parameter plus causal attention, in which a token sees half of its document on
+        average.
 
-        Windows are not counted, so that this is an upper bound where layers have one.
+        Sliding windows are ignored, so this is an upper bound for layers that have one.
         """
         return 2 * self.active_parameters + self.attention_flops * document_tokens / 2
 
 
 def target_costs(config: PreTrainedConfig) -> TargetCosts:
-    """Build the target on the meta device, which takes no memory, and count."""
+    """Returns the costs of a target, which is built on the meta device and takes no memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -57,8 +57,12 @@ def target_costs(config: PreTrainedConfig) -> TargetCosts:
 
 
 def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
-    """In each layer two norms with their residual sums read and write four rows of the hidden size each, RoPE and the cache the heads,
-    and the activation of the MLP reads two rows of the intermediate size and writes one; experts move their outputs once more."""
+    """Returns the bytes that elementwise kernels move per token.
+
+    In each layer, two norms with their residual sums move four rows of the hidden size each, RoPE and the cache move
+    the attention heads, and the MLP's activation moves three rows of the intermediate size. Experts move their outputs
+    once more.
+    """
     experts = getattr(config, "num_experts_per_tok", 0) or 0
     width = config.moe_intermediate_size * experts if experts else config.intermediate_size
     values = 8 * config.hidden_size + 4 * config.num_attention_heads * head_dims + 3 * width + 2 * experts * config.hidden_size
@@ -66,7 +70,7 @@ def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
 
 
 def head_parameters(config: HeadConfig, target_config: PreTrainedConfig) -> int:
-    """Trained parameters of a head, built on the meta device.
+    """Returns the number of trained parameters of a head, which is built on the meta device.
 
     Raises:
         ValueError: the head does not fit the target.
@@ -77,69 +81,67 @@ def head_parameters(config: HeadConfig, target_config: PreTrainedConfig) -> int:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Of forward, loss and backward over one packed micro-batch."""
+    """The costs of forward, loss and backward over one packed micro-batch."""
 
     flops: int
-    """Of matrix products and attention: `mtptrain.training.flops.StepFlops` is their formula."""
+    """FLOPs of matrix products and attention; `mtptrain.training.flops.StepFlops` has their formula."""
     attention_flops: int
-    """Those of attention to the depth-0 keys alone."""
+    """FLOPs of attention to the depth-0 keys."""
     elementwise_bytes: int
     """Bytes that all other operators read and write."""
     peak_bytes: int
-    """Most that is alive at once, gradients of the weights included, weights and frozen parts not."""
+    """Peak memory including gradients of the weights, without weights and frozen parts."""
 
 
-def step_costs(
-    config: HeadConfig,
-    target_config: PreTrainedConfig,
-    dtype: torch.dtype,
-    lengths: Sequence[int],
-    supervised_share: float,
-    chunk_rows: int,
-    activation_checkpointing: bool = False,
-    compiled: bool = False,
-) -> StepCosts:
-    """Run the trainer's step on tensors without data, and count what it does: in bf16 with the kernels of a GPU.
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of one GPU, and the settings of the step that trains on it."""
+
+    head: HeadConfig
+    target_config: PreTrainedConfig
+    dtype: torch.dtype
+    lengths: Sequence[int]
+    """Tokens of each document."""
+    supervised_share: float
+    """Share of the tokens that are supervised."""
+    loss_chunk_rows: int
+    activation_checkpointing: bool = False
+
+
+def step_costs(micro_batch: MicroBatch, is_compiled: bool = False) -> StepCosts:
+    """Returns the costs of the trainer's step, run on tensors without data. bf16 uses the kernels of a GPU.
 
     Args:
-        lengths: tokens of each document in the micro-batch.
-        supervised_share: of the tokens, those that teach.
-        chunk_rows: `train.loss_chunk_rows`.
-        activation_checkpointing: `train.activation_checkpointing`.
-        compiled: `train.compile`: a fused function reads its arguments and writes its results, and nothing else. Memory is counted
-            without it, an upper bound.
+        micro_batch: the documents and settings of the step.
+        is_compiled: `train.compile`: a fused function reads its arguments and writes its results, and nothing else.
+            Memory is counted without it, which is an upper bound.
     """
-    plain, held = _metered_step(config, target_config, dtype, lengths, supervised_share, chunk_rows, activation_checkpointing)
-    traffic = plain
-    if compiled:
-        traffic, _ = _metered_step(
-            config, target_config, dtype, lengths, supervised_share, chunk_rows, activation_checkpointing, is_fused=True
-        )
-    flops = plain.matmul_flops + plain.attention_flops
-    return StepCosts(flops, plain.attention_flops, traffic.elementwise_bytes, plain.peak_bytes["cpu"] - held)
+    eager, weight_bytes = _metered_step(micro_batch)
+    traffic = _metered_step(micro_batch, is_fused=True)[0] if is_compiled else eager
+    flops = eager.matmul_flops + eager.attention_flops
+    return StepCosts(flops, eager.attention_flops, traffic.elementwise_bytes, eager.peak_bytes["cpu"] - weight_bytes)
 
 
-def _metered_step(
-    config: HeadConfig,
-    target_config: PreTrainedConfig,
-    dtype: torch.dtype,
-    lengths: Sequence[int],
-    supervised_share: float,
-    chunk_rows: int,
-    activation_checkpointing: bool,
-    is_fused: bool = False,
-) -> tuple[Meter, int]:
+def _metered_step(micro_batch: MicroBatch, is_fused: bool = False) -> tuple[Meter, int]:
     """Returns the counts of a step, and the bytes of weights and frozen parts that its peak includes."""
-    meter = Meter()
-    with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype):
-        head = build_head(config, target_config)
-        head.activation_checkpointing = activation_checkpointing
+    meter, target_config = Meter(), micro_batch.target_config
+    with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(micro_batch.dtype):
+        head = build_head(micro_batch.head, target_config)
+        head.activation_checkpointing = micro_batch.activation_checkpointing
         parts = _frozen_parts(target_config)
         meter.hold(*head.parameters(), parts.embed_tokens, parts.norm_weight, parts.lm_head)
-        held = meter.peak_bytes["cpu"]
+        weight_bytes = meter.peak_bytes["cpu"]
         with meter, fused_through(meter.fused) if is_fused else nullcontext():
-            _step(head, parts, config.ttt_steps, target_config.hidden_size, lengths, supervised_share, chunk_rows)
-    return meter, held
+            _step(
+                head,
+                parts,
+                micro_batch.head.ttt_steps,
+                target_config.hidden_size,
+                micro_batch.lengths,
+                micro_batch.supervised_share,
+                micro_batch.loss_chunk_rows,
+            )
+    return meter, weight_bytes
 
 
 def _step(

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-WAITING = frozenset(
+SYNCING = frozenset(
     (
         "_local_scalar_dense",
         "is_nonzero",
@@ -41,13 +41,17 @@ PART_READING = frozenset(("index", "index_select", "gather", "embedding"))
 class Meter(TorchDispatchMode):
     """Counts the operators that are dispatched inside its `with` block.
 
-    Each operator counts as reading its inputs and writing its outputs once, as eager kernels do. Views and `empty` move nothing.
+    Each operator counts as reading its inputs and writing its outputs once, as eager kernels do. Views and `empty` move
+    nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = Counter[str]()
-        """The most memory alive at once on each device. Counts the outputs of operators and the tensors passed to `hold`."""
+        """The most memory alive at once on each device.
+
+        Counts the outputs of operators and the tensors passed to `hold`.
+        """
         self.matmul_flops = 0
         self.matmul_bytes = 0
         self.attention_flops = 0
@@ -98,10 +102,12 @@ class Meter(TorchDispatchMode):
         self.peak_bytes[name] = max(self.peak_bytes[name], self._alive_bytes[name] + scratch_bytes)
 
     def fused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function and count the bytes that compiled kernels would move. Used with `mtptrain.utils.compile.fused_through`.
+        """Run a function and count the bytes that compiled kernels would move.
 
-        Compiled kernels read the arguments and write the results, in the forward and in the backward pass, and move the inputs and
-        outputs of matrix products. Other intermediate tensors never reach memory.
+        Used with `mtptrain.utils.compile.fused_through`.
+
+        Compiled kernels read the arguments and write the results, in the forward and in the backward pass, and move the
+        inputs and outputs of matrix products. Other intermediate tensors never reach memory.
         """
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, torch.Tensor)):
@@ -153,7 +159,10 @@ def _is_composite(func: Any) -> bool:
 
 
 class _Fused(torch.autograd.Function):
-    """A function whose backward pass is also one kernel. Weights that it uses but does not take as arguments get gradients too."""
+    """A function whose backward pass is also one kernel.
+
+    Weights that it uses but does not take as arguments get gradients too.
+    """
 
     @staticmethod
     def forward(ctx: Any, meter: Meter, function: Callable[..., Any], *args: Any) -> Any:
@@ -171,22 +180,22 @@ class _Fused(torch.autograd.Function):
         pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
         with ctx.meter.fusing():
             torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        found = [x.grad if isinstance(x, torch.Tensor) else None for x in ctx.args]
+        arg_grads = [x.grad if isinstance(x, torch.Tensor) else None for x in ctx.args]
         moved = [
             *(grad for _, grad in pairs),
             *(x for x in ctx.args if isinstance(x, torch.Tensor)),
-            *(x for x in found if x is not None),
+            *(x for x in arg_grads if x is not None),
         ]
         ctx.meter.elementwise_bytes += sum(map(num_bytes_of, moved))
         ctx.out = ctx.args = None
-        return None, None, *found
+        return None, None, *arg_grads
 
 
 def attention_flops(name: str, args: Any) -> int:
     """Returns the FLOPs of a flash kernel.
 
-    For each query and each key that it sees, these are two products in the forward pass and five in the backward pass. If the
-    segment offsets have no data, every segment counts as being as long as the longest one.
+    For each query and each key that it sees, these are two products in the forward pass and five in the backward pass.
+    If the segment offsets have no data, every segment counts as being as long as the longest one.
     """
     products, tensors = (2, args) if "backward" not in name else (5, args[1:])
     query, key = tensors[:2]
@@ -202,18 +211,20 @@ def attention_flops(name: str, args: Any) -> int:
 
 
 def flash_scratch_bytes(args: Any) -> int:
-    """Returns the memory that flash attention's backward pass allocates: its results, and scratch that the dispatcher does not see.
+    """Returns the memory that flash attention's backward pass allocates: its results, and scratch that the dispatcher
+    does not see.
 
-    The scratch is the query's gradient in fp32 and one sum per row, both padded by 128 rows per segment. With fewer key heads than
-    query heads it also holds gradients of keys and values for each query head (`mha_varlen_bwd` of FlashAttention 2).
+    The scratch is the query's gradient in fp32 and one sum per row, both padded by 128 rows per segment. With fewer key
+    heads than query heads it also holds gradients of keys and values for each query head (`mha_varlen_bwd` of
+    FlashAttention 2).
     """
     query, key, offsets = args[1], args[2], args[6]
     num_heads, head_dim = query.shape[1:]
     padded_rows = query.shape[0] + 128 * (len(offsets) - 1)
-    of_each_head = 2 * key.shape[0] * num_heads * head_dim * key.element_size() if key.shape[1] != num_heads else 0
+    grads_per_query_head = 2 * key.shape[0] * num_heads * head_dim * key.element_size() if key.shape[1] != num_heads else 0
     # At the end of the kernel the results are allocated too.
     results = num_bytes_of(query) + 2 * num_bytes_of(key)
-    return int(padded_rows * num_heads * (-(-head_dim // 32) * 32 + 1) * 4 + of_each_head + results)
+    return int(padded_rows * num_heads * (-(-head_dim // 32) * 32 + 1) * 4 + grads_per_query_head + results)
 
 
 def _lengths(offsets: torch.Tensor, longest: int) -> list[int]:
@@ -245,7 +256,8 @@ def num_bytes_of(x: torch.Tensor) -> int:
 
 
 def _waits(name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-    """Returns whether the host waits for a CUDA device: to read a value or a shape, or for a copy that is not `non_blocking`."""
+    """Returns whether the host waits for a CUDA device: to read a value or a shape, or for a copy that is not
+    `non_blocking`."""
     devices = {x.device.type for x in inputs}
     if name in ("_to_copy", "copy_"):
         is_free = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
@@ -255,7 +267,7 @@ def _waits(name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> boo
         return False
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
-    return name in WAITING or (name in MASKED and any(x is not None and x.dtype == torch.bool for x in args[1]))
+    return name in SYNCING or (name in MASKED and any(x is not None and x.dtype == torch.bool for x in args[1]))
 
 
 def _caller() -> str:

@@ -1,7 +1,7 @@
-"""The plan of a run as a table, and what of it will not fit.
+"""Prints the plan of a run as a table, and warns of everything that will not fit.
 
-Reads the target's config.json (of a hub name that file alone) and, where data_prep.prompts has been run, its documents; loads no
-weights and writes nothing. Printed in place of the run by
+It reads the target's config.json (the only file downloaded for a hub name) and, if data_prep.prompts has been run, its
+documents. It loads no weights and writes nothing. `plan=true` prints the plan instead of running the program:
 
     python -m data_prep.hidden_states recipe=llama3_1_8b_mtp plan=true
 """
@@ -16,18 +16,18 @@ from mtptrain.planning.speed import Speed
 
 
 def print_plan(config: PipelineConfig) -> Plan:
-    """Print the plan of a run, and warn of what will not fit.
+    """Print the plan of a run, and warn of everything that will not fit.
 
     Raises:
         FileNotFoundError: the target does not exist.
         ValueError: the target's family is not supported, or the head does not fit the target.
     """
     plan = make_plan(config)
-    table = Table(title=f"plan of {config.run_dir}: estimates, but for what is said to be measured", show_header=False)
+    table = Table(title=f"plan of {config.run_dir}: estimates, except where a measurement is named", show_header=False)
     for name, value in plan_rows(plan, config):
         table.add_row(name, value)
     table.add_row("free disk", f"{_gb(plan.free_bytes)} where run_dir is")
-    table.add_row("export", f"{_gb(plan.export_bytes)} of the machine's memory, whatever the target's layers take")
+    table.add_row("export", f"{_gb(plan.export_bytes)} of host memory, which does not depend on the target's decoder layers")
     console = Console()
     console.print(table, markup=False)
     for warning in plan_warnings(plan, config):
@@ -36,7 +36,7 @@ def print_plan(config: PipelineConfig) -> Plan:
 
 
 def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
-    """The plan as names and texts, but for what depends on the disk at hand."""
+    """Returns the plan as names and texts, except the rows that depend on the local disk."""
     chosen, memory = config.hidden_states.store_dtype, plan.memory
     sizes = {
         dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)" for dtype in plan.store_bytes
@@ -103,7 +103,7 @@ def _describe_speed(speed: Speed) -> str:
 
 
 def plan_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
-    """What will not fit, and what to change."""
+    """Returns a warning for everything that will not fit, each with a remedy."""
     return [
         *_disk_warnings(plan, config),
         *_target_warnings(plan, config),
@@ -117,42 +117,42 @@ def _disk_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     size = streamed if config.train.stream else plan.store_bytes[config.hidden_states.store_dtype]
     if size <= plan.free_bytes:
         return []
-    eight_bits = config.hidden_states.store_dtype is not StoreDtype.fp8
-    smaller = f"hidden_states.store_dtype=fp8 ({_gb(plan.store_bytes[StoreDtype.fp8])}), " if eight_bits else ""
+    can_use_fp8 = config.hidden_states.store_dtype is not StoreDtype.fp8
+    smaller = f"hidden_states.store_dtype=fp8 ({_gb(plan.store_bytes[StoreDtype.fp8])}), " if can_use_fp8 else ""
     if streamed <= plan.free_bytes:
         smaller += f"train.stream=true ({_gb(streamed)} at a time, one epoch), "
     elif config.train.stream:
         smaller += "a lower train.stream_shards, "
     return [
-        f"run_dir: {_gb(size)} must be free for the hidden states, but {_gb(plan.free_bytes)} are in {config.run_dir}; set {smaller}"
+        f"run_dir: {_gb(size)} must be free for the hidden states, but {config.run_dir} has {_gb(plan.free_bytes)}; set {smaller}"
         "run_dir to a larger disk, or a lower prompts.max_train_tokens"
     ]
 
 
 def streamed_bytes(plan: Plan, config: PipelineConfig) -> int:
-    """Returns the most that the store takes at a time with `train.stream`: its open windows."""
+    """Returns the largest size of the store with `train.stream`, that of its open windows."""
     settings = config.hidden_states
     window_tokens = OPEN_WINDOWS * config.train.stream_shards * settings.shard_tokens
     return min(plan.store_bytes[settings.store_dtype], window_tokens * plan.bytes_per_token[settings.store_dtype])
 
 
 def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
-    room, settings = FITTING_SHARE * config.planner.gpu_memory_gb * 1e9, config.hidden_states
-    gpus_of_engine = _gpus_of_engine(plan, config)
+    available, settings = FITTING_SHARE * config.planner.gpu_memory_gb * 1e9, config.hidden_states
+    engine_gpus = _least_engine_gpus(plan, config)
     warnings = []
-    if plan.target_bytes_per_gpu > room:
-        with_vllm = f"set hidden_states.tensor_parallel_size={gpus_of_engine} with hidden_states.backend=vllm, or "
+    if plan.target_bytes_per_gpu > available:
+        with_vllm = f"set hidden_states.tensor_parallel_size={engine_gpus} with hidden_states.backend=vllm, or "
         warnings.append(
-            f"target.path: weights must fit {_gb(room)} of each GPU in extraction, but take {_gb(plan.target_bytes_per_gpu)}; "
-            f"{with_vllm * (gpus_of_engine is not None)}take more GPUs in one machine"
+            f"target.path: weights must fit {_gb(available)} of each GPU in extraction, but take {_gb(plan.target_bytes_per_gpu)}; "
+            f"{with_vllm * (engine_gpus is not None)}use more GPUs in one machine"
         )
     elif settings.backend is Backend.vllm:
         warnings += _states_warnings(plan, config)
-    elif plan.is_spread and gpus_of_engine is not None and gpus_of_engine <= config.planner.num_gpus:
+    elif plan.is_spread and engine_gpus is not None and engine_gpus <= config.planner.num_gpus:
         warnings.append(
-            f"target.path: weights must fit {_gb(room)} of one GPU for every GPU to work at once, but take {_gb(plan.target_bytes)}; "
+            f"target.path: weights must fit {_gb(available)} of one GPU for all GPUs to work at once, but take {_gb(plan.target_bytes)}; "
             "start data_prep.hidden_states as one process, over which accelerate spreads them, or set hidden_states.backend=vllm "
-            f"hidden_states.tensor_parallel_size={gpus_of_engine}"
+            f"hidden_states.tensor_parallel_size={engine_gpus}"
         )
     if settings.backend is Backend.vllm and config.planner.num_gpus % settings.tensor_parallel_size:
         warnings.append(
@@ -163,50 +163,51 @@ def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
 
 
 def _states_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
-    room, settings = ENGINE_SHARE * config.planner.gpu_memory_gb * 1e9, config.hidden_states
-    states, gpus_of_engine = plan.states_in_flight_bytes, _gpus_of_engine(plan, config)
-    if plan.target_bytes_per_gpu + states <= room:
+    available, settings = ENGINE_SHARE * config.planner.gpu_memory_gb * 1e9, config.hidden_states
+    states, engine_gpus = plan.states_in_flight_bytes, _least_engine_gpus(plan, config)
+    if plan.target_bytes_per_gpu + states <= available:
         return []
-    is_enough = gpus_of_engine is not None and gpus_of_engine <= config.planner.num_gpus
-    more_gpus = f"set hidden_states.tensor_parallel_size={gpus_of_engine}, " if is_enough else "set "
+    has_enough_gpus = engine_gpus is not None and engine_gpus <= config.planner.num_gpus
+    more_gpus = f"set hidden_states.tensor_parallel_size={engine_gpus}, " if has_enough_gpus else "set "
     return [
-        f"hidden_states.batch_tokens: weights and states in flight must fit {_gb(room)} of each GPU with vLLM, but take "
+        f"hidden_states.batch_tokens: weights and states in flight must fit {_gb(available)} of each GPU with vLLM, but take "
         f"{_gb(plan.target_bytes_per_gpu + states)}, {_gb(states)} of them for the states of two batches of "
-        f"{settings.batch_tokens:,} tokens and a document of {plan.workload.longest_tokens:,}, which no tensor parallelism divides; "
+        f"{settings.batch_tokens:,} tokens and a document of {plan.workload.longest_tokens:,}, which tensor parallelism does not divide; "
         f"{more_gpus}a lower hidden_states.batch_tokens, a lower prompts.max_document_tokens, or hidden_states.backend=transformers"
     ]
 
 
-def _gpus_of_engine(plan: Plan, config: PipelineConfig) -> int | None:
-    """Least power of two of GPUs over which vLLM has room for weights and states in flight; None where no number has."""
+def _least_engine_gpus(plan: Plan, config: PipelineConfig) -> int | None:
+    """Returns the smallest power of two of GPUs that holds vLLM's weights and states in flight; None if no number
+    does."""
     memory = config.planner.gpu_memory_gb * 1e9
     left = min(FITTING_SHARE * memory, ENGINE_SHARE * memory - plan.states_in_flight_bytes)
     return _power_of_two(plan.target_bytes / left) if left > 0 else None
 
 
 def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
-    memory, room = plan.memory, config.planner.gpu_memory_gb * 1e9
+    memory, available = plan.memory, config.planner.gpu_memory_gb * 1e9
     without_target = memory.state - memory.validation_target + memory.activations
-    of_validation = memory.state + memory.validation
+    with_validation = memory.state + memory.validation
     warnings = []
     advice = "" if config.train.activation_checkpointing else "set train.activation_checkpointing=true, or "
-    if without_target > room:
+    if without_target > available:
         warnings.append(
-            f"train.batch_tokens: training must fit {_gb(room)} of each GPU, but takes {_gb(without_target)}, {_gb(memory.activations)} of "
-            f"them for activations; {advice}lower it from {config.train.batch_tokens}, with prompts.max_document_tokens, or "
-            f"head.ttt_steps from {config.head.ttt_steps}"
+            f"train.batch_tokens: training must fit {_gb(available)} of each GPU, but takes {_gb(without_target)}, "
+            f"{_gb(memory.activations)} of them for activations; {advice}lower it from {config.train.batch_tokens}, with "
+            f"prompts.max_document_tokens, or head.ttt_steps from {config.head.ttt_steps}"
         )
-    elif without_target + memory.validation_target > room:
+    elif without_target + memory.validation_target > available:
         bf16 = "" if config.acceptance.dtype is Dtype.bfloat16 else "acceptance.dtype=bfloat16, "
-        left, needed = _gb(room - without_target), _gb(memory.validation_target)
+        left, needed = _gb(available - without_target), _gb(memory.validation_target)
         warnings.append(
-            f"train.validation_prompts: the target must fit beside training, for validation on every GPU, but takes {needed} where {left} "
+            f"train.validation_prompts: the target must fit next to training on every GPU, for validation, but takes {needed}, and {left} "
             f"are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 and choose the head "
-            "with eval.choose_head after training, or take GPUs with more memory"
+            "with eval.choose_head after training, or use GPUs with more memory"
         )
-    elif of_validation > room:
+    elif with_validation > available:
         warnings.append(
-            f"acceptance.batch_tokens: validation must fit {_gb(room)} of each GPU, but takes {_gb(of_validation)}, "
+            f"acceptance.batch_tokens: validation must fit {_gb(available)} of each GPU, but takes {_gb(with_validation)}, "
             f"{_gb(memory.validation)} of them for keys, values and prompts; lower it from {config.acceptance.batch_tokens:,}, lower "
             "acceptance.batch_size, or set train.validation_prompts=0"
         )

@@ -1,4 +1,5 @@
-"""Writes docs/results/roofline.md: a lower bound on the time of a training step on an H100, and what it consists of. Needs no GPU.
+"""Writes docs/results/roofline.md: a lower bound on the time of a training step on an H100, and its parts. Needs no
+GPU.
 
 python -m mtptrain.planning.roofline
 """
@@ -12,7 +13,7 @@ from transformers import LlamaConfig
 from mtptrain.config import TrainConfig
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
-from mtptrain.planning.costs import StepCosts, step_costs
+from mtptrain.planning.costs import MicroBatch, StepCosts, step_costs
 
 PAGE = Path("docs/results/roofline.md")
 FLOPS_PER_S, BYTES_PER_S = 989e12, 3.35e12
@@ -46,20 +47,21 @@ def main() -> None:
         row(
             target,
             head,
-            "compiled" if compiled else "eager",
-            costs(target, HEADS[head].Config(ttt_steps=DEPTHS, **settings), compiled),
+            "compiled" if is_compiled else "eager",
+            costs(target, HEADS[head].Config(ttt_steps=DEPTHS, **settings), is_compiled),
         )
         for target in TARGETS
         for head, settings in HEAD_SETTINGS.items()
-        for compiled in (False, True)
+        for is_compiled in (False, True)
     ]
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(TEXT.format(chunk_rows=chunk_rows, rows="\n".join(rows)))
     print(PAGE.read_text())
 
 
-def costs(target: str, head: HeadConfig, compiled: bool) -> StepCosts:
-    return step_costs(head, TARGETS[target], torch.bfloat16, [TOKENS], 1.0, TrainConfig().loss_chunk_rows, compiled=compiled)
+def costs(target: str, head: HeadConfig, is_compiled: bool) -> StepCosts:
+    micro_batch = MicroBatch(head, TARGETS[target], torch.bfloat16, [TOKENS], 1.0, TrainConfig().loss_chunk_rows)
+    return step_costs(micro_batch, is_compiled)
 
 
 def row(target: str, head: str, kind: str, step: StepCosts) -> str:

@@ -1,4 +1,5 @@
-"""Estimates the time of a stage from tokens/s if they are given, otherwise from its costs per token and the hardware's rates."""
+"""Estimates the time of a stage from tokens/s if they are given, otherwise from its costs per token and the hardware's
+rates."""
 
 import time
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class Speed:
     flops_per_token: float
     """0 if tokens/s were given."""
     basis: str
-    """What the estimate is based on, in words."""
+    """Text that says what limits the speed."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,30 @@ class TokenCosts:
     pcie_bytes: float
     disk_bytes: float
     writer_s: float = 0.0
-    """Seconds that a rank's CPU threads take to check, encode, write and hash the token's states; 0 if none are written."""
+    """Seconds that a rank's CPU threads take to check, encode, write and hash the token's states; 0 if none are
+    written."""
 
 
 def estimate(
     planner: PlannerConfig, tokens: int, given: float, costs: TokenCosts, share: float, gpus_at_work: int, num_ranks: int,
     dtype: torch.dtype,
 ) -> Speed:  # fmt: skip
-    """Returns the estimate for `tokens`, from `given` tokens/s if it is not 0, and otherwise from the slowest resource."""
+    """Returns the estimate for `tokens`: from `given` tokens/s if it is not 0, otherwise from the slowest resource.
+
+    Args:
+        planner: rates of the hardware.
+        tokens: tokens of the stage.
+        given: tokens/s; 0 for an estimate.
+        costs: costs of one token.
+        share: share of the peak FLOP/s that matrix products reach.
+        gpus_at_work: GPUs that work at once.
+        num_ranks: ranks that write states.
+        dtype: dtype of the matrix products.
+    """
     if given:
         return Speed(given, tokens / given, 0.0, "as given")
-    peak, of_what = device_peak(planner, gpus_at_work, dtype)
-    rates = {f"matrix products, assuming {share:.0%} of {of_what}": share * peak / costs.flops}
+    peak, description = device_peak(planner, gpus_at_work, dtype)
+    rates = {f"matrix products, assuming {share:.0%} of {description}": share * peak / costs.flops}
     if planner.gpu_memory_gb_per_s:
         bandwidth = gpus_at_work * planner.gpu_memory_gb_per_s * 1e9
         memory = MEMORY_SHARE * bandwidth / max(1.0, costs.traffic_bytes)
@@ -80,7 +93,10 @@ def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Sp
 
 
 def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -> tuple[float, str]:
-    """Returns the FLOP/s of all GPUs at work, and a description of them. CPU ranks share one CPU, so its rate is not multiplied."""
+    """Returns the FLOP/s of all GPUs at work, and a description of them.
+
+    CPU ranks share one CPU, so its rate is not multiplied.
+    """
     if planner.gpu_tflops:
         return gpus_at_work * planner.gpu_tflops * 1e12, f"{gpus_at_work} x {planner.gpu_tflops:g} TFLOP/s"
     if torch.cuda.is_available():

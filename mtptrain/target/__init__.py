@@ -1,1 +1,1 @@
-"""The frozen target: where it comes from, which families it may be of, its frozen parts, and the whole model."""
+"""The frozen target: its source, the supported model families, its frozen parts, and the whole model."""

@@ -6,31 +6,33 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 CAUSAL_OR_MASKED = "mtptrain_causal_or_masked"
-"""The name under which `causal_or_masked_attention` is registered with transformers. No mask function is registered for it, so that
-transformers passes on the mask of `PositionCache`, or None, unchanged."""
+"""The name under which `causal_or_masked_attention` is registered with transformers.
+
+No mask function is registered for it, so that transformers passes the mask of `PositionCache`, or None, through
+unchanged."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None = None, window: int | None = None
 ) -> torch.Tensor:
-    """Attends from each token of a sequence to itself and to the tokens before it.
+    """Returns causal attention: each token of a sequence attends to itself and to the tokens before it.
 
     Args:
         query: sequences of one length [B, heads, S, head_dim].
         key: [B, kv heads, S, head_dim].
         value: [B, kv heads, S, value head_dim].
-        scaling: factor of the scores; 1 / sqrt(head_dim) unless given.
+        scaling: scale of the scores; 1 / sqrt(head_dim) by default.
         window: number of tokens that each token sees, itself included; None for all.
 
     Returns:
-        [B, heads, S, value head_dim].
+        The attention output [B, heads, S, value head_dim].
     """
     length = query.shape[2]
     is_whole = window is None or length <= window
     has_grouped_kernel = is_whole and query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
     if not has_grouped_kernel:  # only flash takes grouped keys on CUDA; SDPA would otherwise store scores [B, heads, S, S]
-        key, value = (_for_each_head(x, query.shape[1]) for x in (key, value))
+        key, value = (_repeat_for_query_heads(x, query.shape[1]) for x in (key, value))
     if window is None or length <= window:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
@@ -38,14 +40,14 @@ def causal_attention(
     outs = []
     for start in range(0, length, window):  # a block of rows sees at most two windows of keys
         end, first = min(start + window, length), max(0, start + 1 - window)
-        distance = torch.arange(start, end)[:, None] - torch.arange(first, end)  # from each row back to each key [rows, keys]
+        distance = torch.arange(start, end)[:, None] - torch.arange(first, end)  # from each key to each row [rows, keys]
         mask = ((distance >= 0) & (distance < window)).to(query.device)
         keys, values = key[:, :, first:end], value[:, :, first:end]
         outs.append(F.scaled_dot_product_attention(query[:, :, start:end], keys, values, attn_mask=mask, scale=scaling))
     return torch.cat(outs, dim=2)
 
 
-def _for_each_head(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _repeat_for_query_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     groups = num_heads // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
@@ -67,10 +69,11 @@ def causal_or_masked_attention(
         query: [B, heads, S, head_dim].
         key: [B, kv heads, slots, head_dim]. Without a mask there must be S slots.
         value: [B, kv heads, slots, value head_dim].
-        attention_mask: bool[B, 1, S, slots], True for slots that a row sees. The layer's sliding window is already applied.
-        scaling: factor of the scores.
+        attention_mask: bool[B, 1, S, slots], True for slots that a row sees. The layer's sliding window is already
+            applied.
+        scaling: scale of the scores.
         sliding_window: the layer's window; used only without a mask.
-        kwargs: further arguments of transformers, which are ignored.
+        kwargs: other arguments that transformers passes; ignored.
 
     Returns:
         The attention output [B, S, heads, value head_dim], and None in place of attention weights.

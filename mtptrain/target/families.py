@@ -1,4 +1,4 @@
-"""Families of targets that are supported, and what differs between them: windows, RoPE, norms."""
+"""The supported model families and their differences: sliding windows, RoPE, norms."""
 
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,23 @@ from transformers import (
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2")
 
 OFFSET_NORM_MODEL_TYPES = ("gemma3_text",)
-"""Their RMSNorm multiplies by 1 + weight, in fp32."""
+"""Families whose RMSNorm multiplies by 1 + weight, in fp32."""
 
 WINDOW_IN_ALL_LAYERS = ("mistral", "qwen3_moe")
-"""Their sliding window is that of every layer."""
+"""Families whose sliding window applies to every layer."""
 
 WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma3_text")
-"""Their `layer_types` say which layers have the sliding window."""
+"""Families whose `layer_types` say which layers have the sliding window."""
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""RoPE types whose rotation of a position does not depend on the length of the text."""
 
 
 def read_target_config(target_dir: Path) -> PreTrainedConfig:
-    """The target's config.
+    """Returns the target's config.
 
     Raises:
-        ValueError: the model's family is not supported, or not with these settings.
+        ValueError: the model family, or one of its settings, is not supported.
     """
     config = AutoConfig.from_pretrained(target_dir)
     path, family = target_dir / "config.json", config.model_type
@@ -39,19 +40,20 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(
-            f"target.path: a token must not see those behind it, but use_bidirectional_attention is set in {path}; choose another target"
+            f"target.path: a token must not attend to later tokens, but use_bidirectional_attention is set in {path}; "
+            "choose another target"
         )
     check_static_rope(config)
     if _ignores_windows(config):
         raise ValueError(
-            f"target.path: sliding windows must be those of family {family!r} in transformers, but the ones in {path} are ignored "
-            "there, and engines do not ignore them; remove sliding_window and layer_types from it, or choose another target"
+            f"target.path: sliding windows must be ones that transformers implements for {family!r}, but it ignores those in {path}, "
+            "which engines do not; remove sliding_window and layer_types from it, or choose another target"
         )
     return config
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
-    """Tokens that the layers with a sliding window see, the reading one included; None where no layer has one."""
+    """Returns the size of the sliding window in tokens, the query itself included; None if no layer has one."""
     is_used = config.model_type in WINDOW_IN_ALL_LAYERS or (
         config.model_type in WINDOW_BY_LAYER_TYPE and "sliding_attention" in config.layer_types
     )
@@ -59,7 +61,7 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 
 def _ignores_windows(config: PreTrainedConfig) -> bool:
-    """Whether the config asks for windows that are not in the family's code."""
+    """Returns whether the config sets windows that the family's code in transformers does not implement."""
     if config.model_type in WINDOW_BY_LAYER_TYPE:
         return False
     window = None if config.model_type in WINDOW_IN_ALL_LAYERS else getattr(config, "sliding_window", None)
@@ -68,16 +70,17 @@ def _ignores_windows(config: PreTrainedConfig) -> bool:
 
 
 def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
-    """The target's RoPE as a head takes it: flat, with `rope_type` and `rope_theta`; of the layers with full attention."""
+    """Returns the RoPE parameters of the target's full-attention layers, as one flat dict with `rope_type` and
+    `rope_theta`."""
     rope_parameters = target_config.rope_parameters
     return dict(rope_parameters.get("full_attention", rope_parameters))
 
 
 def check_static_rope(config: PreTrainedConfig) -> None:
-    """Refuse positions whose rotation depends on the length of the text: a packed forward and a cache see another length.
+    """Refuse RoPE that depends on the length of the text, which differs between a packed forward and a cache.
 
     Raises:
-        ValueError: the target's RoPE is of such a type.
+        ValueError: the target has a RoPE of such a type.
     """
     rope_type = head_rope_parameters(config)["rope_type"]
     if rope_type not in STATIC_ROPE_TYPES:

@@ -1,4 +1,4 @@
-"""The target's embeddings, final norm and lm_head: all that a head is tied to."""
+"""The target's embeddings, final norm and lm_head, which a head shares without training them."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from transformers import (
-    PreTrainedConfig,
-)
+from transformers import PreTrainedConfig
 
 from mtptrain.target.families import OFFSET_NORM_MODEL_TYPES, read_target_config
 from mtptrain.target.hub import weight_files
@@ -17,25 +15,25 @@ from mtptrain.target.hub import weight_files
 EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Dtypes in safetensors files whose numbers need no scale."""
+"""Dtypes of safetensors files that need no scale."""
 
 
 @dataclass(frozen=True)
 class FrozenParts:
-    """Embeddings, final norm and lm_head of the target: all that a head is tied to."""
+    """The target's embeddings, final norm and lm_head."""
 
     embed_tokens: torch.Tensor  # [V, H]
     norm_weight: torch.Tensor  # [H]
     norm_eps: float
     lm_head: torch.Tensor  # [V, H]
     has_offset_norm: bool = False
-    """The norm multiplies by 1 + weight."""
+    """Whether the norm multiplies by 1 + weight."""
     logit_softcap: float | None = None
-    """The target's own logits are kept within +- this."""
+    """The bound of the target's own logits, which tanh keeps within +- this; None for no bound."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, weights: Mapping[str, torch.Tensor]) -> "FrozenParts":
-        """From the target's tensors by name; tied ones need the embeddings alone."""
+        """Returns the parts from the target's tensors by name. LM_HEAD is not needed if it is tied."""
         embed_tokens = weights[EMBED_TOKENS]
         return cls(
             embed_tokens,
@@ -47,14 +45,15 @@ class FrozenParts:
         )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the table as they are: what engines share with a head.
+        """Returns the unscaled embeddings [..., H], which engines share with a head.
 
-        Gemma multiplies by sqrt(H) behind its table, in its own forward only (vLLM's Gemma3Model.embed_input_ids).
+        Gemma multiplies them by sqrt(H) only in the target's own forward (vLLM's Gemma3Model.embed_input_ids).
         """
         return F.embedding(input_ids, self.embed_tokens)  # [..., H]
 
     def final_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Post-norm states from those after the last layer, rounded where the family's own norm rounds."""
+        """Returns post-norm states from the states after the last layer, with the same rounding as the family's own
+        norm."""
         states, dtype = hidden_states.float(), self.norm_weight.dtype
         normed = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)  # [..., H]
         if self.has_offset_norm:
@@ -62,7 +61,7 @@ class FrozenParts:
         return self.norm_weight * normed.to(dtype)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's own, soft-capped where it does so."""
+        """Returns the target's own logits, soft-capped if the target does so."""
         logits = F.linear(states, self.lm_head)  # [..., V]
         return logits if self.logit_softcap is None else torch.tanh(logits / self.logit_softcap) * self.logit_softcap
 
@@ -90,7 +89,7 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
 
 
 def refuse_quantised_parts(target_dir: Path) -> None:
-    """Refuse a checkpoint with quantised embeddings or a quantised lm_head; reads the headers of its files alone.
+    """Refuse a checkpoint with quantised embeddings, final norm or lm_head. Reads only the headers of its files.
 
     Raises:
         ValueError: one of them is quantised.
@@ -99,7 +98,7 @@ def refuse_quantised_parts(target_dir: Path) -> None:
 
 
 def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
-    """Refuse tensors of these modules that are no plain numbers, and scales that belong to others."""
+    """Refuse quantised tensors of these modules, and their scales."""
     for path in weight_files(target_dir):
         with safe_open(path, framework="pt") as file:
             names = sorted(name for name in file.keys() if name.startswith(prefixes))  # noqa: SIM118
@@ -108,13 +107,15 @@ def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
             module, _, parameter = name.rpartition(".")
             if dtype not in PLAIN_DTYPES or "scale" in parameter:
                 raise ValueError(
-                    f"target.path: {module} must be stored unquantised, for training reads it without scales, but {path} has {name} in "
-                    f"{dtype}; choose the checkpoint before quantisation, or one that leaves this module out of it"
+                    f"target.path: {module} must be unquantised, because training reads it without scales, but {path} has {name} in "
+                    f"{dtype}; choose the unquantised checkpoint, or one in which this module is not quantised"
                 )
 
 
 def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
-    """Read the target's last decoder layer: tensors in fp32 by their names inside the layer, norms as what they multiply by.
+    """Returns the target's last decoder layer: fp32 tensors by their names inside the layer.
+
+    Norm weights include the 1 of families that multiply by 1 + weight.
 
     Raises:
         ValueError: a tensor is quantised, or the family is not supported.
@@ -132,8 +133,6 @@ def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
 
 def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
     if tensor_names:
-        named = sorted(tensor_names)[:3]
+        first_names = sorted(tensor_names)[:3]
         rest = f" and {len(tensor_names) - 3} more" if len(tensor_names) > 3 else ""
-        raise ValueError(
-            f"{target_dir}: the checkpoint must hold {', '.join(named)}{rest}, but does not; it is incomplete, fetch it again"
-        )
+        raise ValueError(f"{target_dir}: the checkpoint must hold {', '.join(first_names)}{rest}, but does not; download it again")

@@ -1,4 +1,4 @@
-"""Where a target comes from: the demo, a directory or the hub; its tokenizer and its files of weights."""
+"""Finds a target (the demo, a directory or a hub repository), its tokenizer and its weight files."""
 
 import hashlib
 import json
@@ -6,27 +6,25 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import (
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 HUB_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
-"""What the hub, or the way to it, may answer."""
+"""Errors of the hub or of the connection to it."""
 
 DEMO = "demo"
-
 DEMO_DIR = Path(__file__).parents[1] / "demo_target"
 
 
 def resolve_target(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
-    """The target's local directory: the demo target, a directory, or a snapshot of a hub repository.
+    """Returns the target's local directory; a hub repository is downloaded if needed.
 
     Args:
-        setting: to name in errors.
+        path: `demo`, a directory, or a hub name.
+        revision: revision of the hub repository.
+        setting: name of the setting for errors.
 
     Raises:
-        FileNotFoundError: `path` is neither.
+        FileNotFoundError: `path` is none of them.
     """
     if path == DEMO:
         return DEMO_DIR
@@ -41,7 +39,7 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
 
 
 def unknown_target(path: str, answer: Exception, advice: str, setting: str = "target.path") -> FileNotFoundError:
-    """What to raise where `path` is no directory and the hub gave this answer."""
+    """Returns the error for a `path` that is no directory and for which the hub raised `answer`."""
     return FileNotFoundError(
         f"{setting}: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub answered: "
         f"{str(answer).splitlines()[0]}; correct the path or {advice}"
@@ -54,7 +52,7 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
 
 
 def weight_files(target_dir: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, single or sharded.
+    """Returns the safetensors files of a checkpoint, single or sharded.
 
     Raises:
         FileNotFoundError: there are none.
@@ -78,7 +76,8 @@ _SAMPLES_PER_TENSOR, _SAMPLE_BYTES = 8, 4096
 
 
 def weights_fingerprint(target_dir: Path) -> str:
-    """A hash of every safetensors header and of eight samples of each tensor, whatever the size of the checkpoint."""
+    """Returns a hash of every safetensors header and of eight samples of each tensor, which is fast for a checkpoint of
+    any size."""
     digest = hashlib.sha256()
     for path in weight_files(target_dir):
         with path.open("rb") as file:

@@ -1,7 +1,6 @@
-"""The frozen target: the whole model, or only what training needs of it.
+"""The whole frozen target, which extraction and acceptance run.
 
-Training reads embeddings, final norm and lm_head alone from the target's safetensors (`load_frozen_parts`); extraction and
-acceptance run the whole model (`load_target`).
+Training reads only its frozen parts (`load_frozen_parts`).
 """
 
 import os
@@ -12,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mtptrain.target.causal_attention import CAUSAL_OR_MASKED
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, read_target_config, sliding_window
@@ -27,27 +23,27 @@ from mtptrain.target.position_cache import PositionCache, TreeRows
 class Target:
     """The whole frozen target for drafting and verification.
 
-    Its layers may be on several devices; what it takes and returns is on `device`, that of its embeddings, and so are its `parts`.
+    Its layers may be on several devices. Inputs, outputs and `parts` are on `device`, the device of the embeddings.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take over a model.
+        """Freeze a model, which is then used in place.
 
         Raises:
-            ValueError: accelerate has left what drafting needs off the GPUs.
+            ValueError: accelerate has offloaded a part that drafting needs.
         """
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
         self.window = sliding_window(model.config)
-        weights = dict(model.named_parameters(remove_duplicate=False))  # tied: under both names
+        weights = dict(model.named_parameters(remove_duplicate=False))  # a tied weight under both names
         parts = FrozenParts.of(model.config, weights)
         device = parts.embed_tokens.device
         if "meta" in (device.type, parts.norm_weight.device.type, parts.lm_head.device.type):
             raise ValueError(
                 "target.path: embeddings, final norm and lm_head of the target must fit the GPUs of one machine, but accelerate has "
-                "left some of them out; take more GPUs, or a smaller dtype"
+                "offloaded some of them; use more GPUs, or a smaller dtype"
             )
-        # Nothing is copied on one device; on several, an untied lm_head of the last device is also kept on the first.
+        # With several devices, this copies an untied lm_head from the last device to the first; with one device, nothing is copied.
         self.parts = replace(parts, norm_weight=parts.norm_weight.to(device), lm_head=parts.lm_head.to(device))
 
     @property
@@ -63,7 +59,10 @@ class Target:
         capture_layers: tuple[int, ...] = (),
         tree: TreeRows | None = None,
     ) -> "TargetStates":
-        """States of tokens [B, S] at positions [B, S], reading and writing the cache; a whole tree where one is given."""
+        """Returns the states of tokens [B, S] at positions [B, S], and updates the cache.
+
+        The tokens may form a tree.
+        """
         mask = self._family_mask(cache.begin(positions, tree), positions, tree)
         with self.capturing(capture_layers) as streams, self._causal_or_masked_attention():
             output = self.model.model(
@@ -74,7 +73,7 @@ class Target:
 
     @contextmanager
     def _causal_or_masked_attention(self) -> Iterator[None]:
-        """Swaps the model's attention; other callers of the model keep their own."""
+        """Replaces the model's attention inside this context."""
         before = self.model.config._attn_implementation
         self.model.config._attn_implementation = CAUSAL_OR_MASKED
         try:
@@ -85,7 +84,8 @@ class Target:
     def _family_mask(
         self, mask: torch.Tensor | None, positions: torch.Tensor, tree: TreeRows | None
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """What the family's forward takes for the mask of `PositionCache.begin`: with the sliding window where layers have one."""
+        """Returns the mask of `PositionCache.begin` in the form that the family's forward takes, with the sliding
+        window applied."""
         if mask is None or self.window is None:
             return mask
         slot_positions = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots]
@@ -98,11 +98,11 @@ class Target:
 
     @contextmanager
     def capturing(self, after_layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """Keep residual streams of a forward of the model, by the number of decoder layers that they are behind.
+        """Record residual streams of the model's forward, by the number of decoder layers before them.
 
-        0 is what the first layer reads, the number of layers the state before the final norm.
+        0 is the input of the first layer; the number of layers is the state before the final norm.
         """
-        readers = [*self.model.model.layers, self.model.model.norm]  # the stream after k layers is what module k reads
+        readers = [*self.model.model.layers, self.model.model.norm]  # the stream after k layers is the input of module k
         streams: dict[int, torch.Tensor] = {}
 
         def keep(layer: int, args: tuple[torch.Tensor, ...]) -> None:
@@ -118,21 +118,21 @@ class Target:
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What a forward of the target gives to a drafter."""
+    """The outputs of the target's forward that a drafter reads."""
 
     hidden_states: torch.Tensor
     """Post-norm states [B, S, H]."""
     aux_hidden_states: torch.Tensor | None
-    """Captured residual streams [B, S, L, H]; None where none were asked for."""
+    """Captured residual streams [B, S, L, H]; None if none were requested."""
 
     def of_rows(self, index: torch.Tensor) -> "TargetStates":
-        """Of the rows [B, R] of each sequence."""
+        """Returns the states of the rows `index` [B, R] of each sequence."""
         rows, captured = torch.arange(len(index), device=index.device)[:, None], self.aux_hidden_states
         return TargetStates(self.hidden_states[rows, index], None if captured is None else captured[rows, index])
 
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
-    """The whole target on one device; on several, where it does not fit, by accelerate's placement.
+    """Returns the whole target, on one device if it fits there, otherwise spread over several by accelerate.
 
     Raises:
         ValueError: the family is not supported, a tensor is missing, or several ranks would share several devices.
@@ -148,20 +148,24 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
         output_loading_info=True,
     )
     model, loading = loaded
-    _refuse_missing(target_dir, loading["missing_keys"])  # transformers only logs that it drew them at random
+    _refuse_missing(target_dir, loading["missing_keys"])  # transformers initialises missing tensors at random and only logs it
     return Target(model)
 
 
 def load_draft_model(path: str, target_dir: Path, context_tokens: int, dtype: torch.dtype, device: torch.device) -> Target:
-    """A small language model that drafts for the target.
+    """Returns a small language model that drafts for the target.
 
     Args:
-        context_tokens: that it must be able to read, drafts included.
+        path: a directory or a hub name.
+        target_dir: the target's directory.
+        context_tokens: the longest context that it must read, drafts included.
+        dtype: dtype of its weights.
+        device: device of its weights.
 
     Raises:
         FileNotFoundError: `path` is neither a directory nor a hub name.
-        ValueError: it has another tokenizer, fewer embeddings than that has tokens, too short a context, or a family that is not
-            supported.
+        ValueError: its tokenizer is not the target's, it has fewer embeddings than tokens, its context is too short, or
+            its family is not supported.
     """
     directory = resolve_target(path, setting="acceptance.draft_model")
     vocab = load_tokenizer(directory).get_vocab()
@@ -176,27 +180,27 @@ def load_draft_model(path: str, target_dir: Path, context_tokens: int, dtype: to
             f"acceptance.draft_model: must have an embedding for each token of its tokenizer, ids up to {max(vocab.values())}, but "
             f"{directory} has vocab_size {config.vocab_size}; choose another model"
         )
-    own_context = config.max_position_embeddings
-    if own_context < context_tokens:
+    max_tokens = config.max_position_embeddings
+    if max_tokens < context_tokens:
         raise ValueError(
-            f"acceptance.draft_model: must read the longest prompt with its answer and drafts, {context_tokens} tokens, but {directory} "
-            f"has a context of {own_context}; leave out long prompts or choose another model"
+            f"acceptance.draft_model: must read the longest prompt with its response and drafts, {context_tokens} tokens, but {directory} "
+            f"has a context of {max_tokens}; leave out long prompts or choose another model"
         )
     return load_target(directory, dtype, device)
 
 
 def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a target that `load_target` could not place, before long work.
+    """Refuse, before any long work, a target that `load_target` could not place.
 
     Raises:
-        FileNotFoundError: it has no weights.
+        FileNotFoundError: the target has no weights.
         ValueError: several ranks would share several devices.
     """
     weight_files(target_dir)
     if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            f"target.path: {target_dir} must fit one device where several ranks share a machine, but does not; start one process, "
-            "over which accelerate spreads it; in training set train.validation_prompts=0"
+            f"target.path: {target_dir} must fit one device if several ranks share a machine, but does not; start one process, "
+            "which spreads it over all devices; in training, set train.validation_prompts=0"
         )
 
 

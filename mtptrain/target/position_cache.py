@@ -1,4 +1,4 @@
-"""The cache of keys and values for decoding, in which position p has slot p."""
+"""A cache of keys and values for decoding that stores position p in slot p."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,26 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Rows of one forward that continue a sequence as a tree: rows may share a position, but each has a slot of its own."""
+    """The rows of a forward that continue a sequence as a tree.
 
-    root: torch.Tensor  # i64[B], the first slot of the tree; every row sees all slots before it
-    first: int  # the rows use slots root + first, root + first + 1, ...
-    sees: torch.Tensor  # bool[B, S, first + S], which slots of the tree each row sees
+    Rows may share a position, but each has its own slot.
+    """
+
+    root: torch.Tensor
+    """The first slot of the tree, i64[B]. Every row sees all slots before it."""
+    first: int
+    """The rows use the slots root + first, root + first + 1, ..."""
+    sees: torch.Tensor
+    """Which slots of the tree each row sees, bool[B, S, first + S]."""
 
 
 class PositionCache(Cache):
     """A cache that stores the key and value of position p in slot p of each row.
 
-    Writing a position again overwrites it, and a query sees only the slots up to its own position. After a rejected draft, decoding
-    therefore continues at an earlier position, without copying or cropping the cache. Each row has its own length. A tree occupies
-    the slots after the sequence until `keep` copies the accepted branch to the slots of its positions.
+    Writing a position again overwrites it, and a query sees only the slots up to its own position. After a rejected
+    draft, decoding therefore continues at an earlier position, without copying or cropping the cache. Each row has its
+    own length. A tree occupies the slots after the sequence until `keep` copies the accepted branch to the slots of its
+    positions.
 
     Each layer's keys and values are on the device of that layer; slot indices are copied to a device once per forward.
     """
@@ -37,12 +44,12 @@ class PositionCache(Cache):
         """Set the positions that the next forward writes.
 
         Args:
-            positions: [B, S]. The first forward is the prompts' and must have positions 0 .. S - 1 in every row.
+            positions: [B, S]. The first forward reads the prompts and must have positions 0 .. S - 1 in every row.
             tree: the slots and mask of the rows, if they form a tree.
 
         Returns:
-            The mask [B, 1, S, slots in use], True for slots that a row sees. None for prompts: causal
-            attention is enough there, because it never looks at the padding after a prompt.
+            The mask [B, 1, S, slots in use], True for slots that a row sees. None for prompts, which need only
+            causal attention: a prompt token never sees the padding after the prompt.
         """
         is_prompt = self._used_slots == 0
         assert not (is_prompt and tree is not None), "a tree needs a prompt before it"
@@ -65,18 +72,19 @@ class PositionCache(Cache):
 
     def keep(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Copy the keys and values in `slots` [B, S] to the slots of `positions` [B, S]."""
-        places: dict[torch.device, tuple[torch.Tensor, ...]] = {}
+        indices: dict[torch.device, tuple[torch.Tensor, ...]] = {}
         for tensor in (*self._keys.values(), *self._values.values()):
-            if tensor.device not in places:
+            if tensor.device not in indices:
                 rows = torch.arange(len(slots), device=tensor.device)[:, None]
-                places[tensor.device] = rows, slots.to(tensor.device), positions.to(tensor.device)
-            rows, of_slots, of_positions = places[tensor.device]
-            tensor[rows, :, of_positions] = tensor[rows, :, of_slots]
+                indices[tensor.device] = rows, slots.to(tensor.device), positions.to(tensor.device)
+            rows, sources, destinations = indices[tensor.device]
+            tensor[rows, :, destinations] = tensor[rows, :, sources]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes keys and values [B, heads, S, head_dim] into the slots that `begin` set, and returns those of all slots in use."""
+        """Writes keys and values [B, heads, S, head_dim] into the slots that `begin` set, and returns all slots in
+        use."""
         if layer_idx not in self._keys:
             batch, heads = key_states.shape[:2]
             self._keys[layer_idx] = key_states.new_zeros(batch, heads, self.num_slots, key_states.shape[-1])

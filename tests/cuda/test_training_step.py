@@ -11,7 +11,7 @@ import torch
 
 from mtptrain.config import LossKind, TrainConfig
 from mtptrain.heads import HEADS
-from mtptrain.planning.costs import step_costs
+from mtptrain.planning.costs import MicroBatch, step_costs
 from mtptrain.planning.plan import make_plan
 from tests.cuda import guard
 from tests.cuda.rehearsal import DEVICE, Rehearsal, answers, rehearse_step
@@ -76,7 +76,8 @@ def test_the_planned_step_is_the_step_that_runs(head: str, target: str, activati
     )
     rehearsal = rehearse_step(config, target_config, ONE_DOCUMENT, train)
     tokens = rehearsal.batch.num_tokens
-    planned = step_costs(config, target_config, torch.bfloat16, [tokens], 1.0, train.loss_chunk_rows, activation_checkpointing)
+    micro_batch = MicroBatch(config, target_config, torch.bfloat16, [tokens], 1.0, train.loss_chunk_rows, activation_checkpointing)
+    planned = step_costs(micro_batch)
     meter, weights = rehearsal.meter, sum(2 * x.numel() for x in rehearsal.head.parameters())
     frozen = 2 * target_config.hidden_size * (2 * target_config.vocab_size + 1)
     assert planned.peak_bytes == pytest.approx(meter.peak_bytes[DEVICE] - weights - frozen, rel=0.05)

@@ -311,7 +311,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
         return tokens_of_shard(*args)
 
     monkeypatch.setattr(fill, "tokens_of_shard", fill_the_disk_first)
-    message = r"must have room for 0\.000 GB of hidden states, but is full; finished shards are kept: make space and run"
+    message = r"must have room for 0\.000 GB of hidden states, but is full; finished shards are kept: free some space and run"
     with pytest.raises(OSError, match=message) as raised:
         extract_hidden_states(config, ONE_RANK)
     assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(store_dir)
@@ -440,7 +440,7 @@ def test_prompts_of_another_tokenizer_or_template_are_refused(
         tokenizer.save_pretrained(other)
     config.target.path = str(other)
     with pytest.raises(
-        ValueError, match=rf"prompts/manifest.json: {name} must be .*, that of target {other}, but is .*; run data_prep"
+        ValueError, match=rf"prompts/manifest.json: {name} must be .*, as for target {other}, but is .*; run data_prep"
     ):
         extract_hidden_states(config, ONE_RANK)
 

@@ -26,7 +26,7 @@ HEAD_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType({"llama": {"head_
 """What vLLM has: a head of 32 at least on CPUs, and hidden_size / num_attention_heads for Qwen2."""
 REFUSED = {
     "deepseek_v2": "has multi-head latent attention",
-    "gemma3_text": "has layers that vLLM does not capture",
+    "gemma3_text": "has layers that vLLM cannot capture",
     "qwen2 with window": "has a sliding window in some of its layers",
     "qwen3 with window": "has a sliding window in some of its layers",
 }
@@ -106,6 +106,6 @@ def test_targets_that_vllm_cannot_extract_from_are_refused_by_name(target_of_fam
 def test_qwen2_with_a_size_of_heads_that_vllm_ignores_is_refused(tmp_path: Path) -> None:
     target_dir = make_target(tmp_path, "qwen2", num_attention_heads=2, head_dim=64)
     with pytest.raises(
-        ValueError, match=r"family 'qwen2' has head_dim=64, where vLLM takes hidden_size / num_attention_heads=32; set"
+        ValueError, match=r"family 'qwen2' has head_dim=64, but vLLM uses hidden_size / num_attention_heads=32; set"
     ):
         check_vllm_can_extract(read_target_config(target_dir))

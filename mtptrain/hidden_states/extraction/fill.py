@@ -1,4 +1,4 @@
-"""Filling shards from a backend: the loop of stage 2, whatever runs the target."""
+"""Fills shards with the states of a backend: the main loop of stage 2."""
 
 import errno
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,16 +18,19 @@ from mtptrain.hidden_states.writer import ShardFile
 
 
 class Streams(Protocol):
-    """What a backend gives."""
+    """A backend that runs the target and returns its residual streams."""
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """For each shard in order, its prompts' residual streams in any order: the index of the prompt in its shard, and [n, L, H].
+        """Yields an iterator for each shard in order.
 
-        A shard's iterator is exhausted before the next one is asked for.
+        It yields a prompt's index in the shard and its states [n, L, H], in any order.
+
+        The caller exhausts a shard's iterator before it requests the next one.
         """
 
 
 def num_tokens(documents: Documents, shards: list[range]) -> int:
+    """Returns the number of tokens in these shards."""
     return sum(int(documents.document_offsets[shard.stop] - documents.document_offsets[shard.start]) for shard in shards)
 
 
@@ -39,23 +42,23 @@ def fill_shards(
     hidden_size: int,
     num_captured: int,
     dtype: StoreDtype,
-    who: str,
+    progress_name: str,
     show: bool = True,
     writer_threads: int = 1,
 ) -> None:
-    """Write shards, each document while later ones are computed.
+    """Write shards. Each document is written while later ones are computed.
 
     Args:
-        streams: a backend that gives the captured layers and then the last one before the final norm.
-        documents: all of the prompts.
-        shards: the documents of each shard to be written, by its index.
-        store_dir: a store that `begin_store` made ready.
+        streams: the backend, which returns the captured layers followed by the state before the final norm.
+        documents: all prompts.
+        shards: the documents of each shard to write, by the shard's index.
+        store_dir: a store that `begin_store` has prepared.
         hidden_size: H.
         num_captured: L of `aux_hidden_states`.
-        dtype: of the stored states.
-        who: is at work, for the bar of progress.
-        show: the bar.
-        writer_threads: that check, encode and write states.
+        dtype: the dtype of the stored states.
+        progress_name: name of this process in the progress bar.
+        show: whether to show the progress bar.
+        writer_threads: number of threads that check, encode and write states.
 
     Raises:
         OSError: the disk is full.
@@ -65,12 +68,12 @@ def fill_shards(
     try:
         with (
             OverlappedWriter(writer_threads) as writer,
-            tqdm(total=total, unit="tok", unit_scale=True, desc=f"hidden states, {who}", disable=not show) as bar,
+            tqdm(total=total, unit="tok", unit_scale=True, desc=f"hidden states, {progress_name}", disable=not show) as bar,
         ):
-            for (index, shard), states_of_shard in zip(shards.items(), streams.extract(prompts), strict=True):
+            for (index, shard), shard_states in zip(shards.items(), streams.extract(prompts), strict=True):
                 file = ShardFile(store_dir, index, tokens_of_shard(documents, shard), hidden_size, num_captured, dtype)
                 writer.begin(file)
-                for document, states in states_of_shard:
+                for document, states in shard_states:
                     writer.write(document, states)
                     bar.update(len(states))
                 writer.finish()
@@ -80,13 +83,13 @@ def fill_shards(
         raise OSError(
             error.errno,
             f"the disk must have room for {bytes_per_token(hidden_size, num_captured, dtype) * total / 1e9:.3f} GB of hidden states, "
-            "but is full; finished shards are kept: make space and run the same command again",
+            "but is full; finished shards are kept: free some space and run the same command again",
             str(store_dir),
         ) from error
 
 
 def tokens_of_shard(documents: Documents, shard: range) -> dict[str, torch.Tensor]:
-    """All tensors of a shard but the states, by the names of the format."""
+    """Returns all tensors of a shard except the states, by their names in the format."""
     offsets = documents.document_offsets[shard.start : shard.stop + 1]
     tokens = slice(int(offsets[0]), int(offsets[-1]))
     return {

@@ -1,4 +1,5 @@
-"""Shards written while the next states are computed: some threads check, encode and write, another syncs and hashes what is full."""
+"""Writes shards while the next states are computed: several threads check, encode and write, and one syncs and hashes
+full shards."""
 
 import threading
 from collections import deque
@@ -10,17 +11,20 @@ import torch
 from mtptrain.hidden_states.writer import ShardFile
 
 MAX_PENDING_BYTES = 2**30
-"""States that wait to be written; the next one then waits for the first of them."""
+"""The most bytes of states that may wait to be written; `OverlappedWriter.write` then blocks."""
 
 
 class OverlappedWriter:
-    """Writes documents to one shard after the other. An error of a thread is raised by the next call, or at the end."""
+    """Writes documents to one shard after another.
+
+    The next call, or the end of the context, raises the error of a thread.
+    """
 
     def __init__(self, num_threads: int = 1) -> None:
-        """Start without a shard.
+        """Start the threads.
 
         Args:
-            num_threads: documents that are written at a time. The bytes on the disk are the same for any number.
+            num_threads: number of documents that are written at a time. It does not change the bytes on the disk.
         """
         self._writing = ThreadPoolExecutor(num_threads)
         self._finishing = ThreadPoolExecutor(max_workers=1)
@@ -29,7 +33,7 @@ class OverlappedWriter:
         self._finished: Future[None] | None = None
         self._file: ShardFile | None = None
         self._unfinished: set[ShardFile] = set()
-        self._of_thread = threading.local()
+        self._thread_local = threading.local()
 
     def begin(self, file: ShardFile) -> None:
         """Write to this shard from now on."""
@@ -37,7 +41,7 @@ class OverlappedWriter:
         self._unfinished.add(file)
 
     def write(self, document: int, states: torch.Tensor) -> None:
-        """Hand over the states of a document [n, L + 1, H], complete, on any device."""
+        """Queue the states of a document [n, L + 1, H], on any device. Their computation must have finished."""
         assert self._file is not None, "no shard was begun"
         num_bytes = states.numel() * states.element_size()
         while self._pending and (self._pending[0][0].done() or self._pending_bytes + num_bytes > MAX_PENDING_BYTES):
@@ -46,7 +50,10 @@ class OverlappedWriter:
         self._pending_bytes += num_bytes
 
     def finish(self) -> None:
-        """The shard has all of its documents: it is completed behind the next one's back, no more than one at a time."""
+        """Finalize this shard in the background while the next one is written.
+
+        At most one shard is finalized at a time.
+        """
         assert self._file is not None, "no shard was begun"
         if self._finished:
             self._finished.result()
@@ -62,9 +69,9 @@ class OverlappedWriter:
     def _write(self, file: ShardFile, document: int, states: torch.Tensor) -> None:
         if not states.is_cuda:
             return file.write(document, states)
-        if not hasattr(self._of_thread, "stream"):
-            self._of_thread.stream = torch.cuda.Stream(states.device)
-        with torch.cuda.stream(self._of_thread.stream):  # beside the kernels of the next batch
+        if not hasattr(self._thread_local, "stream"):
+            self._thread_local.stream = torch.cuda.Stream(states.device)
+        with torch.cuda.stream(self._thread_local.stream):  # overlaps with the kernels of the next batch
             return file.write(document, states)
 
     def _finish(self, file: ShardFile, pending: list[Future[None]]) -> None:

@@ -1,4 +1,5 @@
-"""Residual streams by transformers: whole documents packed into one row, without padding, each seeing itself alone."""
+"""Extracts residual streams with transformers: whole documents are packed without padding, and each attends only to
+itself."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,21 +14,21 @@ from mtptrain.target.causal_attention import causal_attention
 from mtptrain.target.model import Target
 
 PACKED = "mtptrain_packed"
-"""Name of the attention below among those of transformers."""
+"""The name under which `packed_attention` is registered with transformers."""
 
 
 class TransformersStreams:
-    """The target in this process."""
+    """Extraction by the target in this process."""
 
     def __init__(self, target: Target, layers: tuple[int, ...], batch_tokens: int, compile_layers: bool = False) -> None:
-        """Take over a target.
+        """Give a target packed attention.
 
         Args:
-            target: the frozen target; its attention becomes the packed one.
-            layers: k for the stream after k decoder layers; 0 gives the embeddings, the number of layers the state before the
-                final norm.
-            batch_tokens: of one forward, of whole documents.
-            compile_layers: compile what lies around the attention of each decoder layer.
+            target: the frozen target, which is changed in place.
+            layers: k for the stream after k decoder layers; 0 for the embeddings, the number of layers for the state
+                before the final norm.
+            batch_tokens: the most tokens in one forward, which reads whole documents.
+            compile_layers: compile each decoder layer except its attention.
         """
         self.target, self.layers, self.batch_tokens = target, layers, batch_tokens
         target.model.set_attn_implementation(PACKED)
@@ -36,9 +37,12 @@ class TransformersStreams:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """For each shard in order, its prompts' streams in any order: the index of the prompt in its shard, and [n, L, H].
+        """Yields an iterator for each shard in order.
 
-        Batches lie within a shard, so that its bits are its own. The states are complete, on the target's device.
+        It yields a prompt's index in the shard and its states [n, L, H], in any order.
+
+        Batches never span shards, so that the bits of a shard depend only on its own prompts. The states are on the
+        target's device and their computation has finished.
         """
         for prompts in shards:
             yield self._extract_shard(prompts)
@@ -47,14 +51,17 @@ class TransformersStreams:
         for batch in token_budget_batches([len(prompt) for prompt in prompts], self.batch_tokens):
             streams = residual_streams(self.target, [torch.from_numpy(prompts[i]) for i in batch], self.layers)
             if streams.is_cuda:
-                torch.cuda.current_stream(streams.device).synchronize()  # whoever copies them does so on a stream of its own
+                torch.cuda.current_stream(
+                    streams.device
+                ).synchronize()  # because other threads copy the states on their own CUDA streams
             yield from zip(batch, streams.split([len(prompts[i]) for i in batch]), strict=True)
 
 
 def token_budget_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of documents with at most `batch_tokens` tokens together, at least one document; the longest first.
+    """Yields batches of document indices, longest documents first, with at most `batch_tokens` tokens or a single
+    document each.
 
-    Documents of nearly equal length lie in one batch: attention serves neighbours of equal length with one call.
+    This puts documents of equal length next to each other, which attention handles in one call.
     """
     batch: list[int] = []
     room = batch_tokens
@@ -69,15 +76,15 @@ def token_budget_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[
 
 
 def residual_streams(target: Target, documents: Sequence[torch.Tensor], layers: tuple[int, ...]) -> torch.Tensor:
-    """Residual streams of documents in one forward of a target with packed attention.
+    """Returns the residual streams of documents, which are computed in one forward.
 
     Args:
-        target: whose model has the attention `PACKED`.
-        documents: token ids [n] each.
+        target: a target with the attention `PACKED`.
+        documents: token ids [n] of each document.
         layers: k for the stream after k decoder layers.
 
     Returns:
-        [N, L, H] for the N tokens of all documents, in the target's dtype, on the device of its embeddings.
+        The streams [N, L, H] of the N tokens of all documents, in the target's dtype, on the device of its embeddings.
     """
     with target.capturing(layers) as streams:
         packed_forward(target, documents)
@@ -86,7 +93,7 @@ def residual_streams(target: Target, documents: Sequence[torch.Tensor], layers: 
 
 @torch.inference_mode()
 def packed_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
-    """Run the decoder layers of a target with packed attention over documents, token ids [n] each."""
+    """Run a target with packed attention over documents, given as token ids [n] each."""
     packed = PackedDocuments.of([len(document) for document in documents], target.device)
     input_ids = torch.cat(list(documents)).long()[None].to(target.device)  # [1, N]
     target.model.model(input_ids=input_ids, position_ids=packed.positions[None], use_cache=False, packed_documents=packed)
@@ -94,13 +101,16 @@ def packed_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Where documents lie in N packed tokens, as attention on a device wants it."""
+    """The boundaries of documents in N packed tokens, on the device of attention."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Neighbours of equal length: (first token, number of documents, tokens of each)."""
-    positions: torch.Tensor  # i64[N], in the token's document
-    offsets: torch.Tensor  # i32[documents + 1]
+    """Consecutive documents of equal length: (first token, number of documents, tokens of each)."""
+    positions: torch.Tensor
+    """Position of each token in its document, i64[N]."""
+    offsets: torch.Tensor
+    """First token of each document, and N at the end, i32[documents + 1]."""
     longest: int
+    """Tokens of the longest document."""
 
     @staticmethod
     def of(lengths: list[int], device: torch.device) -> "PackedDocuments":
@@ -124,21 +134,21 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each document, as transformers calls it.
+    """Returns causal attention inside each document, with the signature that transformers expects.
 
     Args:
-        module: of the layer; unused.
+        module: the layer's attention; unused.
         query: [1, heads, N, head_dim].
         key: [1, kv heads, N, head_dim].
         value: [1, kv heads, N, value head_dim].
-        attention_mask: None, for the documents say what is seen.
-        scaling: of the scores.
-        packed_documents: where the documents lie.
-        sliding_window: tokens that are seen, the reading one included; None for all.
-        kwargs: further ones of transformers, without meaning here.
+        attention_mask: None; `packed_documents` replaces it.
+        scaling: scale of the scores.
+        packed_documents: the boundaries of the documents.
+        sliding_window: number of tokens that each token sees, itself included; None for all.
+        kwargs: other arguments that transformers passes; ignored.
 
     Returns:
-        [1, N, heads, value head_dim], and no weights.
+        The attention output [1, N, heads, value head_dim], and None in place of attention weights.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]:
         return _varlen(query, key, value, scaling, packed_documents, sliding_window), None
@@ -155,7 +165,7 @@ def packed_attention(
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, documents: PackedDocuments, window: int | None
 ) -> torch.Tensor:
-    """One flash kernel over all documents; the order of its sums does not depend on the batch."""
+    """Returns attention by one flash kernel over all documents. The order of its sums does not depend on the batch."""
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
 
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, head_dim]

@@ -1,4 +1,5 @@
-"""Residual streams by vLLM: one engine per rank, in a process of its own, that takes a shard's prompts and leaves a file for each."""
+"""Extracts residual streams with vLLM: each rank starts an engine process, which reads a shard's prompts and writes a
+file for each."""
 
 import errno
 import json
@@ -23,47 +24,50 @@ from mtptrain.serving.vllm_client import SHOWN_LINES, WORKER, find_python
 from mtptrain.target.families import read_target_config, sliding_window
 
 CPU_BATCH_TOKENS = 4096
-"""Of one forward on a CPU, where more leave its caches: the demo target takes a third longer with 16,384."""
+"""Tokens of one forward on a CPU. Larger batches no longer fit its caches."""
 CPU_BLOCK_TOKENS = 128
-"""Of vLLM's cache on a CPU."""
+"""Tokens in a block of vLLM's cache on a CPU."""
 MAX_SEQS, CPU_MAX_SEQS = 256, 64
-"""Prompts of one forward, and the least tokens of it that vLLM then takes."""
+"""The most prompts in one forward. vLLM needs a batch of at least as many tokens."""
 LOG = "vllm.log"
-ENDS_WITHIN_S = 10.0
-"""An engine that is told to end takes a moment; one that is still importing vLLM is killed after this, and has no workers yet."""
+SHUTDOWN_TIMEOUT_S = 10.0
+"""Seconds until an engine that was told to end is killed.
+
+Only one that is still importing vLLM takes so long; it has no workers yet.
+"""
 FULL_BYTES = 2**16
-"""A disk with less than this is full."""
+"""A disk with fewer free bytes counts as full."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # A scheduler in a process of its own would begin while prompts still arrive: its batches, and their bits, would be chance.
+    # A scheduler in another process would start while prompts still arrive, and its batches and their bits would depend on timing.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # A prompt may fill the target's context; the token that is generated behind it is never read.
+    # A prompt may fill the target's context; the token that is generated after it is never read.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    # On GPUs vLLM 0.32 prefers its second model runner, which extracts by other code. The worker's connector, and the equal bits of
-    # every run, are tested with the first one.
+    # On GPUs vLLM 0.32 prefers its second model runner, which has other code for extraction. The worker's connector and the
+    # reproducibility of the states are tested with the first one.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
-"""Of every engine, whatever the user's says."""
+"""Environment variables of every engine, which override the user's."""
 WITHOUT_CAPTURE = ("gemma3_text",)
-"""Families without `SupportsEagle3` in vLLM 0.32, whose engine ends with "Model does not support EAGLE3 interface"."""
+"""Families without `SupportsEagle3` in vLLM 0.32, which fails with "Model does not support EAGLE3 interface"."""
 
 
 def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
-    """Refuse targets that vLLM does not extract from.
+    """Refuse targets from which vLLM cannot extract hidden states.
 
     Raises:
-        ValueError: vLLM does not capture the family's layers, or lacks its windows or size of heads, or the target has multi-head
-            latent attention.
+        ValueError: vLLM does not capture the family's layers or does not support its sliding window or head size, or
+            the target has multi-head latent attention.
     """
     family, reason = target_config.model_type, ""
     if family in WITHOUT_CAPTURE:
-        reason = "has layers that vLLM does not capture"
+        reason = "has layers that vLLM cannot capture"
     elif getattr(target_config, "kv_lora_rank", None) is not None:
         reason = "has multi-head latent attention, whose cache has no room for hidden states"
     elif family in ("qwen2", "qwen3") and sliding_window(target_config) is not None:
-        reason = "has a sliding window in some of its layers, which vLLM has not for this family"
+        reason = "has a sliding window in some of its layers, which vLLM does not support for this family"
     elif family == "qwen2" and (head_size := _head_size(target_config)) != _default_head_size(target_config):
-        reason = f"has head_dim={head_size}, where vLLM takes hidden_size / num_attention_heads={_default_head_size(target_config)}"
+        reason = f"has head_dim={head_size}, but vLLM uses hidden_size / num_attention_heads={_default_head_size(target_config)}"
     if reason:
         raise ValueError(
             f"hidden_states.backend: the target must be one that vLLM extracts hidden states from, but family {family!r} {reason}; "
@@ -80,10 +84,10 @@ def _default_head_size(config: PreTrainedConfig) -> int:
 
 
 class VllmStreams:
-    """vLLM's extraction of hidden states, in vLLM's own Python. A context manager, as every backend is.
+    """Extraction by vLLM, which runs in its own Python. A context manager, like every backend.
 
-    A window is a shard. The engine has nothing else under way while it runs one, so that its batches, and with them the bits of the
-    states, depend on the shard alone. It runs the next window while the files of this one are read.
+    A window is a shard. The engine runs one window at a time, so that its batches and the bits of the states depend
+    only on the shard. It runs the next window while the files of the last one are read.
     """
 
     def __init__(
@@ -97,22 +101,22 @@ class VllmStreams:
         device_type: str,
         python: str | None,
     ) -> None:
-        """Prepare an engine, which `with` starts.
+        """Check the settings. Entering the context starts the engine.
 
         Args:
             target_dir: the frozen target, quantised or not.
-            layers: k for the stream after k decoder layers; 0 gives the embeddings, the number of layers the state before the
-                final norm.
-            settings: of the stage.
-            max_document_tokens: of the longest prompt.
-            scratch_dir: a folder of this rank alone, which is created, and removed at the end.
-            device_index: local rank: its engine has the GPUs behind those of the ranks before it.
-            device_type: `cuda` where this rank has a GPU: its engine then refuses to run on CPUs.
-            python: as `serving.python`.
+            layers: k for the stream after k decoder layers; 0 for the embeddings, the number of layers for the state
+                before the final norm.
+            settings: the settings of the stage.
+            max_document_tokens: tokens of the longest prompt.
+            scratch_dir: a folder for this rank only, which is created, and removed at the end.
+            device_index: the local rank. Its engine uses the GPUs after those of the lower ranks.
+            device_type: `cuda` if this rank has a GPU: its engine then refuses to run on CPUs.
+            python: `serving.python`.
 
         Raises:
-            FileNotFoundError, ValueError: there is no such Python, it has no vLLM, vLLM does not extract from this target, or there
-                are too few GPUs.
+            FileNotFoundError: the Python does not exist.
+            ValueError: the Python has no vLLM, vLLM cannot extract from this target, or there are too few GPUs.
         """
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)
@@ -145,9 +149,9 @@ class VllmStreams:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()  # ends the engine with its workers, once its process has imported vLLM
+            self._process.stdin.close()  # ends the engine and its workers, once its process has imported vLLM
         try:
-            self._process.wait(ENDS_WITHIN_S)
+            self._process.wait(SHUTDOWN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -155,13 +159,15 @@ class VllmStreams:
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """For each shard in order, its prompts' streams: the index of the prompt in its shard, and [n, L, H] on the CPU.
+        """Yields an iterator for each shard in order.
 
-        A shard's iterator must be exhausted before the next one is asked for: the engine then begins the shard after that, so that
-        the files of two shards exist at most.
+        It yields a prompt's index in the shard and its states [n, L, H] on the CPU.
+
+        The caller must exhaust a shard's iterator before it requests the next one. The engine then starts the shard
+        after that, so that files of at most two shards exist.
 
         Raises:
-            RuntimeError: the engine failed, or its states are not those of the prompt.
+            RuntimeError: the engine failed, or its states do not belong to the prompt.
         """
         running: _Window | None = None
         for number, prompts in enumerate(shards):
@@ -178,9 +184,9 @@ class VllmStreams:
         if not self._process.stdout.readline():
             self._raise_failure()
         for index, path in enumerate(window.paths):
-            found = load_file(path)
+            tensors = load_file(path)
             path.unlink()
-            states, token_ids = found["hidden_states"], found["token_ids"]
+            states, token_ids = tensors["hidden_states"], tensors["token_ids"]
             window.check(index, states, token_ids, len(self._layer_ids))
             yield index, states if self._columns == list(range(len(self._layer_ids))) else states[:, self._columns]
 
@@ -207,23 +213,23 @@ class VllmStreams:
 
 @dataclass(frozen=True)
 class _Window:
-    """A shard that the engine was given."""
+    """A shard that was sent to the engine."""
 
     number: int
-    """Among the shards of this rank and run."""
+    """Number of the shard among those of this rank and run."""
     prompts: Sequence[NDArray[np.int32]]
     scratch_dir: Path
 
     @property
     def paths(self) -> list[Path]:
-        """A file for each prompt."""
+        """The file of each prompt."""
         return [self.scratch_dir / f"window_{self.number:05d}_{index:06d}.safetensors" for index in range(len(self.prompts))]
 
     def check(self, index: int, states: torch.Tensor, token_ids: torch.Tensor, num_streams: int) -> None:
-        """Refuse states [n, L, H] that are not those of every token of a prompt.
+        """Check that states [n, L, H] belong to the tokens of a prompt.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: they belong to other tokens, or have another shape.
         """
         prompt = self.prompts[index]
         where = f"vLLM: document {index} of the {len(self.prompts)} in shard {self.number} of this process"
@@ -234,41 +240,43 @@ class _Window:
                 f"{len(states)}; {advice}"
             )
         if not np.array_equal(token_ids.numpy(), prompt):
-            raise RuntimeError(f"{where} must have the states of its own {len(prompt)} tokens, but has those of others; {advice}")
+            raise RuntimeError(
+                f"{where} must have the states of its own {len(prompt)} tokens, but has those of other tokens; {advice}"
+            )
 
 
 def engine_environment(environment: Mapping[str, str], local_rank: int, tensor_parallel_size: int) -> dict[str, str]:
-    """The environment of a rank's engine: its GPUs and one thread, as for the other backend; nothing of torchrun's group of ranks.
+    """Returns the environment of a rank's engine: its GPUs and one thread, without torchrun's variables.
 
     Raises:
         ValueError: there are too few GPUs.
     """
-    kept = {name: value for name, value in environment.items() if not _is_of_torchrun(name)}
+    kept = {name: value for name, value in environment.items() if not _is_torchrun_variable(name)}
     devices = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), local_rank, tensor_parallel_size)
     return {**kept, "CUDA_VISIBLE_DEVICES": devices, **ENVIRONMENT}
 
 
-def _is_of_torchrun(name: str) -> bool:
+def _is_torchrun_variable(name: str) -> bool:
     return name.startswith(("TORCHELASTIC_", "MASTER_")) or name.endswith(("RANK", "WORLD_SIZE"))
 
 
 def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: int) -> str:
-    """CUDA_VISIBLE_DEVICES of a rank's engine.
+    """Returns CUDA_VISIBLE_DEVICES of a rank's engine.
 
     Args:
-        visible: that of the rank; None shows all GPUs, an empty one hides them.
-        local_rank: of the rank on its node.
-        tensor_parallel_size: GPUs of an engine.
+        visible: CUDA_VISIBLE_DEVICES of the rank. None shows all GPUs, an empty string hides them.
+        local_rank: the rank on its node.
+        tensor_parallel_size: GPUs of each engine.
 
     Raises:
-        ValueError: fewer are visible than the ranks up to this one need.
+        ValueError: there are too few visible GPUs for the ranks up to this one.
     """
     end = (local_rank + 1) * tensor_parallel_size
     names = [str(index) for index in range(end)] if visible is None else visible.split(",")
     if visible and len(names) < end:
         raise ValueError(
-            f"hidden_states.tensor_parallel_size: local rank {local_rank} must have {tensor_parallel_size} GPUs behind those of the "
-            f"ranks before it, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer ranks on a node, one "
+            f"hidden_states.tensor_parallel_size: local rank {local_rank} must have {tensor_parallel_size} GPUs after those of the "
+            f"lower ranks, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer ranks on a node, one "
             "for each engine"
         )
     return ",".join(names[end - tensor_parallel_size : end])
@@ -277,8 +285,11 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
 def engine_limits(
     settings: HiddenStatesConfig, target_config: PreTrainedConfig, num_streams: int, max_document_tokens: int
 ) -> dict[str, Any]:
-    """What bounds an engine: its context, batches and memory. `cpu_limits` replace the others where vLLM runs on a CPU."""
-    max_model_len = max_document_tokens + 1  # it generates a token
+    """Returns an engine's limits on context, batches and memory.
+
+    `cpu_limits` replace the others if vLLM runs on a CPU.
+    """
+    max_model_len = max_document_tokens + 1  # vLLM generates one token
     batch_tokens = min(max(settings.batch_tokens, CPU_MAX_SEQS), CPU_BATCH_TOKENS)
     itemsize = getattr(torch, settings.dtype.value).itemsize
     cache_bytes = cpu_cache_bytes(target_config, num_streams, itemsize, max_model_len, batch_tokens)
@@ -298,20 +309,20 @@ def engine_limits(
 
 
 def cpu_cache_bytes(target_config: PreTrainedConfig, num_streams: int, itemsize: int, max_model_len: int, batch_tokens: int) -> int:
-    """Bytes of vLLM's cache on a CPU with room for two batches: the one that runs, and the one whose states are written.
+    """Returns the bytes of vLLM's cache on a CPU for two batches: one that runs, and one whose states are written.
 
-    Hidden states lie in blocks of the same pool as keys and values. A block has a page in every layer, of which states fill one
-    (`get_kv_cache_groups` in vLLM 0.32).
+    Hidden states share a pool of blocks with keys and values. A block has a page in every layer, of which states fill
+    only one (`get_kv_cache_groups` in vLLM 0.32).
     """
     page_bytes: int = (
         CPU_BLOCK_TOKENS * 2 * target_config.num_key_value_heads * _head_size(target_config) * itemsize
     )  # keys and values
     num_layers: int = target_config.num_hidden_layers
     state_bytes: int = num_streams * target_config.hidden_size * itemsize
-    scale = -(-state_bytes // page_bytes)  # pages grow until one has room for the states of a token
+    scale = -(-state_bytes // page_bytes)  # pages grow until one holds the states of a token
     block_tokens, page_bytes = CPU_BLOCK_TOKENS * scale, page_bytes * scale
     states_per_page = max(n for n in range(1, block_tokens + 1) if block_tokens % n == 0 and n * state_bytes <= page_bytes)
     tokens = 2 * (batch_tokens + max_model_len)
     num_blocks = tokens // block_tokens + tokens // states_per_page
-    num_blocks += 2 * 2 * (CPU_MAX_SEQS + 1)  # every prompt's last block of either kind
+    num_blocks += 2 * 2 * (CPU_MAX_SEQS + 1)  # the last, partly filled block of either kind for every prompt
     return num_blocks * page_bytes * num_layers

@@ -32,18 +32,18 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ),
     (
         "vllm", "eagle3", {}, "gemma3_text", {},
-        r"target\.path: must be of a family that hands out captured layers to export head eagle3 for vllm, but is gemma3_text: "
-        r"vLLM's class has no such interface; train head=mtp",
+        r"target\.path: must be of a family whose layers can be captured to export head eagle3 for vllm, but is gemma3_text: "
+        r"vLLM's class has no interface for it; train head=mtp",
     ),
-    ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class hands out the output of the MLP .*; train head=mtp"),
+    ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class returns the output of the MLP .*; train head=mtp"),
     (
         "sglang", "eagle3", {"norm_before_residual": True}, "llama", {},
-        r"head\.norm_before_residual: must be false .* but is True: SGLang's residual goes on from the bare state; set "
+        r"head\.norm_before_residual: must be false .* but is True: SGLang takes the residual before the norm; set "
         r"export\.engine=vllm",
     ),
     (
         "sglang", "eagle3", {"capture_layers": [1, 2, 4]}, "llama", {},
-        r"head\.capture_layers: must be below the target's last layer .* but is \[1, 2, 4\]: SGLang captures a stream where the next",
+        r"head\.capture_layers: must be below the target's last layer .* but is \[1, 2, 4\]: SGLang captures a stream at the input",
     ),
     ("sglang", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"head\.capture_layers: must be above 0, .* but is \[0, 2\]"),
     ("sglang", "eagle3", {"capture_layers": [2]}, "llama", {}, r"head\.capture_layers: must be two or more .* but is \[2\]"),
@@ -53,7 +53,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ),
     (
         "transformers", "mtp", {}, "qwen3", {},
-        r"target\.path: must be a Llama or Mistral .* but is a qwen3: transformers makes the head's block of the target's own decoder "
+        r"target\.path: must be a Llama or Mistral .* but is a qwen3: transformers builds the head from the target's own decoder "
         r"layer; set export\.engine=vllm",
     ),
     ("transformers", "mtp", {}, "llama", {"attention_bias": True}, r"but is one with biases"),
@@ -63,10 +63,10 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ("transformers", "mtp", {}, "llama", FP8, r"target\.path: must be a target that is not quantised .* head mtp for transformers"),
     (
         "transformers", "mtp", {"intermediate_size": 64}, "llama", {},
-        r"head: must be of the target's heads, key/value heads, head dim and intermediate size .* \(1, 1, 128, 64\) beside "
+        r"head: must be of the target's heads, key/value heads, head dim and intermediate size .* \(1, 1, 128, 64\) instead of "
         r"\(1, 1, 128, 96\)",
     ),
-    ("transformers", "mtp", {}, "llama", {"head_dim": 64}, r"\(1, 1, 128, 96\) beside \(1, 1, 64, 96\)"),
+    ("transformers", "mtp", {}, "llama", {"head_dim": 64}, r"\(1, 1, 128, 96\) instead of \(1, 1, 64, 96\)"),
 ]  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_every_row_is_among_the_cases() -> None:
     for engine, name, head, family, target, _ in REFUSED:
         rows = [row for row in LIMITS if (row.engine, row.head) == (engine, name)]
         config, target_config = head_config(name, **head), configured(family, **target)
-        provoked.add(next(row for row in rows if row.found(config, target_config) is not None))
+        provoked.add(next(row for row in rows if row.find_violation(config, target_config) is not None))
     assert provoked == set(LIMITS)
 
 
@@ -100,7 +100,9 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         for family in SUPPORTED_MODEL_TYPES
         for engine, name in FORMATS
         if not any(
-            row.found(head_config(name, capture_layers=[2, 3]) if name == "eagle3" else head_config(name), configured(family))
+            row.find_violation(
+                head_config(name, capture_layers=[2, 3]) if name == "eagle3" else head_config(name), configured(family)
+            )
             for row in LIMITS
             if (row.engine, row.head) == (engine, name)
         )

@@ -40,7 +40,7 @@ VARIANTS = {
 def _warnings_are_errors() -> Iterator[None]:
     """What is ignored warns; nothing is ignored unless a test says so."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=r".*should be .*the target's, which is used here")
+        warnings.filterwarnings("error", message=r".*which is used, but")
         yield
 
 
@@ -171,7 +171,7 @@ def test_the_mtp_layer_of_a_checkpoint_is_read_without_the_rest_of_it(tmp_path: 
         ),
         (
             {"model.layers.2.self_attn.q_proj.bias": torch.ones(64)},
-            r"self_attn\.q_proj\.bias of .* must be zero, as our heads have no biases, but is not; choose another head",
+            r"self_attn\.q_proj\.bias of .* must be zero, because our heads have no biases, but is not; choose another head",
         ),
         (
             {"model.layers.3.eh_proj.weight": torch.ones(64, 128)},
@@ -193,7 +193,7 @@ def test_an_mtp_layer_that_reads_the_hidden_state_first_is_refused(tmp_path: Pat
     native_checkpoint(tmp_path / "target", tiny_target)
     rewrite(tmp_path / "target", unchanged, mtp_hidden_states_first=True)
     with pytest.raises(
-        ValueError, match=r"mtp_hidden_states_first must be false, as eh_proj of head mtp reads the embedding first"
+        ValueError, match=r"mtp_hidden_states_first must be false, because eh_proj of head mtp reads the embedding first"
     ):
         load_init(str(tmp_path / "target"), MTP, tiny_target)
 
@@ -208,7 +208,7 @@ def test_explicit_layer_ids_are_taken_as_either_engine_counts_unless_the_export_
     load_init(str(tmp_path / "head"), as_sglang, tiny_target)
     with pytest.raises(
         ValueError,
-        match=r"differ in head\.capture_layers \(\[0, 1\] as vLLM counts or, as SGLang does, \[1, 2\] there, \[0, 2\] here\); set "
+        match=r"differ in head\.capture_layers \(\[0, 1\] by vLLM's count or, by SGLang's, \[1, 2\] there, \[0, 2\] here\); set "
         r"head\.capture_layers=\[0,1\], or choose another head",
     ):
         load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[0, 2]), tiny_target)
@@ -232,7 +232,7 @@ def test_another_head_is_refused_with_the_whole_command_line_that_fits(tmp_path:
     write(tmp_path / "head", "vllm", VARIANTS["eagle3.1"], tiny_target)
     with pytest.raises(
         ValueError,
-        match=r"must hold a head mtp, that of the recipe, but holds a head eagle3; set head=eagle3 head\.num_attention_heads=1 "
+        match=r"must hold a head mtp, as in the recipe, but holds a head eagle3; set head=eagle3 head\.num_attention_heads=1 "
         r"head\.num_key_value_heads=1 head\.intermediate_size=96 head\.head_dim=64 head\.fc_norm=true head\.norm_output=true "
         r"head\.capture_layers=\[0,1,2\], or choose another head",
     ):
@@ -278,25 +278,29 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
             {},
             r"fc\.weight of .* must be of shape \(64, 128\) .*, but is of shape",
         ),
-        (lambda t: {**t, "d2t": t["d2t"] + 300}, {}, r"d2t of .* within 0\.\.259, the target's, but leads to 48 within 301\.\.395"),
+        (
+            lambda t: {**t, "d2t": t["d2t"] + 300},
+            {},
+            r"d2t of .* within the target's 0\.\.259, but lead to 48 tokens within 301\.\.395",
+        ),
         (
             lambda t: {**t, "d2t": -torch.arange(48)},
             {},
-            r"different tokens within 0\.\.259, the target's, but leads to 1 within 0\.\.0",
+            r"different tokens within the target's 0\.\.259, but lead to 1 tokens within 0\.\.0",
         ),
-        (lambda t: {**t, "fc.bias": torch.ones(64)}, {}, r"fc\.bias of .* must be zero, as our heads have no biases"),
-        (unchanged, {"hidden_act": "gelu"}, r"config\.json: hidden_act must be silu, that of our heads, but is gelu"),
-        (unchanged, {"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, that of our heads, but is 0\.5"),
+        (lambda t: {**t, "fc.bias": torch.ones(64)}, {}, r"fc\.bias of .* must be zero, because our heads have no biases"),
+        (unchanged, {"hidden_act": "gelu"}, r"config\.json: hidden_act must be silu, as in our heads, but is gelu"),
+        (unchanged, {"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),
         (unchanged, {"hidden_size": 128}, r"must be for a hidden size of 64, the target's, but is for 128"),
         (
             unchanged,
             {"eagle_config": {"use_aux_hidden_state": False}},
-            r"eagle_config\.use_aux_hidden_state must be true, as head eagle3 reads captured layers, but is false",
+            r"eagle_config\.use_aux_hidden_state must be true, because head eagle3 reads captured layers, but is false",
         ),
         (
             unchanged,
             {"architectures": ["EagleMiniCPMForCausalLM"]},
-            r"must be a draft head that is known \(EagleDeepSeekMTPModel, .*\), but .* is a EagleMiniCPMForCausalLM; choose another",
+            r"must be a draft head of a known format \(EagleDeepSeekMTPModel, .*\), but .* is a EagleMiniCPMForCausalLM; choose another",
         ),
     ],
     ids=["missing", "unknown", "shape", "range", "twice", "bias", "activation", "scale", "hidden", "aux", "architecture"],
@@ -317,9 +321,7 @@ def test_what_is_not_the_head_is_refused(
 def test_a_missing_tensor_that_is_taken_apart_is_refused(tmp_path: Path, tiny_target: Path, engine: str, name: str) -> None:
     write(tmp_path / "head", engine, MTP, tiny_target)
     rewrite(tmp_path / "head", without(name))
-    with pytest.raises(
-        ValueError, match=r"must hold every tensor of its format, but does not \('.*'\); it is incomplete, fetch it"
-    ):
+    with pytest.raises(ValueError, match=r"must hold every tensor of its format, but does not \('.*'\); download it"):
         load_init(str(tmp_path / "head"), MTP, tiny_target)
 
 
@@ -335,17 +337,21 @@ def test_embeddings_rope_and_eps_of_its_own_are_left_out_with_a_warning(tmp_path
     state = write(tmp_path / "head", "vllm", EAGLE, tiny_target)
     rope = {"rope_type": "default", "rope_theta": 5e5}
     for change, settings, message in (
-        (unchanged, {"rope_parameters": rope}, r"rope_parameters should be .*10000\.0.*, the target's, .* but is .*500000\.0"),
-        (unchanged, {"rope_parameters": None, "rms_norm_eps": 1e-5}, r"rms_norm_eps should be 1e-06, the target's"),
+        (
+            unchanged,
+            {"rope_parameters": rope},
+            r"rope_parameters should be .*10000\.0.*, the target's value, .* but is .*500000\.0",
+        ),
+        (unchanged, {"rope_parameters": None, "rms_norm_eps": 1e-5}, r"rms_norm_eps should be 1e-06, the target's value"),
         (
             lambda tensors: {**tensors, "lm_head.weight": torch.ones(260, 64)},
             {"rms_norm_eps": 1e-6},
-            r"lm_head\.weight should be the target's, which is used here, but is another",
+            r"lm_head\.weight should equal the target's, which is used, but differs",
         ),
         (
             lambda tensors: {**without("lm_head.weight")(tensors), "embed_tokens.weight": torch.ones(100, 64)},
             {},
-            r"embed_tokens\.weight should be the target's, .* \(relative difference inf\)",
+            r"embed_tokens\.weight should equal the target's, .* \(relative difference inf\)",
         ),
     ):
         rewrite(tmp_path / "head", change, **settings)
@@ -364,13 +370,13 @@ def test_the_relative_difference_is_that_of_a_plain_formula() -> None:
     [
         (
             {"config.json": "{}", "pytorch_model.bin": ""},
-            r"weights must be safetensors files, but .* has none; convert to safetensors",
+            r"weights must be safetensors files, but .* has none; convert a pytorch_model.bin to safetensors",
         ),
         ({"model.safetensors": None}, r"must hold head\.json or config\.json, but .* has neither; choose another directory"),
         ({"model.safetensors": None, "config.json": '{"architectures": ["LlamaForCausalLM"]}'}, r"is a LlamaForCausalLM; choose"),
         (
             {"model.safetensors": None, "config.json": '{"architectures": ["EagleLlamaForCausalLM"]}'},
-            r"config\.json: must have hidden_size, but has not; fetch the head again",
+            r"config\.json: must have hidden_size, but does not; download the head again",
         ),
     ],
     ids=["pickle", "no config", "no head", "empty config"],

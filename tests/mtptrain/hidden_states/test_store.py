@@ -306,7 +306,7 @@ def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
     [
         ('{"schema_version": 2, "shards": [', "must be JSON, but is not"),
         ('{"schema_version": 1}', "the schema version must be 2, but is 1"),
-        ('{"schema_version": 2, "shards": []}', "must hold every field of a manifest and no other, but does not .'identity'"),
+        ('{"schema_version": 2, "shards": []}', "must have exactly the fields of a manifest, but does not .'identity'"),
     ],
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: str) -> None:

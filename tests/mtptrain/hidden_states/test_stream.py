@@ -193,7 +193,7 @@ def test_steps_that_need_more_windows_than_the_disk_holds_are_refused(tmp_path: 
 def test_a_finished_store_is_not_streamed(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     identity = streamed_store(tmp_path, 2, 1).manifest.identity
-    with pytest.raises(ValueError, match=r"train\.stream: must be false where the hidden states are finished"):
+    with pytest.raises(ValueError, match=r"train\.stream: must be false if the hidden states are finished"):
         open_stream(tmp_path, identity, documents_of([10]), 20, 1, seed=0)
 
 

@@ -21,8 +21,8 @@ from mtptrain.heads.attention import training as attention_module
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
-from mtptrain.hidden_states.store import HiddenStore, Manifest
-from mtptrain.planning.costs import _step, head_parameters, step_costs, target_costs
+from mtptrain.hidden_states.store import HiddenStore, StoreManifest
+from mtptrain.planning.costs import MicroBatch, _step, head_parameters, step_costs, target_costs
 from mtptrain.planning.plan import Plan, make_plan, plan_target_dir
 from mtptrain.planning.planner import plan_rows, plan_warnings, print_plan
 from mtptrain.target.families import read_target_config
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 def tensor_bytes(store_dir: Path) -> int:
     """Of all shards, without the headers of their files."""
     total = 0
-    for record in Manifest.read(store_dir).shards:
+    for record in StoreManifest.read(store_dir).shards:
         with (store_dir / record.file).open("rb") as file:
             total += record.num_bytes - 8 - int.from_bytes(file.read(8), "little")
     return total
@@ -62,7 +62,7 @@ def test_the_planned_disk_is_what_a_store_of_eight_bits_and_captured_layers_take
 
 
 def check_disk(dtype: StoreDtype, config: PipelineConfig) -> None:
-    plan, manifest = make_plan(config), Manifest.read(config.stage_dir("hidden_states"))
+    plan, manifest = make_plan(config), StoreManifest.read(config.stage_dir("hidden_states"))
     last_offsets = 8 * len(manifest.shards)  # D + 1 of them in a shard
     assert plan.store_bytes[dtype] + last_offsets == tensor_bytes(config.stage_dir("hidden_states"))
     assert plan.bytes_per_token[dtype] == (plan.store_bytes[dtype] - DOCUMENT_BYTES * manifest.num_documents) / manifest.num_tokens
@@ -84,7 +84,7 @@ def test_the_planned_steps_are_those_of_training(tiny_run: tuple[Path, tuple[str
     """Tokens over the tokens of a step are fewer: no step is quite full."""
     run_dir, overrides = tiny_run
     config = make_config(*overrides, f"run_dir={run_dir}", "train.max_steps=0", "train.epochs=2", "train.batch_tokens=200")
-    store = HiddenStore(run_dir / "hidden_states", Manifest.read(run_dir / "hidden_states"))
+    store = HiddenStore(run_dir / "hidden_states", StoreManifest.read(run_dir / "hidden_states"))
     micro_batches = config.train.micro_batches_per_step
     schedule = BatchSchedule(store, config.head.ttt_steps, 200, micro_batches, config.seed, for_gpu=False)
     plan = make_plan(config)
@@ -104,7 +104,7 @@ def test_without_any_bound_a_million_tokens_are_planned(
     plan = print_plan(config_for("prompts.max_train_tokens=0", "prompts.max_document_tokens=100"))
     assert plan.workload.tokens == 1_000_000
     printed = capsys.readouterr().out
-    assert "for each 1,000,000 tokens" in printed and "of the machine's memory" in printed
+    assert "for each 1,000,000 tokens" in printed and "of host memory" in printed
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_the_training_step_costs_what_the_formula_says(
     of_prompts = (14 + 8 / head.self_attn.head_dim) / 12
     pairs = sum(q * k * (14 / 12 / 2 if part.is_causal else of_prompts) for part in packing.segments for q, k in part.lengths)
     expected = flops.per_token * 4 * length + flops.per_row * 4 * rows + flops.per_pair * pairs
-    costs = step_costs(config, target_config, torch.float32, [length] * 4, share, chunk_rows=32)
+    costs = step_costs(MicroBatch(config, target_config, torch.float32, [length] * 4, share, loss_chunk_rows=32))
     assert costs.flops == pytest.approx(expected, rel=1e-9)
 
 
@@ -214,7 +214,7 @@ def test_the_planned_activations_are_the_memory_that_a_step_takes(lengths: list[
     """Against the allocations that torch's profiler records of the same step with data."""
     target_config = read_target_config(tiny_target)
     config = HEADS["mtp"].Config(ttt_steps=3)
-    planned = step_costs(config, target_config, torch.float32, lengths, 1.0, chunk_rows=256).peak_bytes
+    planned = step_costs(MicroBatch(config, target_config, torch.float32, lengths, 1.0, loss_chunk_rows=256)).peak_bytes
     head, parts = build_head(config, target_config), load_frozen_parts(tiny_target)
     with torch.profiler.profile(profile_memory=True) as profile:
         _step_with_data(head, parts, lengths)
@@ -284,7 +284,7 @@ WINDOWS = ("train.stream_shards=2", "hidden_states.shard_tokens=100_000")
 def test_a_disk_that_is_too_small_is_warned_of(config_for: Callable[..., PipelineConfig]) -> None:
     config = config_for(*FITTING, "prompts.max_train_tokens=1_000_000")
     plan = make_plan(config, free_bytes=100_000_000)
-    assert "0.133 GB must be free for the hidden states, but 0.1 GB are" in warnings_for(plan, config)
+    assert f"0.133 GB must be free for the hidden states, but {config.run_dir} has 0.1 GB; set" in warnings_for(plan, config)
     assert "set hidden_states.store_dtype=fp8 (0.073 GB)" in warnings_for(plan, config)
     assert warnings_for(replace(plan, free_bytes=133_000_000), config) == ""
 
@@ -325,20 +325,20 @@ LARGE = (
     ("overrides", "message"),
     [
         (["planner.num_gpus=1"], "weights must fit 64 GB of each GPU in extraction, but take 141 GB; set "
-            "hidden_states.tensor_parallel_size=8 with hidden_states.backend=vllm, or take more GPUs"),
-        ([], "weights must fit 64 GB of one GPU for every GPU to work at once, but take 141 GB; start data_prep.hidden_states as one"),
+            "hidden_states.tensor_parallel_size=8 with hidden_states.backend=vllm, or use more GPUs"),
+        ([], "weights must fit 64 GB of one GPU for all GPUs to work at once, but take 141 GB; start data_prep.hidden_states as one"),
         ([], "set hidden_states.backend=vllm hidden_states.tensor_parallel_size=8"),
         (["hidden_states.backend=vllm"], "weights must fit 64 GB of each GPU in extraction, but take 141 GB"),
         (["planner.num_gpus=1", "prompts.max_document_tokens=65536"],
-            "weights must fit 64 GB of each GPU in extraction, but take 141 GB; take more GPUs in one machine"),
+            "weights must fit 64 GB of each GPU in extraction, but take 141 GB; use more GPUs in one machine"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4", "prompts.max_document_tokens=1024"],
             "weights and states in flight must fit 72 GB of each GPU with vLLM, but take 79.6 GB, 44.3 GB of them for the states of two "
-            "batches of 16,384 tokens and a document of 1,024, which no tensor parallelism divides; set "
+            "batches of 16,384 tokens and a document of 1,024, which tensor parallelism does not divide; set "
             "hidden_states.tensor_parallel_size=8, a lower hidden_states.batch_tokens, a lower prompts.max_document_tokens, or "
             "hidden_states.backend=transformers"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=8", "hidden_states.batch_tokens=32768"],
-            "which no tensor parallelism divides; set a lower hidden_states.batch_tokens"),
-        ([], "the target must fit beside training, for validation on every GPU, but takes 141 GB"),
+            "which tensor parallelism does not divide; set a lower hidden_states.batch_tokens"),
+        ([], "the target must fit next to training on every GPU, for validation, but takes 141 GB"),
         ([], "or train.validation_prompts=0 and choose the head with eval.choose_head after training"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"],
             "train.batch_tokens: training must fit 80 GB of each GPU, but takes"),

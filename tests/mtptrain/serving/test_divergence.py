@@ -1,4 +1,4 @@
-"""The first token on which an engine and we differ is found, and how near it was."""
+"""Tests of finding the first token on which an engine and we differ, and its logit gap."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_the_first_answer_that_differs_is_found_with_the_gap_of_the_targets_logi
     read = torch.tensor([PROMPTS[1] + tokens[1][:5]])
     logits = target.model(input_ids=read).logits[0, -1]
     assert found.logit_gap == pytest.approx(float(logits[tokens[1][5]] - logits[other]), abs=1e-4) and found.logit_gap > 0
-    assert str(found).startswith(f"answer token 5 of prompt 1 is {tokens[1][5]} here and {other} there, ")
+    assert str(found).startswith(f"answer token 5 of prompt 1 is {tokens[1][5]} for us and {other} for the engine, ")
 
 
 def test_the_first_draft_that_differs_is_found_with_the_gap_of_the_heads_logits(

@@ -1,4 +1,4 @@
-"""What can be known of an engine without one: where it is looked for, how it fails, and how a server's counters are read."""
+"""Tests of the client without vLLM: finding its Python, reporting its failures, and reading the counters of a server."""
 
 import json
 import stat
@@ -28,7 +28,7 @@ vllm:request_success_total{{engine="0",finished_reason="length",model_name="a"}}
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers as a server does; every answered completion moves the counters on."""
+    """Answers like vLLM's server; every completion increases the counters."""
 
     finished_per_request = 1
 
@@ -79,7 +79,7 @@ def address(server: FakeServer) -> str:
 
 
 def test_a_servers_counters_are_differences_summed_over_engines_and_in_the_order_of_positions(fake: FakeServer) -> None:
-    fake.num_answered = 5  # what was served before does not count
+    fake.num_answered = 5  # requests served earlier do not count
     run = VllmServer(address(fake) + "/").generate([[1, 2], [3]], 4, [7])
     assert run.counts == EngineCounts(rounds=6, drafted=12, accepted_at=[4, 0])
     assert run.tokens == [[2, 1], [3]] and run.accepted_by_round is None and run.version == "0.32.0"
@@ -88,7 +88,7 @@ def test_a_servers_counters_are_differences_summed_over_engines_and_in_the_order
 def test_a_server_that_serves_others_too_is_refused(fake: FakeServer) -> None:
     fake.finished_per_request = 2
     with pytest.raises(
-        RuntimeError, match=r"the server must serve nobody else during the check, but finished 4 requests instead of 2"
+        RuntimeError, match=r"the server must serve no other requests during the check, but finished 4 requests instead of 2"
     ):
         VllmServer(address(fake)).generate([[1], [2]], 4, [7])
 

@@ -1,0 +1,68 @@
+"""The documents of a run, and the steps that training them takes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtptrain.config import PipelineConfig
+from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.training.step_packing import pack_documents, shuffled
+
+UNKNOWN_TOKENS = 1_000_000
+"""Planned tokens if neither the recipe nor data_prep.prompts tells how many there are."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The documents of stage 1, or upper bounds from the recipe."""
+
+    is_counted: bool
+    """Whether data_prep.prompts has been run; otherwise the numbers are upper bounds."""
+    documents: int
+    """0 if unknown."""
+    tokens: int
+    supervised_tokens: int
+    longest_tokens: int
+    mean_tokens: float
+    """Length of a token's document, averaged over tokens; the cost of attention is proportional to it."""
+
+
+def read_workload(config: PipelineConfig) -> Workload:
+    """Returns the documents of stage 1 if it has been run, otherwise upper bounds from the recipe."""
+    path = config.stage_dir("prompts") / f"{Split.train}.safetensors"
+    if not path.exists():
+        tokens, longest = config.prompts.max_train_tokens or UNKNOWN_TOKENS, config.prompts.max_document_tokens
+        return Workload(False, 0, tokens, tokens, longest, float(longest))
+    documents = Documents.load(path)
+    lengths = documents.lengths.astype(np.float64)
+    return Workload(
+        is_counted=True,
+        documents=len(documents),
+        tokens=len(documents.input_ids),
+        supervised_tokens=int(documents.loss_mask.sum()),
+        longest_tokens=int(lengths.max(initial=1)),
+        mean_tokens=float((lengths**2).sum() / max(1.0, lengths.sum())),
+    )
+
+
+def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
+    """Returns the tokens of all training steps, for a training set of `tokens`."""
+    step_tokens = config.train.batch_tokens * config.train.micro_batches_per_step
+    return config.train.max_steps * step_tokens or config.train.epochs * tokens
+
+
+def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
+    """Returns the number of steps: as training packs the documents of stage 1, or with full steps if it has not been
+    run."""
+    train, path = config.train, config.stage_dir("prompts") / f"{Split.train}.safetensors"
+    if train.max_steps:
+        return train.max_steps
+    lengths = Documents.load(path).lengths if path.exists() else np.zeros(0, np.int64)
+    if not 0 < lengths.max(initial=0) <= train.batch_tokens:
+        return trained_tokens // (train.batch_tokens * train.micro_batches_per_step)
+    costs = lengths.astype(np.float64)
+    return train.epochs * len(
+        pack_documents(
+            lengths, costs, train.batch_tokens, train.micro_batches_per_step, shuffled(len(lengths), config.seed, epoch=0)
+        )
+    )
