@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab, write_manifest
@@ -24,7 +24,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.hidden_states.store import expected_identity
 from mtptrain.run_dir import require, write_provenance
-from mtptrain.target.families import read_target_config
+from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 
 
@@ -96,13 +96,9 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
 
 
 def special_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> set[int]:
-    """Tokens that end or shape a text, which a draft vocabulary holds however rare: the tokenizer's and all that stop the target."""
-    sources = [target_config.eos_token_id]
-    if (target_dir / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(target_dir).eos_token_id)
-    stops = {token for ids in sources if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
-    found = stops | set(load_tokenizer(target_dir).all_special_ids)
-    return {token for token in found if token < target_config.vocab_size}
+    """Returns the tokens that a draft vocabulary keeps however rare: the tokenizer's special tokens and all end-of-sequence tokens."""
+    ends = {*eos_token_ids(target_config), *eos_token_ids(target_config, read_generation_config(target_dir))}
+    return {token for token in ends.union(load_tokenizer(target_dir).all_special_ids) if token < target_config.vocab_size}
 
 
 def count_drafted(documents: Documents, vocab_size: int) -> NDArray[np.int64]:

@@ -31,7 +31,7 @@ def make_speaking_target(directory: Path, seed: int = 3, chat_template: str = GE
 
 
 Reply = tuple[int, Any]
-"""A status, and what is sent as JSON, or bytes as they are."""
+"""A status and a body: an object to send as JSON, or bytes, or an iterator of bytes without a Content-Length."""
 Behaviour = Callable[[dict[str, Any]], Reply]
 
 
@@ -105,13 +105,16 @@ def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
 
         def _send(self, request: dict[str, Any]) -> None:
             status, content = fake.reply(self.path, request, self.headers["Authorization"])
-            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            is_stream = isinstance(content, Iterator)
+            body = content if isinstance(content, bytes) or is_stream else json.dumps(content).encode()
             try:
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
+                if not is_stream:
+                    self.send_header("Content-Length", str(len(body)))
                 self.send_header("Retry-After", "0")
                 self.end_headers()
-                self.wfile.write(body)
+                for chunk in body if is_stream else [body]:
+                    self.wfile.write(chunk)
             except OSError:  # the client has given up
                 pass
 
