@@ -10,7 +10,7 @@ from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.identity import TargetIdentity, refuse_different_facts
 from mtptrain.run_dir import require
 
-from ..conversations import Conversations, read_conversations, refuse_doubles
+from ..conversations import Conversations, read_conversations, refuse_duplicate_paths
 from .dialogue import Ending, RegeneratedConversation
 from .survey import hash_sources
 
@@ -108,7 +108,7 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
         FileNotFoundError: data_prep.responses has not finished.
         ValueError: the responses belong to another target or other `prompts.paths`, or these files have changed since.
     """
-    refuse_doubles(prompts.paths)
+    refuse_duplicate_paths(prompts.paths)
     path = directory / MANIFEST
     manifest = ResponsesManifest.read(require(path, "data_prep.responses"))
     sources = manifest.identity.sources

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mtptrain.data.identity import refuse_other
-from mtptrain.utils.files import publish, write_json
+from mtptrain.utils.files import publish, write_json, write_text
 
 from .dialogue import Ending, RegeneratedConversation
 from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest, identity_from_json
@@ -95,7 +95,7 @@ class ResponsesStore:
         failures = [Failure(place(row), reason, 0) for row, reason in sorted(failed.items())]
         failures += [Failure(place(line.row), ENDINGS[line.ended_by], len(line.answer_tokens)) for line in cut_short]
         failures += [Failure(where, reason, 0) for where, reason in refused.items()]
-        (self.directory / FAILURES).write_text("".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
+        write_text(self.directory / FAILURES, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
         manifest = ResponsesManifest(self._identity, self._server_versions, counts, len(failed), len(refused))
         write_json(self.directory / MANIFEST, asdict(manifest))
         self.clean()

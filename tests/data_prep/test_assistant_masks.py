@@ -173,7 +173,9 @@ def test_a_tokenizer_without_a_template_does_not_pass_the_check() -> None:
 def test_a_tokenizer_that_cannot_relate_tokens_to_text_does_not_pass_the_check() -> None:
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = GENERATION_TEMPLATE
-    with pytest.raises(ValueError, match=r"the tokenizer must be a fast one \(tokenizer\.json\) for masks, but that of .* is not"):
+    with pytest.raises(
+        ValueError, match=r"the tokenizer must be a fast one \(tokenizer\.json\) to make masks, but that of .* is not"
+    ):
         check_chat_template(tokenizer)
 
 

@@ -133,7 +133,7 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(co
             ("head=mtp",),
             r"head\.draft_vocab_size: must be set, below the target's 260 tokens, .* is None: head mtp drafts the target's",
         ),
-        (EAGLE3, r"but is None: head eagle3 drafts the target's whole vocabulary and needs none; go on without this program"),
+        (EAGLE3, r"but is None: head eagle3 drafts the target's whole vocabulary and needs none; skip this program"),
         ((*EAGLE3, "head.draft_vocab_size=260"), r"but is 260: head eagle3 drafts the target's whole vocabulary"),
         (
             (*EAGLE3, "head.draft_vocab_size=261"),
@@ -142,7 +142,7 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(co
         ((*EAGLE3, "head.draft_vocab_size=0"), r"must be within 1\.\.260, the tokens of the target, but is 0; correct it"),
         (
             (*EAGLE3, "head.draft_vocab_size=40", "head.init_from=/some/head"),
-            r"head\.init_from: must be unset where a draft vocabulary is to be chosen, but is /some/head, whose lm_head keeps",
+            r"head\.init_from: must be unset to choose a draft vocabulary, but is /some/head, whose lm_head keeps",
         ),
     ],
     ids=["mtp", "unset", "whole", "larger", "none", "init_from"],

@@ -19,13 +19,14 @@ import pytest
 import torch
 
 from data_prep import hidden_states
+from data_prep.extraction import Extraction, prepare_extraction
 from data_prep.hidden_states import extract_hidden_states, scratch_bytes
-from mtptrain.config import PipelineConfig, StoreDtype
+from mtptrain.config import PipelineConfig
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, Documents, PromptsManifest
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction import fill
-from mtptrain.hidden_states.extraction.fill import Streams, fill_shards
+from mtptrain.hidden_states.extraction.fill import Streams
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
 from mtptrain.hidden_states.store import HiddenStore, verify
@@ -275,7 +276,7 @@ def test_a_part_that_ends_names_the_parts_that_are_unfinished(prepared: ConfigFo
     settings = replace(config.hidden_states, part=0, num_parts=3)
     extract_hidden_states(replace(config, hidden_states=settings), ONE_RANK)
     printed = capsys.readouterr().out
-    assert "unfinished parts   1, 2; run one that has failed again with hidden_states.part=N and the same num_parts" in printed
+    assert "unfinished parts   1, 2; to rerun a failed one, set hidden_states.part=N and the same num_parts" in printed
 
 
 @pytest.fixture
@@ -465,12 +466,14 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
 
 def test_what_vllm_leaves_beside_the_store_must_fit_too(prepared: ConfigFor) -> None:
     config = prepared("hidden_states.backend=vllm", "hidden_states.dtype=float32")
-    shards, documents = [range(0, 3), range(3, 10)], make_documents(LENGTHS)
+    by_transformers = replace(prepare_extraction(prepared()), shards=[range(0, 3), range(3, 10)], capture_layers=(1, 2))
+    extraction = replace(by_transformers, config=config)
     two_ranks = Ranks(rank=0, world_size=2, local_rank=0)
-    assert scratch_bytes(config, shards, documents, 64, 3, two_ranks) == 2 * 2 * (267 - 62) * 64 * 3 * 4
+    assert extraction.target_config.hidden_size == 64
+    assert scratch_bytes(extraction, two_ranks) == 2 * 2 * (267 - 62) * 64 * 3 * 4
     config.hidden_states.scratch_dir = "/dev/shm"
-    assert scratch_bytes(config, shards, documents, 64, 3, two_ranks) == 0
-    assert scratch_bytes(prepared(), shards, documents, 64, 3, two_ranks) == 0
+    assert scratch_bytes(extraction, two_ranks) == 0
+    assert scratch_bytes(by_transformers, two_ranks) == 0
 
 
 def test_what_is_there_already_needs_no_free_disk(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,18 +493,10 @@ def test_streamed_shards_that_are_there_already_make_room_for_those_to_come(
     config = prepared("train.stream=true", "train.stream_shards=1", "train.epochs=1", lengths=[40] * 20)
     store_dir = config.stage_dir("hidden_states")
 
-    def write_open_windows(
-        _config: object,
-        streams: Streams,
-        documents: Documents,
-        shards: list[range],
-        windows: list[list[int]],
-        layout: tuple[int, int, StoreDtype],
-        _ranks: object,
-    ) -> None:
-        missing = missing_open_shards(store_dir, windows)
+    def write_open_windows(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
+        missing = missing_open_shards(store_dir, extraction.windows)
         assert missing is not None
-        fill_shards(streams, documents, {i: shards[i] for i in missing}, store_dir, *layout, "test", show=False)
+        hidden_states.fill(extraction, streams, missing, ranks)
 
     monkeypatch.setattr("data_prep.hidden_states.follow_training", write_open_windows)
     extract_hidden_states(config, ONE_RANK)

@@ -533,9 +533,7 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
 def test_a_place_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
     twice = f"prompts.paths=[{tmp_path}/chats.jsonl,{tmp_path}/chats.jsonl]"
     for prepare in (respond, prepare_prompts):
-        with pytest.raises(
-            ValueError, match=r"prompts\.paths: must name each place once, but names \S+chats\.jsonl more than once"
-        ):
+        with pytest.raises(ValueError, match=r"prompts\.paths: must name each path once, but names \S+chats\.jsonl more than once"):
             prepare(by_server(twice))
     assert not server.requests
 
