@@ -49,7 +49,7 @@ class Rows:
     numbers: Sequence[int]
     """Line number in a jsonl file, otherwise row number, from 1."""
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.path}:{self.numbers[index]}"
 
 
@@ -69,9 +69,9 @@ class Conversations:
         rows, row = self.origins[index]
         return parse_row(rows.rows[row], self.schema)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         rows, row = self.origins[index]
-        return rows.place(row)
+        return rows.location(row)
 
 
 def read_conversations(
@@ -93,14 +93,14 @@ def read_conversations(
     for rows in [_read_rows(path, split) for path in paths]:
         for index, row in enumerate(rows.rows):
             if index == 0:
-                _check_schema(row, schema, rows.place(index))
+                _check_schema(row, schema, rows.location(index))
             try:
                 messages = parse_row(row, schema)
                 conversations.names.append(conversation_name(row, messages))
                 conversations.groups.append(question_group(messages))
                 conversations.origins.append((rows, index))
             except ConversationRefused as refusal:
-                conversations.refused[rows.place(index)] = str(refusal)
+                conversations.refused[rows.location(index)] = str(refusal)
     return conversations
 
 
@@ -181,7 +181,7 @@ def _reasoning(message: Row) -> dict[str, str]:
     return {"reasoning_content": _unicode(reasoning)} if reasoning else {}
 
 
-def _check_schema(row: Row, schema: ConversationSchema, place: str) -> None:
+def _check_schema(row: Row, schema: ConversationSchema, location: str) -> None:
     """Raises if the first row of a file shows an unknown format. Later odd rows are only counted as refused."""
     listed = _message_column(row) if isinstance(row, Mapping) else None
     if listed is not None and (not listed or _schema_of(listed[0], schema) is not None):
@@ -191,7 +191,7 @@ def _check_schema(row: Row, schema: ConversationSchema, place: str) -> None:
         actual += f" and messages with {sorted(listed[0]) if isinstance(listed[0], Mapping) else type(listed[0]).__name__}"
     known = " or ".join(f"`{name}` (messages with {', '.join(keys)})" for name, keys in MESSAGE_KEYS.items())
     raise ValueError(
-        f"{place}: a row must hold its messages in one of {', '.join(COLUMNS)}, in schema {schema if schema != 'auto' else known}, "
+        f"{location}: a row must hold its messages in one of {', '.join(COLUMNS)}, in schema {schema if schema != 'auto' else known}, "
         f"but has {actual}; convert the data or correct prompts.schema"
     )
 
@@ -221,11 +221,11 @@ def _json_lines(path: str) -> Iterator[tuple[int, Row]]:
                 yield number, _parse_json(line, f"{path}:{number}")
 
 
-def _parse_json(content: bytes, place: str) -> Any:
+def _parse_json(content: bytes, location: str) -> Any:
     try:
         return json.loads(content)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{place}: must be JSON, but is not ({error}); correct or remove it") from error
+        raise ValueError(f"{location}: must be JSON, but is not ({error}); correct or remove it") from error
 
 
 def _read_json(path: str) -> Rows:

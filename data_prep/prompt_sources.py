@@ -27,7 +27,7 @@ class Source(Protocol):
     refused: dict[str, str]
     """Reasons for the files or rows that are not in `names`."""
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Returns where document `index` comes from, for messages."""
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
@@ -43,7 +43,7 @@ class TextSource:
         self._texts = list(files.texts.values())
         self._tokenizer = tokenizer
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return self.names[index]
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
@@ -66,8 +66,8 @@ class ConversationSource:
         self._conversations = conversations
         self._tokenizer = tokenizer
 
-    def place(self, index: int) -> str:
-        return self._conversations.place(index)
+    def location(self, index: int) -> str:
+        return self._conversations.location(index)
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
         rendered = [self._render(i) for i in indices]

@@ -50,7 +50,7 @@ class Collector:
         self._train_tokens = 0
         self._seen: set[bytes] = set()
 
-    def add(self, name: str, group: str, place: str, encodings: Sequence[Encoding]) -> None:
+    def add(self, name: str, group: str, location: str, encodings: Sequence[Encoding]) -> None:
         """Add the windows of a file or conversation that fit.
 
         A conversation with the same tokens as an earlier one is left out. Files are kept, because they are split by name and the
@@ -60,7 +60,7 @@ class Collector:
             ValueError: a token id is beyond the model's vocabulary.
         """
         for encoding in encodings:
-            check_vocabulary(encoding, self._vocab_size, place)
+            check_vocabulary(encoding, self._vocab_size, location)
         if self._is_copy(encodings) and self._prompts.source is not PromptSource.text_files:
             return
         split = Split.validation if is_held_out(group, self._prompts.validation_fraction) else Split.train
@@ -140,9 +140,9 @@ def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> 
 def _add_batch(collector: Collector, source: Source, batch: Sequence[int]) -> None:
     for index, encodings in zip(batch, source.encode(batch), strict=True):
         if isinstance(encodings, str):
-            collector.refused[source.place(index)] = encodings
+            collector.refused[source.location(index)] = encodings
         else:
-            collector.add(source.names[index], source.groups[index], source.place(index), encodings)
+            collector.add(source.names[index], source.groups[index], source.location(index), encodings)
 
 
 def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:
@@ -151,10 +151,10 @@ def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:
     return [Encoding(encoding.input_ids[i : i + max_tokens], encoding.loss_mask[i : i + max_tokens]) for i in starts]
 
 
-def check_vocabulary(encoding: Encoding, vocab_size: int, place: str) -> None:
+def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None:
     highest = int(encoding.input_ids.max(initial=0))
     if highest >= vocab_size:
         raise ValueError(
             f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives {highest} in "
-            f"{place}; tokenizer and config.json belong to different models, correct the directory"
+            f"{location}; tokenizer and config.json belong to different models, correct the directory"
         )

@@ -104,12 +104,12 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
     if not ranks.is_first:
         return None
     if missing or not store.is_finished:
-        manifest = store.finish(progress.failed, job.survey.refused, job.conversations.place)
+        manifest = store.finish(progress.failed, job.survey.refused, job.conversations.location)
     else:
         store.clean()
         manifest = ResponsesManifest.read(store.directory / MANIFEST)
         print(f"{store.directory} is finished already", flush=True)
-    left_out = job.survey.refused | {job.conversations.place(row): reason for row, reason in progress.failed.items()}
+    left_out = job.survey.refused | {job.conversations.location(row): reason for row, reason in progress.failed.items()}
     print_report(store.directory, manifest, job.survey, progress, left_out)
     if not manifest.counts.answers:
         raise RuntimeError(

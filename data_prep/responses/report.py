@@ -53,7 +53,7 @@ def print_report(
         manifest: its manifest.
         survey: survey of the input.
         progress: counts of this run.
-        left_out: reason by place.
+        left_out: reason by location.
     """
     table = Table(title="data_prep.responses", show_header=False)
     for name, value in report_rows(manifest, survey, progress).items():

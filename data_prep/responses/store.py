@@ -81,19 +81,19 @@ class ResponsesStore:
     def journal(self, rank: int) -> "Journal":
         return Journal(self.directory / JOURNALS.replace("*", f"{rank:05d}"))
 
-    def finish(self, failed: Mapping[int, str], refused: Mapping[str, str], place: Callable[[int], str]) -> ResponsesManifest:
+    def finish(self, failed: Mapping[int, str], refused: Mapping[str, str], location: Callable[[int], str]) -> ResponsesManifest:
         """Write all conversations to one file in input order, then the manifest. One process calls this once all journals are closed.
 
         Args:
             failed: reason by row, for conversations that the next run retries.
-            refused: reason by place, for rows that cannot be used.
-            place: returns the place of a row, for messages.
+            refused: reason by location, for rows that cannot be used.
+            location: returns the location of a row, for messages.
         """
         for path in sorted(self.directory.glob(JOURNALS)):
             self._read(path)
         counts, cut_short = self._write_in_order()
-        failures = [Failure(place(row), reason, 0) for row, reason in sorted(failed.items())]
-        failures += [Failure(place(line.row), ENDINGS[line.ended_by], len(line.answer_tokens)) for line in cut_short]
+        failures = [Failure(location(row), reason, 0) for row, reason in sorted(failed.items())]
+        failures += [Failure(location(line.row), ENDINGS[line.ended_by], len(line.answer_tokens)) for line in cut_short]
         failures += [Failure(where, reason, 0) for where, reason in refused.items()]
         write_text(self.directory / FAILURES, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
         manifest = ResponsesManifest(self._identity, self._server_versions, counts, len(failed), len(refused))

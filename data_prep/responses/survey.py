@@ -24,7 +24,7 @@ class Survey:
     sources: dict[str, str] = field(default_factory=dict)
     """Hash of the conversations of each path or name."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Reason by place, for rows that cannot be used."""
+    """Reason by location, for rows that cannot be used."""
 
     def batches(self, batch_size: int) -> list[list[int]]:
         """Returns batches of rows with the same number of turns and prompts of similar length.
@@ -63,7 +63,7 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
         try:
             groups = questions(messages)
         except ConversationRefused as refusal:
-            survey.refused[conversations.place(row)] = str(refusal)
+            survey.refused[conversations.location(row)] = str(refusal)
             continue
         survey.turns[row], survey.lengths[row] = len(groups), sum(len(message["content"]) for message in groups[0])
     survey.sources = {path: digest.hexdigest() for path, digest in digests.items()}

@@ -12,7 +12,7 @@ from data_prep.renderings import render_conversation
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 
 PLAIN_TEMPLATE = GENERATION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-# As Qwen3's: reasoning of earlier answers is removed, and a line feed follows the end-of-turn token.
+# Like Qwen3's template: removes the reasoning of earlier turns, and adds a line feed after the end-of-turn token.
 REASONING_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
     "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
@@ -35,7 +35,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> Encod
 
 
 def generated_parts(tokenizer: PreTrainedTokenizerFast, encoding: Encoding) -> list[str]:
-    """The text of each run of tokens with mask 1."""
+    """Returns the text of each run of tokens with mask 1."""
     runs: list[list[int]] = []
     previous = 0
     for token_id, counts in zip(encoding.input_ids.tolist(), encoding.loss_mask.tolist(), strict=True):
@@ -105,7 +105,7 @@ def test_a_span_that_ends_in_a_character_of_several_tokens_keeps_all_of_them() -
         GENERATION_TEMPLATE.replace("<|end|>", "<|end|>{{ '\n' }}"),
     ],
 )
-def test_the_line_feed_behind_the_end_of_turn_is_not_generated(template: str) -> None:
+def test_the_line_feed_after_the_end_of_turn_is_not_generated(template: str) -> None:
     tokenizer = make_tokenizer(template)
     assert generated_parts(tokenizer, encode(tokenizer, CHAT)) == ["It is\n4 😀<|end|>", " So it is. <|end|>"]
 

@@ -1,4 +1,4 @@
-"""Answers by the target: by a server that does what servers do, and by transformers."""
+"""Tests responses of the target, from a server and from transformers."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from tests.data_prep.test_renderings import QWEN3, QWEN3_BLOCKS
 ROOT = Path(__file__).parents[2]
 ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
 RUN_FILES = ("config.yaml", "provenance.json")
-"""Which say how the program was called."""
+"""Files that record how the program was called."""
 
 ConfigFor = Callable[..., PipelineConfig]
 
@@ -65,7 +65,7 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Retries come at once, and threads are as before."""
+    """Makes retries immediate, and restores the number of threads."""
     monkeypatch.setattr(completion_server, "BACKOFF_S", 0.01)
     num_threads = torch.get_num_threads()
     yield
@@ -88,7 +88,7 @@ def overrides_for(tmp_path: Path, target: Path, rows: list[dict[str, Any]], run:
 
 @pytest.fixture
 def configure(tmp_path: Path, speaking_target: Path) -> ConfigFor:
-    """The config over a jsonl file of the rows given."""
+    """Returns a function that makes a config for a jsonl file of the given rows."""
 
     def build(*overrides: str, rows: list[dict[str, Any]] = CHATS, run: str = "run") -> PipelineConfig:
         return make_config(*overrides_for(tmp_path, speaking_target, rows, run), *overrides)
@@ -128,7 +128,7 @@ def answers_of(row: dict[str, Any]) -> list[str]:
 
 
 def answer_by_question(table: dict[str, Callable[[list[int]], Any]], target: Path) -> Callable[[dict[str, Any]], Any]:
-    """A server's behaviour that looks for a word in the newest question; else as always."""
+    """Returns a server behaviour that depends on a word in the last user turn, with `answer_by_prompt` as the default."""
     tokenizer = load_tokenizer(target)
 
     def behave(request: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ def answer_by_question(table: dict[str, Callable[[list[int]], Any]], target: Pat
     return behave
 
 
-# What is asked, and what becomes of the answers
+# Requests, and the responses that are stored
 
 
 def test_every_answer_is_new_and_new_answers_are_the_history_of_later_turns(
@@ -153,9 +153,9 @@ def test_every_answer_is_new_and_new_answers_are_the_history_of_later_turns(
         assert row["id"] == old["id"] and row["ended_by"] == "complete"
         kept = [message for message in row["messages"] if message["role"] != "assistant"]
         assert kept == [message for message in old["messages"] if message["role"] != "assistant"]
-        for place, message in enumerate(row["messages"]):
+        for index, message in enumerate(row["messages"]):
             if message["role"] == "assistant":
-                prompt = render_prompt(tokenizer, row["messages"][:place])
+                prompt = render_prompt(tokenizer, row["messages"][:index])
                 asked.remove(tuple(prompt))
                 (new_tokens,) = [answer_by_prompt({"prompt": prompt})[1]["choices"][0]["token_ids"]]
                 assert message["content"] == tokenizer.decode(new_tokens[:-1])
@@ -208,7 +208,7 @@ def test_no_more_conversations_are_in_flight_than_allowed(by_server: ConfigFor, 
     assert server.at_once == 3
 
 
-def test_a_server_that_gives_text_alone_is_enough(by_server: ConfigFor, server: FakeServer) -> None:
+def test_a_server_that_returns_only_text_is_enough(by_server: ConfigFor, server: FakeServer) -> None:
     respond(by_server(run="ids"))
 
     def in_text(request: dict[str, Any]) -> Any:
@@ -254,7 +254,7 @@ def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
 
     num_requests = len(server.requests)
     respond(config)
-    assert len(server.requests) == num_requests, "an answer that came out so is not asked for again"
+    assert len(server.requests) == num_requests, "conversations that ended early are not retried"
     assert "responses is finished already" in capsys.readouterr().out
 
 
@@ -325,10 +325,10 @@ def test_a_template_that_begins_the_thought_in_its_prompt_gets_the_answer_back_t
     assert whole == [*render_prompt(tokenizer, messages[:1]), *answer]
 
 
-# What fails, and what is tried again
+# Failures and retries
 
 
-def test_a_busy_server_is_asked_again(by_server: ConfigFor, server: FakeServer) -> None:
+def test_a_busy_server_is_retried(by_server: ConfigFor, server: FakeServer) -> None:
     seen: Counter[tuple[int, ...]] = Counter()
 
     def busy(request: dict[str, Any]) -> Any:
@@ -340,7 +340,7 @@ def test_a_busy_server_is_asked_again(by_server: ConfigFor, server: FakeServer) 
     assert manifest.failed == 0 and set(seen.values()) == {3}
 
 
-def test_what_goes_on_failing_is_counted_named_and_alone_tried_again(
+def test_what_keeps_failing_is_counted_named_and_alone_retried(
     by_server: ConfigFor, server: FakeServer, speaking_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     respond(by_server(run="undisturbed"))
@@ -409,7 +409,7 @@ def test_a_response_that_drips_without_end_is_left_after_the_timeout(by_server: 
     assert [item["reason"] for item in failures(config)] == ["the server does not answer: timed out"]
 
 
-def test_a_response_of_endless_length_is_not_read_to_its_end(
+def test_a_response_that_is_too_long_is_not_read_to_its_end(
     by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(completion_server, "MAX_BODY_BYTES", 10_000)
@@ -418,7 +418,7 @@ def test_a_response_of_endless_length_is_not_read_to_its_end(
     with pytest.raises(RuntimeError, match="at least one conversation must get a response"):
         respond(config)
     assert [item["reason"] for item in failures(config)] == ["the server's answer is longer than 10,000 bytes"]
-    assert len(server.requests) == 1, "it would come again"
+    assert len(server.requests) == 1, "no retries"
 
 
 def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: ConfigFor, server: FakeServer) -> None:
@@ -530,7 +530,7 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
     assert "responses: 1 conversations failed and are missing; data_prep.responses retries" in capsys.readouterr().out
 
 
-def test_a_place_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
+def test_a_path_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
     twice = f"prompts.paths=[{tmp_path}/chats.jsonl,{tmp_path}/chats.jsonl]"
     for prepare in (respond, prepare_prompts):
         with pytest.raises(ValueError, match=r"prompts\.paths: must name each path once, but names \S+chats\.jsonl more than once"):
@@ -690,10 +690,10 @@ def test_transformers_answers_greedily_as_one_prompt_at_a_time_would(configure: 
     model = AutoModelForCausalLM.from_pretrained(speaking_target, dtype=torch.float32).eval()
     tokenizer, num_checked = load_tokenizer(speaking_target), Counter[str]()
     for row in answered(config):
-        for place, message in enumerate(row["messages"]):
+        for index, message in enumerate(row["messages"]):
             if message["role"] != "assistant":
                 continue
-            tokens = render_prompt(tokenizer, row["messages"][:place])
+            tokens = render_prompt(tokenizer, row["messages"][:index])
             start = len(tokens)
             with torch.no_grad():
                 while len(tokens) < start + 24 and (len(tokens) == start or tokens[-1] != EOS):
@@ -715,7 +715,7 @@ def test_ranks_and_interruptions_change_no_byte(configure: ConfigFor, tmp_path: 
     assert result.returncode == 0, result.stderr[-3000:]
     assert output(configure()) == output(undisturbed)
 
-    # A run that was killed: some rows of a batch are in the journal of one rank, others in none.
+    # A killed run: some rows of a batch are in the journal of one rank, others in none.
     directory = configure().stage_dir("responses")
     manifest = json.loads((directory / "manifest.json").read_text())
     lines = (directory / "conversations.jsonl").read_bytes().splitlines(keepends=True)
@@ -760,7 +760,7 @@ def test_a_target_without_an_end_of_answer_is_refused(configure: ConfigFor, tmp_
         respond(configure(f"target.path={target}"))
 
 
-# Into the prompts
+# Prompts from responses
 
 
 def test_the_prompts_supervise_exactly_what_the_target_generated(configure: ConfigFor, speaking_target: Path) -> None:
@@ -790,7 +790,7 @@ def test_the_prompts_supervise_exactly_what_the_target_generated(configure: Conf
 
 
 def test_answers_to_one_question_are_on_one_side_whatever_was_answered_before(by_server: ConfigFor) -> None:
-    """Rows without an id are named by all their messages: the answers that were replaced decided the side."""
+    """Rows without an id are named by all their messages, so the replaced answers could decide their split."""
     rows = []
     for i in range(200):
         question, old = {"role": "user", "content": f"question {i % 20}"}, {"role": "assistant", "content": f"old answer {i}"}
@@ -835,7 +835,7 @@ def test_prompts_go_on_with_answers_whose_conversations_are_gone(
 
 
 def supervised_texts(config: PipelineConfig, target: Path) -> dict[str, str]:
-    """By conversation, what counts in its documents."""
+    """Returns the supervised text of each conversation."""
     tokenizer, entries = load_tokenizer(target), DocumentEntry.read_all(config.stage_dir("prompts"))
     found: dict[str, str] = {}
     for split in Split:
