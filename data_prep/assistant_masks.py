@@ -33,7 +33,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Render a conversation of one user turn and one assistant turn, to find errors before the long work.
 
     Raises:
-        ValueError: there is no template, the tokenizer cannot map tokens to text, or the mask of the assistant turn is empty.
+        ValueError: there is no template, the tokenizer cannot map tokens to text, or the mask of the assistant turn is
+            empty.
     """
     require_chat_template(tokenizer)
     if not tokenizer.is_fast:

@@ -111,7 +111,7 @@ def refuse_duplicate_paths(paths: Sequence[str]) -> None:
 
 
 def conversation_name(row: Row, messages: Sequence[Message]) -> str:
-    """Returns the row's `id` or `conversation_id`, otherwise a hash of its messages. The split does not depend on the name.
+    """Returns the row's `id` or `conversation_id`, otherwise a hash of its messages; the split ignores it.
 
     Raises:
         ConversationRefused: the id is not valid Unicode.

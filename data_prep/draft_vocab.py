@@ -1,7 +1,7 @@
-"""Choose the draft vocabulary of a head with `head.draft_vocab_size`: the tokens that are drafted most often in the training prompts.
+"""Choose the draft vocabulary of a head with `head.draft_vocab_size`: the most frequent tokens of the training prompts.
 
-Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft_vocab.py). Run it between `data_prep.prompts`
-and `mtptrain.train` for heads whose vocabulary is smaller than the target's.
+Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft_vocab.py). Run it between
+`data_prep.prompts` and `mtptrain.train` for heads whose vocabulary is smaller than the target's.
 
     python -m data_prep.draft_vocab recipe=quickstart_eagle3
 """
@@ -41,7 +41,8 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
 
     Raises:
         FileNotFoundError: the target does not exist, or stage 1 has not been run.
-        ValueError: the head needs no draft vocabulary, its size is out of range, or the prompts were made with another tokenizer.
+        ValueError: the head needs no draft vocabulary, its size is out of range, or the prompts were made with another
+            tokenizer.
     """
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
@@ -74,7 +75,8 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
     """Returns the number of tokens to choose.
 
     Raises:
-        ValueError: the head drafts the target's whole vocabulary or brings its own, or the size exceeds the target's vocabulary.
+        ValueError: the head drafts the target's whole vocabulary or brings its own, or the size exceeds the target's
+            vocabulary.
     """
     size = getattr(head, "draft_vocab_size", None)
     if size is None or size == vocab_size:
@@ -96,7 +98,7 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
 
 
 def special_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> set[int]:
-    """Returns the tokens that a draft vocabulary keeps however rare: the tokenizer's special tokens and all end-of-sequence tokens."""
+    """Returns the tokens to keep however rare: the tokenizer's special tokens and all end-of-sequence tokens."""
     ends = {*eos_token_ids(target_config), *eos_token_ids(target_config, read_generation_config(target_dir))}
     return {token for token in ends.union(load_tokenizer(target_dir).all_special_ids) if token < target_config.vocab_size}
 

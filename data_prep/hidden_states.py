@@ -1,13 +1,14 @@
 """Stage 2: run the frozen target on the training prompts and store its hidden states.
 
-Reads `run_dir/prompts/` and the target; writes `run_dir/hidden_states/` (see mtptrain/hidden_states/store.py). The backend is
-transformers in this process or vLLM in another; states are written while the next ones are computed. An interrupted run continues
-with any number of ranks, and the finished store is byte for byte the same as without the interruption.
+Reads `run_dir/prompts/` and the target; writes `run_dir/hidden_states/` (see mtptrain/hidden_states/store.py). The
+backend is transformers in this process or vLLM in another; states are written while the next ones are computed. An
+interrupted run continues with any number of ranks, and the finished store is byte for byte the same as without the
+interruption.
 
     torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart
-    torchrun --nproc-per-node 4 -m data_prep.hidden_states recipe=quickstart train.stream=true     # while mtptrain.train reads and deletes
-    python -m data_prep.hidden_states recipe=quickstart plan=true     # print the costs; run nothing
-    torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart verify=true     # compare every byte of the store
+    torchrun --nproc-per-node 4 -m data_prep.hidden_states recipe=quickstart train.stream=true     # while training reads
+    python -m data_prep.hidden_states recipe=quickstart plan=true     # print the costs only
+    torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart verify=true     # check every byte
 """
 
 import hashlib
@@ -39,8 +40,8 @@ from mtptrain.utils.distributed import Ranks, init_ranks
 from .extraction import Extraction, prepare_extraction
 from .store_check import verify_store
 
-# On a CPU the number of threads changes the bits of matrix products (seen with fp32 at 2 and bf16 at 4), and torchrun sets another
-# number than plain python. So use one thread per rank, and as many ranks as there are cores.
+# On a CPU the number of threads changes the bits of matrix products (seen with fp32 at 2 and bf16 at 4), and torchrun
+# sets another number than plain python. So use one thread per rank, and as many ranks as there are cores.
 CPU_THREADS = 1
 
 
@@ -60,8 +61,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
 
     Raises:
         FileNotFoundError: stage 1 has not been run, or vLLM is not installed although the backend is vllm.
-        ValueError: the prompts do not fit the target, its lm_head is quantised, the directory holds other states, or the disk is too
-            small.
+        ValueError: the prompts do not fit the target, its lm_head is quantised, the directory holds other states, or
+            the disk is too small.
         OSError: the disk became full; finished shards are kept.
     """
     if ranks.device.type == "cpu":
@@ -165,7 +166,7 @@ def scratch_prefix(config: PipelineConfig) -> str:
 
 
 def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
-    """Returns the size of the backend's temporary files on the store's disk: two of the largest shards for each rank."""
+    """Returns the bytes of the backend's temporary files on the store's disk: two largest shards per rank."""
     settings = extraction.config.hidden_states
     if settings.backend is not Backend.vllm or settings.scratch_dir is not None:
         return 0
@@ -185,7 +186,7 @@ def remove_scratch(config: PipelineConfig) -> None:
 
 
 def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:
-    """Returns the shards of this part that are still to be computed. The ranks divide the work of looking for finished ones."""
+    """Returns the shards of this part that are still to be computed. The ranks divide the search for finished ones."""
     complete = [index for index in list(own)[ranks.rank :: ranks.world_size] if has_shard(store_dir, index)]
     everyone = {index for indices in ranks.gather(complete) for index in indices}
     return [index for index in own if index not in everyone]
@@ -201,7 +202,8 @@ def fullest_windows(extraction: Extraction) -> list[int]:
 def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> None:
     """Print how much will be written, and refuse if the disk is too small for it and the backend's temporary files.
 
-    If training follows, shards are deleted as they are read: the fullest windows must fit, once all present shards are deleted.
+    If training follows, shards are deleted as they are read: the fullest windows must fit, once all present shards are
+    deleted.
 
     Raises:
         ValueError: too little space is free.

@@ -85,8 +85,8 @@ class ConversationSource:
 class ResponsesSource(ConversationSource):
     """Conversations that data_prep.responses has regenerated.
 
-    Not supervised are the end-of-turn token that the template adds after a response that was cut off, and responses that the template
-    does not render as generated.
+    Not supervised are the end-of-turn token that the template adds after a response that was cut off, and responses
+    that the template does not render as generated.
     """
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
@@ -125,7 +125,7 @@ def answer_prompts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
 
 
 def as_generated(rendering: Rendering, prompts: Sequence[str], is_kept: Sequence[bool]) -> Rendering:
-    """Returns the rendering without the spans of responses that are not kept. A span belongs to the last prompt that precedes it."""
+    """Returns the rendering without the spans of responses that are not kept. Each span belongs to the prompt before it."""
     starts = [(len(prompt), turn) for turn, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
     turns = [max(((start, turn) for start, turn in starts if start < end), default=(0, None))[1] for _, end in rendering.spans]
     spans = [span for span, turn in zip(rendering.spans, turns, strict=True) if turn is not None and is_kept[turn]]
@@ -140,12 +140,12 @@ def read_source(prompts: PromptsConfig, tokenizer: PreTrainedTokenizerBase, targ
         prompts: the settings.
         tokenizer: the target's tokenizer.
         target_dir: directory of the target, which must have generated the responses.
-        responses_dir: output of data_prep.responses in this run, read instead of the paths if the source is `responses`.
+        responses_dir: output of data_prep.responses, read instead of the paths if the source is `responses`.
 
     Raises:
-        FileNotFoundError: a directory, a file or a hub data set does not exist, or data_prep.responses has not finished.
-        ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or another target
-            generated the responses.
+        FileNotFoundError: a path does not exist, or data_prep.responses has not finished.
+        ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or another
+            target generated the responses.
     """
     if not prompts.paths:
         raise ValueError(

@@ -53,8 +53,8 @@ class Collector:
     def add(self, name: str, group: str, location: str, encodings: Sequence[Encoding]) -> None:
         """Add the windows of a file or conversation that fit.
 
-        A conversation with the same tokens as an earlier one is left out. Files are kept, because they are split by name and the
-        documents of a run must not change.
+        A conversation with the same tokens as an earlier one is left out. Files are kept, because they are split by
+        name and the documents of a run must not change.
 
         Raises:
             ValueError: a token id is beyond the model's vocabulary.
@@ -110,7 +110,7 @@ class Collector:
             yield DocumentEntry(i, window.name, window.split, tokens, window.number, window.turn, window.group)
 
     def rewritten_documents(self) -> Documents:
-        """Returns the additional documents of conversations, for assistant turns that the first document renders differently."""
+        """Returns the additional documents, for assistant turns that the first document renders differently."""
         return Documents.from_list(
             [(i, window.encoding.input_ids, window.encoding.loss_mask) for i, window in enumerate(self.windows) if window.turn]
         )

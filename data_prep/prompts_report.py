@@ -1,4 +1,4 @@
-"""The report of stage 1: counts per split, lengths, and what was left out and why. It is printed and stored as report.json."""
+"""The report of stage 1, printed and stored as report.json: counts, lengths, and what was left out and why."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,12 +1,12 @@
 """Renders conversations with the target's chat template into texts with the spans that the assistant generates.
 
-A conversation with n assistant turns is usually one text with n spans. But some templates render a turn differently once the
-conversation continues; Qwen3's, for instance, strips reasoning from the history. Such a turn gets an additional text: its prompt and
-the turn as generated. This text also supervises all earlier turns that it contains as generated. Working backwards from the last turn
-gives the smallest number of texts.
+A conversation with n assistant turns is usually one text with n spans. But some templates render a turn differently
+once the conversation continues; Qwen3's, for instance, strips reasoning from the history. Such a turn gets an
+additional text: its prompt and the turn as generated. This text also supervises all earlier turns that it contains as
+generated. Working backwards from the last turn gives the smallest number of texts.
 
-A template with `{% generation %}` blocks marks what the assistant generates. With any other template, an assistant turn is all text
-that is rendered after its prompt.
+A template with `{% generation %}` blocks marks what the assistant generates. With any other template, an assistant turn
+is all text that is rendered after its prompt.
 """
 
 import re
@@ -37,7 +37,7 @@ class Rendering:
     turn: int = 0
     """0 for the first text of a conversation, otherwise the number, from 1, of its last message."""
     answers_left_out: int = 0
-    """In the first text of a conversation, the number of assistant turns that the template does not render after their prompt."""
+    """In the first text, the number of assistant turns that the template does not render after their prompt."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class _Answer:
 
 
 def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Rendering]:
-    """Render a conversation into the smallest number of texts that contain every assistant turn once as generated; the longest first.
+    """Render a conversation into the fewest texts that contain every assistant turn once as generated.
+
+    The longest is first.
 
     Raises:
         ConversationRefused: the template rejects the messages, or no assistant turn can be located in the text.
@@ -106,7 +108,8 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     """Returns where the last message begins in `text`, or None if that is ambiguous."""
     if text.startswith(prompt):
         return len(prompt)
-    # The template renders the history differently once it continues, so look for the text that turns a history into a prompt.
+    # The template renders the history differently once it continues, so look for the text that turns a history into a
+    # prompt.
     history, _ = _render(tokenizer, messages[:-1])
     cue = prompt.removeprefix(history)
     num_answers = sum(message["role"] == "assistant" for message in messages)
@@ -117,7 +120,8 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
 def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, answers: Sequence[_Answer]) -> list[Rendering]:
     """Returns texts that contain every assistant turn once as generated.
 
-    The first is the whole conversation if it contains the last turn; each further one ends with the last turn still missing.
+    The first is the whole conversation if it contains the last turn; each further one ends with the last turn still
+    missing.
     """
     renderings: list[Rendering] = []
     missing = list(answers)
@@ -132,7 +136,7 @@ def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, answers: Sequence[_An
 
 
 def _contained_turns(tokenizer: PreTrainedTokenizerBase, text: str, answers: Sequence[_Answer]) -> dict[int, list[Span]]:
-    """Returns the spans, by turn, of the turns in `text`. Of two adjacent spans only the later counts, as they would read as one."""
+    """Returns the spans of the turns in `text`. Of two adjacent spans only the later counts."""
     contained: dict[int, list[Span]] = {}
     next_start = len(text) + 1
     for answer in reversed(answers):
@@ -144,7 +148,7 @@ def _contained_turns(tokenizer: PreTrainedTokenizerBase, text: str, answers: Seq
 
 
 def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, answer: _Answer) -> list[Span]:
-    """Returns the spans of a turn in `text`; none if the turn, or anything before it, differs from when it was generated."""
+    """Returns the spans of a turn in `text`; none if the turn, or anything before it, differs from its generation."""
     if text.startswith(answer.text):
         return answer.spans
     end = _end_without_closing(tokenizer, answer.text)
@@ -165,8 +169,8 @@ def _end_without_closing(tokenizer: PreTrainedTokenizerBase, text: str) -> int |
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: bool) -> tuple[str, list[Span]]:
     """Returns the text and, on request, the spans of its generation blocks."""
-    # apply_chat_template rejects the empty list before an assistant turn without a user turn, and its mask loses the last bytes
-    # of a span that ends inside a character of several tokens.
+    # apply_chat_template rejects the empty list before an assistant turn without a user turn, and its mask loses the
+    # last bytes of a span that ends inside a character of several tokens.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
     rendered: Any = render_jinja_template(conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables)
     texts, spans = rendered

@@ -1,12 +1,12 @@
-"""Train the demo target, a 6M-parameter Llama on the source of the Python standard library, or a smaller model that drafts for it.
+"""Train the demo target, a 6M-parameter Llama, on the Python standard library; or a smaller model that drafts for it.
 
-This is not a stage of the pipeline: the result ships in ``mtptrain/demo_target/`` so that ``make demo`` needs no network. Reads the
-``.py`` files of the running Python's standard library; writes the tokenizer, config, bf16 weights and ``figures.json`` (data split,
-training, held-out loss by position).
+This is not a stage of the pipeline: the result ships in ``mtptrain/demo_target/`` so that ``make demo`` needs no
+network. Reads the ``.py`` files of the running Python's standard library; writes the tokenizer, config, bf16 weights
+and ``figures.json`` (data split, training, held-out loss by position).
 
     python -m tools.demo_target --output-dir mtptrain/demo_target
-    python -m tools.demo_target --output-dir mtptrain/demo_target --from-phase 1    (continue from existing weights)
-    python -m tools.demo_target --output-dir runs/small_model --draft-for mtptrain/demo_target    (a small model that drafts for it)
+    python -m tools.demo_target --output-dir mtptrain/demo_target --from-phase 1    (from saved weights)
+    python -m tools.demo_target --output-dir runs/small_model --draft-for mtptrain/demo_target    (a small draft model)
 """
 
 import argparse
@@ -67,8 +67,9 @@ TARGET_SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-# Short rows are cheap, but a model fails beyond the length of its rows, so training ends with rows of the whole context. The last
-# positions of a row are trained least, so a short second phase extends beyond the context that the model supports.
+# Short rows are cheap, but a model fails beyond the length of its rows, so training ends with rows of the whole
+# context. The last positions of a row are trained least, so a short second phase extends beyond the context that the
+# model supports.
 PHASES = (
     Phase(28_000_000, {0.0: 256, 0.5: 512, 0.75: CONTEXT_TOKENS}, lr_scale=1.0),
     Phase(800_000, {0.0: 3 * CONTEXT_TOKENS // 2}, lr_scale=0.08),
@@ -199,8 +200,8 @@ def train(model: LlamaForCausalLM, documents: list[np.ndarray], phase: Phase, se
 def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> dict[str, object]:
     """Returns the mean loss in nats per token, by position, over *the same tokens at every position*.
 
-    Windows of the whole context start every 256 tokens of the held-out stream, so each token, except at the edges, is scored once in
-    each bucket of 256 positions: buckets differ only in context, not in text.
+    Windows of the whole context start every 256 tokens of the held-out stream, so each token, except at the edges, is
+    scored once in each bucket of 256 positions: buckets differ only in context, not in text.
     """
     num_buckets, bucket = CONTEXT_TOKENS // 256, 256
     stream = torch.from_numpy(np.concatenate(documents)).long()

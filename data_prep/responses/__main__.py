@@ -1,12 +1,12 @@
 """Optional, before stage 1: regenerate the assistant turns of conversations with the target itself.
 
-Reads the conversations of `prompts.paths`; writes `run_dir/responses/` (see data_prep/responses/store.py), which data_prep.prompts
-reads instead with `prompts.source=responses`. The target runs in this process with transformers, or on a server at `responses.url`.
-An interrupted run continues where it stopped. If conversations failed, the others are kept and the exit code is 1, so that no later
-stage continues with only a part of them; the next run retries them.
+Reads the conversations of `prompts.paths`; writes `run_dir/responses/` (see data_prep/responses/store.py), which
+data_prep.prompts reads instead with `prompts.source=responses`. The target runs in this process with transformers, or
+on a server at `responses.url`. An interrupted run continues where it stopped. If conversations failed, the others are
+kept and the exit code is 1, so that no later stage continues with only a part of them; the next run retries them.
 
     torchrun --nproc-per-node 8 -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl]
-    python -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl] responses.url=http://localhost:8000/v1
+    python -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl] responses.url=URL
 """
 
 import os
@@ -85,7 +85,8 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
     Raises:
         FileNotFoundError: the target or a file does not exist.
         ConnectionError: the server does not respond.
-        ValueError: no conversation is usable, the server does not serve the target, or the directory holds other responses.
+        ValueError: no conversation is usable, the server does not serve the target, or the directory holds other
+            responses.
         RuntimeError: the server went away, or no conversation has a response.
     """
     check_settings(config, ranks)

@@ -1,9 +1,10 @@
 """Regenerates one conversation: makes the prompt of each turn and adds each response to the messages.
 
-Every assistant turn is generated from a history of regenerated turns; all other messages stay as they are. Prompts are rendered here
-with the target's own chat template, and responses are read as tokens, so no parser of a server can change them. A conversation stores
-responses as text. `texts_kept` says whether rendering gives the same text again, since a response that is rendered differently must
-not be supervised; `tokens_changed` counts responses whose text is the same but whose tokens differ.
+Every assistant turn is generated from a history of regenerated turns; all other messages stay as they are. Prompts are
+rendered here with the target's own chat template, and responses are read as tokens, so no parser of a server can change
+them. A conversation stores responses as text. `texts_kept` says whether rendering gives the same text again, since a
+response that is rendered differently must not be supervised; `tokens_changed` counts responses whose text is the same
+but whose tokens differ.
 """
 
 import hashlib
@@ -188,7 +189,7 @@ def turn_seed(seed: int, name: str, turn: int) -> int:
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response: Response) -> str:
-    """Returns the text of a response. Decodes it after its prompt, since some tokenizers decode the first token of a text differently."""
+    """Returns the text of a response, decoded after its prompt: some tokenizers decode a first token differently."""
     if response.token_ids is None:
         return response.text
     prompt = _decode(tokenizer, prompt_ids)
@@ -199,10 +200,11 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
 def message_content(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt_ids: Sequence[int], response: Response, text: str
 ) -> tuple[str, bool, bool]:
-    """Returns the content of the assistant message, and whether rendering it reproduces the response's text and its tokens.
+    """Returns the content of the assistant message, and whether rendering it reproduces the text and the tokens.
 
-    A generation prompt may contain the beginning of the response (`<think>`), and the template may or may not expect that beginning
-    in the message. Both are tried; if neither reproduces the response, the content is the generated text.
+    A generation prompt may contain the beginning of the response (`<think>`), and the template may or may not expect
+    that beginning in the message. Both are tried; if neither reproduces the response, the content is the generated
+    text.
 
     Raises:
         TemplateError: the template rejects the response.

@@ -1,4 +1,4 @@
-"""`manifest.json` of `run_dir/responses/`: what the responses were generated from, and counts. Read by data_prep.prompts."""
+"""`manifest.json` of `run_dir/responses/`, which data_prep.prompts reads: identity and counts of the responses."""
 
 import json
 from collections.abc import Mapping

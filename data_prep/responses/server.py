@@ -20,7 +20,7 @@ MAX_BODY_BYTES = 64 * 2**20
 
 
 class RequestFailed(Exception):
-    """A request failed for good, so its conversation is left out of this run. The message is the reason in the report."""
+    """A request failed for good; its conversation is left out of this run. The message is the reason in the report."""
 
 
 class CompletionServer:
@@ -110,7 +110,8 @@ class CompletionServer:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,  # -1 means all tokens in both engines
             "seed": prompt.seed,
-            # Omitted fields would come from the target's generation_config.json, and penalties change even greedy decoding.
+            # Omitted fields would come from the target's generation_config.json, and penalties also change greedy
+            # decoding.
             **{"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
             "stop_token_ids": list(sampling.stop_token_ids),
             "skip_special_tokens": False,
@@ -247,7 +248,8 @@ def _reason(error: Exception) -> str:
 def regenerate_with_server(
     server: CompletionServer, dialogues: Iterator[Dialogue], concurrency: int, save: Callable[[RegeneratedConversation], None]
 ) -> Generator[RegeneratedConversation | tuple[int, str]]:
-    """Regenerate conversations, at most `concurrency` at once, and yield them as they end; for a failed one, its row and the reason.
+    """Regenerate conversations, at most `concurrency` at once, and yield each as it ends; if it failed, its row and
+    why.
 
     If the run stops early, no new requests are sent, and conversations that end with the running requests go to `save`.
     """

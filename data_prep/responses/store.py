@@ -1,8 +1,8 @@
 """`run_dir/responses/`: regenerated conversations, appended as they end and put into input order when all are done.
 
-During a run, `plan.json` holds the identity of the responses, and each rank appends finished conversations to `answers_<rank>.jsonl`.
-At the end, `conversations.jsonl` holds all conversations in input order, and `failures.jsonl` lists those with missing responses and
-the reason. `manifest.json` is written last.
+During a run, `plan.json` holds the identity of the responses, and each rank appends finished conversations to
+`answers_<rank>.jsonl`. At the end, `conversations.jsonl` holds all conversations in input order, and `failures.jsonl`
+lists those with missing responses and the reason. `manifest.json` is written last.
 """
 
 import json
@@ -82,7 +82,9 @@ class ResponsesStore:
         return Journal(self.directory / JOURNALS.replace("*", f"{rank:05d}"))
 
     def finish(self, failed: Mapping[int, str], refused: Mapping[str, str], location: Callable[[int], str]) -> ResponsesManifest:
-        """Write all conversations to one file in input order, then the manifest. One process calls this once all journals are closed.
+        """Write all conversations to one file in input order, then the manifest.
+
+        Only one process may call this, after all journals are closed.
 
         Args:
             failed: reason by row, for conversations that the next run retries.

@@ -11,7 +11,7 @@ from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampl
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:
-    """Returns the config to sample from the `top_k` most likely tokens, limited to the first that hold `top_p` of the probability."""
+    """Returns the config that samples with `top_k`, then `top_p`, and greedily at temperature 0."""
     is_sampled = sampling.temperature > 0
     chosen = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if is_sampled else {}
     return GenerationConfig(

@@ -1,8 +1,8 @@
 """The draft vocabulary on disk: the target's tokens that a head with a smaller lm_head can draft.
 
-`run_dir/draft_vocab/` holds `draft_vocab.safetensors` with `d2t` i64[D] (offsets: draft token i is the target's token i + d2t[i],
-ascending) and `t2d` bool[V] (True for the target's tokens in the draft vocabulary). `manifest.json`, written last, records which
-prompts were counted. `data_prep.draft_vocab` writes it, `mtptrain.train` reads it.
+`run_dir/draft_vocab/` holds `draft_vocab.safetensors` with `d2t` i64[D] (offsets: draft token i is the target's token i
++ d2t[i], ascending) and `t2d` bool[V] (True for the target's tokens in the draft vocabulary). `manifest.json`, written
+last, records which prompts were counted. `data_prep.draft_vocab` writes it, `mtptrain.train` reads it.
 """
 
 import hashlib
@@ -36,8 +36,7 @@ class DraftVocabManifest:
     distinct_tokens: int
     """Distinct tokens that are drafted in the training split."""
     filled_up_tokens: int
-    """Tokens of the vocabulary that are never drafted in the training split: special tokens, and the lowest ids if too few others
-    occur."""
+    """Tokens never drafted in the training split: special tokens, and the lowest ids if too few others occur."""
     coverage: dict[str, float]
     """Share of the drafted tokens that the vocabulary contains, by split."""
 

@@ -35,7 +35,7 @@ class TargetIdentity:
     revision: str | None
     config_sha256: str
     weights_sha256: str
-    """Hash of the headers and of samples of every tensor: fine-tuning changes it, and computing it takes milliseconds."""
+    """Hash of the headers and of samples of every tensor: fast to compute, and fine-tuning changes it."""
     tokenizer_sha256: str
     chat_template_sha256: str
 
@@ -67,7 +67,7 @@ def _sha256(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """Everything that must be equal for stored hidden states to be usable, independent of when and where they were computed."""
+    """Everything that must be equal for stored hidden states to be usable; not when and where they were computed."""
 
     program: ClassVar[str] = "data_prep.hidden_states"
     target: TargetIdentity
@@ -144,7 +144,7 @@ def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens:
 def refuse_different_facts(
     path: Path, expected: Mapping[str, object], found: Mapping[str, object], remedy: str, note: str = ""
 ) -> None:
-    """Raises a ValueError that names every fact of `path` that is not the expected one, then `note` and what to do about it."""
+    """Raise a ValueError that names every fact of `path` that is not as expected, followed by `note` and `remedy`."""
     names = dict.fromkeys([*expected, *found])
     differences = [
         f"{name} must be {expected.get(name)}, but is {found.get(name)}" for name in names if expected.get(name) != found.get(name)

@@ -1,8 +1,8 @@
 """The format of prompts, which data_prep.prompts writes and hidden states, validation and acceptance read.
 
-`run_dir/prompts/` holds `train.safetensors` and `validation.safetensors`, each with `input_ids` i32[N], `loss_mask` u8[N],
-`document_offsets` i64[D+1] and `document_ids` i64[D]; `documents.jsonl` names each document; `manifest.json` records the
-tokenizer and the counts.
+`run_dir/prompts/` holds `train.safetensors` and `validation.safetensors`, each with `input_ids` i32[N], `loss_mask`
+u8[N], `document_offsets` i64[D+1] and `document_ids` i64[D]; `documents.jsonl` names each document; `manifest.json`
+records the tokenizer and the counts.
 """
 
 import hashlib
@@ -96,8 +96,8 @@ class DocumentEntry:
     window: int
     """0 for the first part of the document."""
     turn: int = 0
-    """0 for the first document of a file or conversation. Otherwise the document ends with the message of this number, from 1, which
-    the chat template renders differently once the conversation continues."""
+    """0 for the first document of a file or conversation. Otherwise the number, from 1, of the document's last message,
+    which the chat template renders differently once the conversation continues."""
     group: str = ""
     """Split group of the file or conversation; its name by default."""
 
@@ -152,7 +152,7 @@ def name_hash(name: str) -> float:
 
 
 def is_held_out(group: str, fraction: float = 0.05) -> bool:
-    """Returns whether the files or conversations of `group` belong to the held-out split; a file's group is its name."""
+    """Returns whether the files or conversations of `group` are held out; a file's group is its name."""
     return name_hash(group) < fraction
 
 

@@ -30,8 +30,8 @@ def first_user_turn(messages: Sequence[Mapping[str, str]]) -> int | None:
 def question_group(messages: Sequence[Mapping[str, str]]) -> str:
     """Returns the name of the group of conversations that ask the same question.
 
-    The name is the hash of the first user turn, followed by a dot and the hash of the system prompt if there is one. A conversation
-    without a user turn is grouped only with exact copies of itself.
+    The name is the hash of the first user turn, followed by a dot and the hash of the system prompt if there is one. A
+    conversation without a user turn is grouped only with exact copies of itself.
     """
     index = first_user_turn(messages)
     if index is None:

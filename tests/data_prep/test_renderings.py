@@ -18,8 +18,8 @@ from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
-# Qwen3's rules: reasoning, from its own key or from the content, is rendered only after the last user turn; the last turn of a
-# conversation has at least an empty block of it.
+# Qwen3's rules: reasoning, from its own key or from the content, is rendered only after the last user turn; the last
+# turn of a conversation has at least an empty block of it.
 QWEN3 = (
     "{% set last = namespace(query=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set last.query = loop.index0 %}{% endif %}{% endfor %}"

@@ -128,7 +128,7 @@ def answers_of(row: dict[str, Any]) -> list[str]:
 
 
 def answer_by_question(table: dict[str, Callable[[list[int]], Any]], target: Path) -> Callable[[dict[str, Any]], Any]:
-    """Returns a server behaviour that depends on a word in the last user turn, with `answer_by_prompt` as the default."""
+    """Returns a server behaviour that depends on a word in the last user turn; `answer_by_prompt` by default."""
     tokenizer = load_tokenizer(target)
 
     def behave(request: dict[str, Any]) -> Any:
