@@ -87,8 +87,8 @@ def check_names(source: Source, prompts: PromptsConfig) -> None:
 def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise if no token is supervised, since training would then have zero loss."""
     if not collector.windows and not collector.is_full:
-        found = f"{collector.windows_unsupervised} documents without a generated token{_reasons(collector.refused)}"
-        raise empty_mask_error(tokenizer, found)
+        reason = f"{collector.windows_unsupervised} documents without a generated token{_reasons(collector.refused)}"
+        raise empty_mask_error(tokenizer, reason)
 
 
 def check_splits(splits: Mapping[Split, Documents], collector: Collector, prompts: PromptsConfig) -> None:

@@ -41,10 +41,10 @@ class Rendering:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Turn:
     """An assistant turn as generated, after its prompt."""
 
-    turn: int
+    number: int
     """Number of the message, from 1."""
     text: str
     """The prompt, the response, and the text that the template adds after it."""
@@ -63,32 +63,32 @@ def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
         raise ConversationRefused("no answer of the assistant")
     template = require_chat_template(tokenizer)
     try:
-        whole, blocks, found = _render_all(tokenizer, messages)
+        whole, blocks, turns = _render_all(tokenizer, messages)
         if "strftime_now" in template and _render(tokenizer, messages)[0] != whole:
             # The date changed between two renderings.
-            whole, blocks, found = _render_all(tokenizer, messages)
+            whole, blocks, turns = _render_all(tokenizer, messages)
     except TemplateError as error:
         raise ConversationRefused(f"the chat template answers: {error}") from error
-    renderings = _cover(tokenizer, whole, [answer for answer in found if answer is not None and answer.spans])
+    renderings = _cover(tokenizer, whole, [turn for turn in turns if turn is not None and turn.spans])
     if _has_blocks(template) and [rendering.text for rendering in renderings] in ([], [whole]):
-        return [Rendering(whole, blocks, len(found))]
+        return [Rendering(whole, blocks, len(turns))]
     if not renderings:
         raise ConversationRefused("the chat template renders no answer as the continuation of its prompt")
-    return [replace(renderings[0], turn=0, answers_left_out=found.count(None)), *renderings[1:]]
+    return [replace(renderings[0], turn=0, answers_left_out=turns.count(None)), *renderings[1:]]
 
 
-def _render_all(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, list[Span], list[_Answer | None]]:
+def _render_all(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, list[Span], list[_Turn | None]]:
     """Returns the whole conversation as `_render` does, and every assistant turn as generated."""
     text, blocks = _render(tokenizer, messages, return_assistant_tokens_mask=_has_blocks(require_chat_template(tokenizer)))
-    turns = [turn for turn, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    return text, blocks, [_generated_turn(tokenizer, messages[:turn]) for turn in turns]
+    ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    return text, blocks, [_generated_turn(tokenizer, messages[:end]) for end in ends]
 
 
 def _has_blocks(template: str) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
-def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> _Answer | None:
+def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> _Turn | None:
     """Returns the last message as generated, or None if the template does not render it after its prompt."""
     has_blocks = _has_blocks(require_chat_template(tokenizer))
     try:
@@ -101,7 +101,7 @@ def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
         return None
     shift = len(prompt) - start
     spans = [(begin + shift, end + shift) for begin, end in (blocks if has_blocks else [(start, len(text))]) if end > start]
-    return _Answer(len(messages), prompt + text[start:], spans)
+    return _Turn(len(messages), prompt + text[start:], spans)
 
 
 def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt: str, text: str) -> int | None:
@@ -117,44 +117,44 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     return text.rindex(cue) + len(cue) if is_sure else None
 
 
-def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, answers: Sequence[_Answer]) -> list[Rendering]:
+def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
     """Returns texts that contain every assistant turn once as generated.
 
     The first is the whole conversation if it contains the last turn; each further one ends with the last turn still
     missing.
     """
     renderings: list[Rendering] = []
-    missing = list(answers)
+    missing = list(turns)
     while missing:
         last = missing[-1]
         text = whole if not renderings and _spans_in(tokenizer, whole, last) else last.text
         contained = _contained_turns(tokenizer, text, missing)
         spans = [span for turn in sorted(contained) for span in contained[turn]]
-        renderings.append(Rendering(text, spans, len(contained), last.turn))
-        missing = [answer for answer in missing if answer.turn not in contained]
+        renderings.append(Rendering(text, spans, len(contained), last.number))
+        missing = [turn for turn in missing if turn.number not in contained]
     return renderings
 
 
-def _contained_turns(tokenizer: PreTrainedTokenizerBase, text: str, answers: Sequence[_Answer]) -> dict[int, list[Span]]:
+def _contained_turns(tokenizer: PreTrainedTokenizerBase, text: str, turns: Sequence[_Turn]) -> dict[int, list[Span]]:
     """Returns the spans of the turns in `text`. Of two adjacent spans only the later counts."""
     contained: dict[int, list[Span]] = {}
     next_start = len(text) + 1
-    for answer in reversed(answers):
-        spans = _spans_in(tokenizer, text, answer)
+    for turn in reversed(turns):
+        spans = _spans_in(tokenizer, text, turn)
         if spans and spans[-1][1] < next_start:
-            contained[answer.turn] = spans
+            contained[turn.number] = spans
             next_start = spans[0][0]
     return contained
 
 
-def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, answer: _Answer) -> list[Span]:
+def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, turn: _Turn) -> list[Span]:
     """Returns the spans of a turn in `text`; none if the turn, or anything before it, differs from its generation."""
-    if text.startswith(answer.text):
-        return answer.spans
-    end = _end_without_closing(tokenizer, answer.text)
-    if end is None or not text.startswith(answer.text[:end]):
+    if text.startswith(turn.text):
+        return turn.spans
+    end = _end_without_closing(tokenizer, turn.text)
+    if end is None or not text.startswith(turn.text[:end]):
         return []
-    return [(start, min(stop, end)) for start, stop in answer.spans if start < end]
+    return [(start, min(stop, end)) for start, stop in turn.spans if start < end]
 
 
 def _end_without_closing(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:

@@ -472,7 +472,7 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
             [],
             r"base URL of an OpenAI-compatible server, .* answers \{\"hello\": 1\}; correct the address",
         ),
-        ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but .*/models answers no JSON"),
+        ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but the answer of .*/models is not JSON"),
         (
             {"key": "secret"},
             [],
