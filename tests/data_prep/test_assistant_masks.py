@@ -183,7 +183,7 @@ def test_a_generation_block_without_text_does_not_pass_the_check() -> None:
     template = GENERATION_TEMPLATE.replace("{% generation %}{{ message['content'] }}", "{{ message['content'] }}{% generation %}")
     tokenizer = make_tokenizer(template.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"))
     with pytest.raises(
-        ValueError, match=r"the chat template of .* must tell .* but the loss mask is empty: its \{% generation %\} block"
+        ValueError, match=r"the chat template of .* must show .* but the loss mask is empty: its \{% generation %\} block"
     ):
         check_chat_template(tokenizer)
 
