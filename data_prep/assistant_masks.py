@@ -1,4 +1,4 @@
-"""Rendered conversations -> token ids and a mask of the tokens that the assistant generates."""
+"""Tokenizes rendered conversations and masks the tokens that the assistant generates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,23 +22,24 @@ class Encoding:
     input_ids: NDArray[np.int32]  # [S]
     loss_mask: NDArray[np.uint8]  # [S], 1 where the assistant generates the token
     turn: int = 0
-    """0 for a whole file and for the first document of a conversation, else as in `Rendering`."""
+    """0 for a file and for the first document of a conversation, otherwise as in `Rendering`."""
     answers: int = 0
-    """Supervised ones, of a conversation."""
+    """Supervised assistant turns of a conversation."""
     answers_left_out: int = 0
-    """As in `Rendering`."""
+    """See `Rendering`."""
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render a conversation of one question and one answer, to stop before long work.
+    """Render a conversation of one user turn and one assistant turn, to find errors before the long work.
 
     Raises:
-        ValueError: there is no template, the tokenizer cannot relate tokens to text, or no token of the answer is found.
+        ValueError: there is no template, the tokenizer cannot map tokens to text, or the mask of the assistant turn is
+            empty.
     """
     require_chat_template(tokenizer)
     if not tokenizer.is_fast:
         raise ValueError(
-            f"target.path: the tokenizer must be a fast one (tokenizer.json) for masks, but that of {tokenizer.name_or_path} is not"
+            f"target.path: the tokenizer must be a fast one (tokenizer.json) to make masks, but that of {tokenizer.name_or_path} is not"
             "; convert it"
         )
     try:
@@ -46,19 +47,19 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     except ConversationRefused as refusal:
         raise empty_mask_error(tokenizer, str(refusal)) from refusal
     if not encoding.loss_mask.any():
-        raise empty_mask_error(tokenizer, "its {% generation %} block holds no text for an assistant's message")
+        raise empty_mask_error(tokenizer, "its {% generation %} block contains no text of an assistant message")
 
 
 def empty_mask_error(tokenizer: PreTrainedTokenizerBase, reason: str) -> ValueError:
-    """All-zero masks would train at zero loss."""
+    """Returns the error for masks without any token, which would train at zero loss."""
     return ValueError(
-        f"target.path: the chat template of {tokenizer.name_or_path} must tell which tokens the assistant generates, but the loss "
-        f"mask is empty: {reason}; correct the template ({{% generation %}} ... {{% endgeneration %}} around an answer) or the data"
+        f"target.path: the chat template of {tokenizer.name_or_path} must show which tokens the assistant generates, but the loss "
+        f"mask is empty: {reason}; correct the template ({{% generation %}} ... {{% endgeneration %}} around a response) or the data"
     )
 
 
 def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[Rendering]) -> list[Encoding]:
-    """Token ids and masks of many texts; the template has written all special tokens."""
+    """Returns token ids and masks of many texts, which already contain all special tokens."""
     if not renderings:
         return []
     texts = [rendering.text for rendering in renderings]
@@ -74,22 +75,22 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
 
 
 def _loss_mask(rendering: Rendering, offsets: NDArray[np.int64], is_special: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Which tokens [S], at characters `offsets` [S, 2], lie in a span.
+    """Returns the mask [S] of the tokens in spans, given their characters `offsets` [S, 2].
 
-    A token that begins before its span holds the end of the prompt, so the assistant cannot have generated it.
+    A token that begins before its span contains the end of the prompt, so the assistant cannot have generated it.
     """
     mask = np.zeros(len(offsets), np.uint8)
     ends = offsets[:, 1]
-    # Some tokenizers leave the leading space of a token out of its offsets.
+    # Some tokenizers exclude the leading space of a token from its offsets.
     starts = np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]))
     for start, end in rendering.spans:
         inside = np.flatnonzero((starts >= start) & (starts < end))
-        mask[inside[: _generated(rendering.text[:end], ends[inside], is_special[inside])]] = 1
+        mask[inside[: _num_generated(rendering.text[:end], ends[inside], is_special[inside])]] = 1
     return mask
 
 
-def _generated(text: str, ends: NDArray[np.int64], is_special: NDArray[np.bool_]) -> int:
-    """How many tokens of a span are generated: white space behind the end-of-turn token is the template's."""
+def _num_generated(text: str, ends: NDArray[np.int64], is_special: NDArray[np.bool_]) -> int:
+    """Returns how many tokens of a span are generated: the template adds white space after the end-of-turn token."""
     specials = np.flatnonzero(is_special)
     if len(specials) and not text[ends[specials[-1]] :].strip():
         return int(specials[-1]) + 1

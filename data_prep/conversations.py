@@ -1,4 +1,4 @@
-"""Prompt source `conversations`: rows of jsonl, json or parquet files or of a hub data set, one conversation per row."""
+"""Prompt source `conversations`: rows of jsonl, json or parquet files or of hub data sets, one conversation per row."""
 
 import hashlib
 import json
@@ -32,46 +32,46 @@ ROLES = {
     },
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Where an assistant's message may hold its reasoning beside its content."""
+"""Keys of an assistant message that may hold its reasoning separately from its content."""
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class ConversationRefused(ValueError):
-    """A row that is left out; the message is the reason that the report counts."""
+    """A row that is left out. The message is the reason in the report."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one file or hub data set, and where each stands in it."""
+    """The rows of one file or hub data set, with their numbers in it."""
 
     path: str
     rows: Sequence[Row]
     numbers: Sequence[int]
-    """Line of a jsonl file, else the row; from 1."""
+    """Line number in a jsonl file, otherwise row number, from 1."""
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.path}:{self.numbers[index]}"
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """Usable rows by name, and for each other row, why not."""
+    """Usable rows, and the reasons why others were refused."""
 
     names: list[str]
     refused: dict[str, str]
     schema: ConversationSchema
     origins: list[tuple[Rows, int]]
     groups: list[str]
-    """Of each usable row, what the split is by: equal where the same question is asked."""
+    """Split group of each usable row; equal for rows with the same question."""
 
     def messages(self, index: int) -> list[Message]:
-        """Read a conversation again, so that a large data set need not fit into memory."""
+        """Reads a conversation from its file again, so that a large data set need not fit into memory."""
         rows, row = self.origins[index]
         return parse_row(rows.rows[row], self.schema)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         rows, row = self.origins[index]
-        return rows.place(row)
+        return rows.location(row)
 
 
 def read_conversations(
@@ -81,40 +81,40 @@ def read_conversations(
 
     Args:
         paths: jsonl, json (one array) or parquet files, and names of data sets on the hub.
-        schema: `auto` looks at the keys of each row's messages.
-        split: of the hub's data sets.
+        schema: `auto` decides by the keys of each row's messages.
+        split: split of hub data sets.
 
     Raises:
-        FileNotFoundError: a path is neither a file nor known to the hub.
-        ValueError: a path is given twice, a file cannot be read, or its first row has no known schema.
+        FileNotFoundError: a path is neither a file nor a hub data set.
+        ValueError: a path is given twice, a file cannot be read, or the schema of its first row is unknown.
     """
-    refuse_doubles(paths)
-    found = Conversations([], {}, schema, [], [])
+    refuse_duplicate_paths(paths)
+    conversations = Conversations([], {}, schema, [], [])
     for rows in [_read_rows(path, split) for path in paths]:
         for index, row in enumerate(rows.rows):
             if index == 0:
-                _check_schema(row, schema, rows.place(index))
+                _check_schema(row, schema, rows.location(index))
             try:
                 messages = parse_row(row, schema)
-                found.names.append(conversation_name(row, messages))
-                found.groups.append(question_group(messages))
-                found.origins.append((rows, index))
+                conversations.names.append(conversation_name(row, messages))
+                conversations.groups.append(question_group(messages))
+                conversations.origins.append((rows, index))
             except ConversationRefused as refusal:
-                found.refused[rows.place(index)] = str(refusal)
-    return found
+                conversations.refused[rows.location(index)] = str(refusal)
+    return conversations
 
 
-def refuse_doubles(paths: Sequence[str]) -> None:
-    doubles = [path for path, times in Counter(paths).items() if times > 1]
-    if doubles:
-        raise ValueError(f"prompts.paths: must name each place once, but names {', '.join(doubles)} more than once; give it once")
+def refuse_duplicate_paths(paths: Sequence[str]) -> None:
+    duplicates = [path for path, count in Counter(paths).items() if count > 1]
+    if duplicates:
+        raise ValueError(f"prompts.paths: must name each path once, but names {', '.join(duplicates)} more than once; give it once")
 
 
 def conversation_name(row: Row, messages: Sequence[Message]) -> str:
-    """Returns the row's `id` or `conversation_id`, else a hash of its messages. The split does not depend on it.
+    """Returns the row's `id` or `conversation_id`, otherwise a hash of its messages; the split ignores it.
 
     Raises:
-        ConversationRefused: it is no valid Unicode.
+        ConversationRefused: the id is not valid Unicode.
     """
     for key in ("id", "conversation_id"):
         if row.get(key) not in (None, ""):
@@ -123,12 +123,12 @@ def conversation_name(row: Row, messages: Sequence[Message]) -> str:
 
 
 def parse_row(row: Row, schema: ConversationSchema = ConversationSchema.auto) -> list[Message]:
-    """The messages of a row, as `role`, `content` and, where there is reasoning, `reasoning_content`.
+    """Returns the messages of a row, with `role`, `content` and, if there is reasoning, `reasoning_content`.
 
     Raises:
         ConversationRefused: the row cannot be rendered faithfully.
     """
-    listed = _listed_messages(row)
+    listed = _message_column(row)
     if not listed:
         raise ConversationRefused("no messages")
     if row.get("tools") or any(isinstance(message, Mapping) and message.get("tool_calls") for message in listed):
@@ -139,8 +139,8 @@ def parse_row(row: Row, schema: ConversationSchema = ConversationSchema.auto) ->
     return [_parse_message(message, row_schema) for message in listed]
 
 
-def _listed_messages(row: Row) -> Sequence[Any] | None:
-    """What stands in the column of messages; None where no column is a list."""
+def _message_column(row: Row) -> Sequence[Any] | None:
+    """Returns the column with the messages, or None if no such column is a list."""
     columns = (row[column] for column in COLUMNS if isinstance(row, Mapping) and column in row)
     return next((column for column in columns if isinstance(column, Sequence) and not isinstance(column, str)), None)
 
@@ -165,7 +165,7 @@ def _parse_message(message: Any, schema: ConversationSchema) -> Message:
 
 
 def _unicode(text: str) -> str:
-    """The text, if it can be encoded: JSON may hold half of a pair of surrogates, which no tokenizer takes."""
+    """Returns the text, but refuses lone surrogates, which JSON may hold but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -174,32 +174,32 @@ def _unicode(text: str) -> str:
 
 
 def _reasoning(message: Row) -> dict[str, str]:
-    """Under the name that chat templates read."""
+    """Returns the reasoning of a message by the key that chat templates read."""
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
     if not isinstance(reasoning, str):
         raise ConversationRefused(f"reasoning is no text but {type(reasoning).__name__}")
     return {"reasoning_content": _unicode(reasoning)} if reasoning else {}
 
 
-def _check_schema(row: Row, schema: ConversationSchema, place: str) -> None:
-    """Stop at a file whose first row shows that its format is another one; single odd rows further down are counted instead."""
-    listed = _listed_messages(row) if isinstance(row, Mapping) else None
+def _check_schema(row: Row, schema: ConversationSchema, location: str) -> None:
+    """Raises if the first row of a file shows an unknown format. Later odd rows are only counted as refused."""
+    listed = _message_column(row) if isinstance(row, Mapping) else None
     if listed is not None and (not listed or _schema_of(listed[0], schema) is not None):
         return
-    found = f"keys {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+    actual = f"keys {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
     if listed is not None:
-        found += f" and messages with {sorted(listed[0]) if isinstance(listed[0], Mapping) else type(listed[0]).__name__}"
+        actual += f" and messages with {sorted(listed[0]) if isinstance(listed[0], Mapping) else type(listed[0]).__name__}"
     known = " or ".join(f"`{name}` (messages with {', '.join(keys)})" for name, keys in MESSAGE_KEYS.items())
     raise ValueError(
-        f"{place}: a row must hold its messages in one of {', '.join(COLUMNS)}, in schema {schema if schema != 'auto' else known}, "
-        f"but has {found}; convert the data or correct prompts.schema"
+        f"{location}: a row must hold its messages in one of {', '.join(COLUMNS)}, in schema {schema if schema != 'auto' else known}, "
+        f"but has {actual}; convert the data or correct prompts.schema"
     )
 
 
 def _read_rows(path: str, split: str) -> Rows:
     suffix = Path(path).suffix
     if Path(path).is_dir():
-        raise ValueError(f"prompts.paths: conversations must be files or hub names, but {path!r} is a directory; name its files")
+        raise ValueError(f"prompts.paths: conversations must be files or hub names, but {path!r} is a directory; list its files")
     if Path(path).is_file() and suffix not in FILE_SUFFIXES:
         raise ValueError(f"prompts.paths: files must end in {', '.join(FILE_SUFFIXES)}, but {path!r} does not; convert the file")
     if Path(path).is_file():
@@ -221,11 +221,11 @@ def _json_lines(path: str) -> Iterator[tuple[int, Row]]:
                 yield number, _parse_json(line, f"{path}:{number}")
 
 
-def _parse_json(content: bytes, place: str) -> Any:
+def _parse_json(content: bytes, location: str) -> Any:
     try:
         return json.loads(content)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{place}: must be JSON, but is not ({error}); correct or remove it") from error
+        raise ValueError(f"{location}: must be JSON, but is not ({error}); correct or remove it") from error
 
 
 def _read_json(path: str) -> Rows:

@@ -1,7 +1,7 @@
-"""Choose the draft vocabulary of a head with `head.draft_vocab_size`: the tokens that its drafts predict most often.
+"""Choose the draft vocabulary of a head with `head.draft_vocab_size`: the most frequent tokens of the training prompts.
 
-Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft_vocab.py). Needed between `data_prep.prompts` and
-`mtptrain.train`, by heads with a vocabulary smaller than the target's.
+Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft_vocab.py). Run it between
+`data_prep.prompts` and `mtptrain.train` for heads whose vocabulary is smaller than the target's.
 
     python -m data_prep.draft_vocab recipe=quickstart_eagle3
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab, write_manifest
@@ -24,7 +24,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.hidden_states.store import expected_identity
 from mtptrain.run_dir import require, write_provenance
-from mtptrain.target.families import read_target_config
+from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 
 
@@ -37,11 +37,12 @@ def main(cfg: DictConfig) -> None:
 
 
 def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
-    """Run the stage.
+    """Choose the vocabulary, and write it with its manifest.
 
     Raises:
         FileNotFoundError: the target does not exist, or stage 1 has not been run.
-        ValueError: the head needs no draft vocabulary of the run, its size is out of range, or the prompts are another tokenizer's.
+        ValueError: the head needs no draft vocabulary, its size is out of range, or the prompts were made with another
+            tokenizer.
     """
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
@@ -56,7 +57,7 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
 
     stage_dir = config.stage_dir("draft_vocab")
     write_provenance(stage_dir, config)
-    (stage_dir / MANIFEST).unlink(missing_ok=True)  # the mark of a finished stage, before its file changes
+    (stage_dir / MANIFEST).unlink(missing_ok=True)  # it marks a finished stage, so remove it before the vocabulary changes
     manifest = DraftVocabManifest(
         draft_vocab_size=size,
         vocab_size=vocab_size,
@@ -71,16 +72,17 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
 
 
 def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
-    """How many tokens to choose.
+    """Returns the number of tokens to choose.
 
     Raises:
-        ValueError: none, as the head drafts the target's whole vocabulary or brings its own, or more than there are.
+        ValueError: the head drafts the target's whole vocabulary or brings its own, or the size exceeds the target's
+            vocabulary.
     """
     size = getattr(head, "draft_vocab_size", None)
     if size is None or size == vocab_size:
         raise ValueError(
-            f"head.draft_vocab_size: must be set, below the target's {vocab_size} tokens, where a draft vocabulary is to be chosen, but "
-            f"is {size}: head {head.name} drafts the target's whole vocabulary and needs none; go on without this program"
+            f"head.draft_vocab_size: must be set to less than the target's {vocab_size} tokens to choose a draft vocabulary, but "
+            f"is {size}: head {head.name} drafts the target's whole vocabulary and needs none; skip this program"
         )
     if not 1 <= size < vocab_size:
         raise ValueError(
@@ -89,44 +91,40 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
         )
     if head.init_from is not None:
         raise ValueError(
-            f"head.init_from: must be unset where a draft vocabulary is to be chosen, but is {head.init_from}, whose lm_head keeps the "
-            "vocabulary that it came with; go on without this program"
+            f"head.init_from: must be unset to choose a draft vocabulary, but is {head.init_from}, whose lm_head keeps its own "
+            "vocabulary; skip this program"
         )
     return int(size)
 
 
 def special_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> set[int]:
-    """Tokens that end or shape a text, which a draft vocabulary holds however rare: the tokenizer's and all that stop the target."""
-    sources = [target_config.eos_token_id]
-    if (target_dir / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(target_dir).eos_token_id)
-    stops = {token for ids in sources if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
-    found = stops | set(load_tokenizer(target_dir).all_special_ids)
-    return {token for token in found if token < target_config.vocab_size}
+    """Returns the tokens to keep however rare: the tokenizer's special tokens and all end-of-sequence tokens."""
+    ends = {*eos_token_ids(target_config), *eos_token_ids(target_config, read_generation_config(target_dir))}
+    return {token for token in ends.union(load_tokenizer(target_dir).all_special_ids) if token < target_config.vocab_size}
 
 
 def count_drafted(documents: Documents, vocab_size: int) -> NDArray[np.int64]:
-    """How often drafts predict each token i64[V]."""
+    """Returns how often each token is drafted, i64[V]."""
     return np.bincount(documents.input_ids[is_drafted(documents)], minlength=vocab_size)
 
 
 def is_drafted(documents: Documents) -> NDArray[np.bool_]:
-    """Tokens that the first draft of a round can predict bool[N]; later drafts predict some of these.
+    """Returns which tokens the first draft of a round can predict, bool[N]; later drafts predict a subset of them.
 
-    As in `make_batch`: it and the token before it are generated, and a row of the target lies before both.
+    As in `make_batch`, the token and the one before it are generated, and a hidden state of the target precedes both.
     """
     generated = documents.loss_mask.astype(bool)
     drafted = generated & np.roll(generated, 1)
-    for place in (0, 1):  # of a document: no draft predicts its first two tokens
-        drafted[documents.document_offsets[:-1][documents.lengths > place] + place] = False
+    for position in (0, 1):  # no draft predicts the first two tokens of a document
+        drafted[documents.document_offsets[:-1][documents.lengths > position] + position] = False
     return drafted
 
 
 def choose_tokens(counts: NDArray[np.int64], size: int, always: set[int]) -> NDArray[np.int64]:
-    """The `always` kept and the most frequent tokens, ties and tokens that do not occur by id; ids rising i64[size].
+    """Returns the ids of `always` and of the most frequent tokens, i64[size], ascending. Ties go to the lower id.
 
     Raises:
-        ValueError: there are more tokens to keep than `size`.
+        ValueError: `always` has more than `size` tokens.
     """
     if len(always) > size:
         raise ValueError(
@@ -138,7 +136,7 @@ def choose_tokens(counts: NDArray[np.int64], size: int, always: set[int]) -> NDA
 
 
 def coverage(counts: NDArray[np.int64], token_ids: NDArray[np.int64]) -> float:
-    """Share of the counted tokens that are among `token_ids`."""
+    """Returns the share of the counted tokens that are among `token_ids`."""
     return float(counts[token_ids].sum() / max(counts.sum(), 1))
 
 
@@ -151,7 +149,7 @@ def print_summary(manifest: DraftVocabManifest) -> None:
     Console().print(table)
     if manifest.filled_up_tokens:
         print(
-            f"{manifest.filled_up_tokens:,} of its tokens are never drafted in the training split: special ones, and the lowest ids"
+            f"{manifest.filled_up_tokens:,} of its tokens are never drafted in the training split: special tokens and the lowest ids"
         )
 
 

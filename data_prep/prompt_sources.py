@@ -1,4 +1,4 @@
-"""The prompt sources behind one face: documents by name, tokenized on demand."""
+"""The prompt sources with one interface: documents by name, tokenized on demand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,19 +23,19 @@ from .text_files import TextFiles, read_text_files
 class Source(Protocol):
     names: list[str]
     groups: list[str]
-    """What the split is by: documents of one group are on one side."""
+    """Split group of each document; a group is never divided between splits."""
     refused: dict[str, str]
-    """Files or rows that are not among `names`, with the reason."""
+    """Reasons for the files or rows that are not in `names`."""
 
-    def place(self, index: int) -> str:
-        """Where document `index` comes from, for messages."""
+    def location(self, index: int) -> str:
+        """Returns where document `index` comes from, for messages."""
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
-        """Token ids and masks of what each file or row becomes, mostly one document, or the reason for which it is refused."""
+        """Returns the documents of each file or row, usually one, or the reason why it is refused."""
 
 
 class TextSource:
-    """Whole files, the beginning-of-text token in front where the tokenizer has one; every token counts."""
+    """Whole files, with a beginning-of-text token if the tokenizer has one; every token is supervised."""
 
     def __init__(self, files: TextFiles, tokenizer: PreTrainedTokenizerBase) -> None:
         self.names = self.groups = list(files.texts)
@@ -43,7 +43,7 @@ class TextSource:
         self._texts = list(files.texts.values())
         self._tokenizer = tokenizer
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return self.names[index]
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
@@ -57,7 +57,7 @@ class TextSource:
 
 
 class ConversationSource:
-    """Conversations in the target's chat template; the tokens that the assistant generates count."""
+    """Conversations in the target's chat template; the tokens that the assistant generates are supervised."""
 
     def __init__(self, conversations: Conversations, tokenizer: PreTrainedTokenizerBase) -> None:
         self.names = conversations.names
@@ -66,8 +66,8 @@ class ConversationSource:
         self._conversations = conversations
         self._tokenizer = tokenizer
 
-    def place(self, index: int) -> str:
-        return self._conversations.place(index)
+    def location(self, index: int) -> str:
+        return self._conversations.location(index)
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
         rendered = [self._render(i) for i in indices]
@@ -83,10 +83,10 @@ class ConversationSource:
 
 
 class ResponsesSource(ConversationSource):
-    """Conversations as data_prep.responses has answered them.
+    """Conversations that data_prep.responses has regenerated.
 
-    The end of turn behind an answer that was cut is the template's, and an answer that the template renders otherwise than it was
-    generated does not count.
+    Not supervised are the end-of-turn token that the template adds after a response that was cut off, and responses
+    that the template does not render as generated.
     """
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
@@ -95,7 +95,7 @@ class ResponsesSource(ConversationSource):
         for index, encodings in zip(indices, documents, strict=True):
             row = self._row(index)
             if row["ended_by"] == Ending.length and row["texts_kept"][-1] and not isinstance(encodings, str):
-                whole = encodings[0]  # the longest, which holds the last answer
+                whole = encodings[0]  # the longest, which holds the last response
                 last = np.flatnonzero(whole.loss_mask)[-1:]
                 whole.loss_mask[last] = ~np.isin(whole.input_ids[last], special_ids)
         return documents
@@ -119,38 +119,37 @@ class ResponsesSource(ConversationSource):
 
 
 def answer_prompts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[str]:
-    """The text in front of each answer."""
+    """Returns the prompt of each assistant turn."""
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     return [render_text(tokenizer, messages[:turn], is_prompt=True) for turn in turns]
 
 
 def as_generated(rendering: Rendering, prompts: Sequence[str], is_kept: Sequence[bool]) -> Rendering:
-    """The rendering without the spans of answers that are not kept; a span is of the answer behind the last prompt in front of it."""
-    standing = [(len(prompt), answer) for answer, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
-    owners = [
-        max(((start, answer) for start, answer in standing if start < end), default=(0, None))[1] for _, end in rendering.spans
-    ]
-    spans = [span for span, owner in zip(rendering.spans, owners, strict=True) if owner is not None and is_kept[owner]]
-    num_answers = len({owner for owner in owners if owner is not None and is_kept[owner]})
+    """Returns the rendering without the spans of responses that are not kept. Each span belongs to the prompt before it."""
+    starts = [(len(prompt), turn) for turn, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
+    turns = [max(((start, turn) for start, turn in starts if start < end), default=(0, None))[1] for _, end in rendering.spans]
+    spans = [span for span, turn in zip(rendering.spans, turns, strict=True) if turn is not None and is_kept[turn]]
+    num_answers = len({turn for turn in turns if turn is not None and is_kept[turn]})
     return replace(rendering, spans=spans, answers=num_answers)
 
 
 def read_source(prompts: PromptsConfig, tokenizer: PreTrainedTokenizerBase, target_dir: Path, responses_dir: Path) -> Source:
-    """Find what `prompts.paths` names, and what of it can be used.
+    """Find the usable documents of `prompts.paths`.
 
     Args:
         prompts: the settings.
-        tokenizer: the target's.
-        target_dir: of the target, whose own answers must be.
-        responses_dir: of data_prep.responses in this run, read in place of the paths where the source is `responses`.
+        tokenizer: the target's tokenizer.
+        target_dir: directory of the target, which must have generated the responses.
+        responses_dir: output of data_prep.responses, read instead of the paths if the source is `responses`.
 
     Raises:
-        FileNotFoundError: a directory, a file or a hub data set does not exist, or data_prep.responses has not been run to its end.
-        ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or the answers are others'.
+        FileNotFoundError: a path does not exist, or data_prep.responses has not finished.
+        ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or another
+            target generated the responses.
     """
     if not prompts.paths:
         raise ValueError(
-            f"prompts.paths: must name at least one place of {prompts.source}, but is empty; give prompts.paths=[...] in the "
+            f"prompts.paths: must name at least one path of {prompts.source}, but is empty; set prompts.paths=[...] in the "
             "recipe or on the command line"
         )
     if prompts.source is PromptSource.responses:

@@ -1,4 +1,4 @@
-"""Tokenized documents -> windows of the train and validation splits, with a count of everything that is left out."""
+"""Cuts tokenized documents into windows, splits them into train and validation, and counts everything left out."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,12 @@ from .assistant_masks import Encoding
 from .prompt_sources import Source
 
 _BATCH = 64
-"""Documents tokenized by one call, over all cores."""
+"""Documents tokenized by one call, which uses all cores."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """One document of the output; its id is its place among all windows."""
+    """One document of the output. Its id is its index among all windows."""
 
     name: str
     group: str
@@ -29,7 +29,7 @@ class Window:
 
 
 class Collector:
-    """Cuts, splits and counts documents in the order in which they come."""
+    """Cuts, splits and counts documents in the order they are added."""
 
     def __init__(self, prompts: PromptsConfig, vocab_size: int) -> None:
         self.windows: list[Window] = []
@@ -41,26 +41,26 @@ class Collector:
         self.answers_left_out = 0
         self.beyond_max_train_tokens = 0
         self.copies = 0
-        """Files or conversations that become the same tokens as an earlier one."""
+        """Files or conversations with the same tokens as an earlier one."""
         self.tokens_read = 0
         self.is_full = False
-        """No training document fits any more."""
+        """Whether the training split has reached prompts.max_train_tokens."""
         self._prompts = prompts
         self._vocab_size = vocab_size
         self._train_tokens = 0
         self._seen: set[bytes] = set()
 
-    def add(self, name: str, group: str, place: str, encodings: Sequence[Encoding]) -> None:
-        """Take the windows that fit of the documents that a file or conversation becomes.
+    def add(self, name: str, group: str, location: str, encodings: Sequence[Encoding]) -> None:
+        """Add the windows of a file or conversation that fit.
 
-        A conversation that becomes the same tokens as an earlier one is left out. Files are kept: the split of files is by name, and
-        a run's documents stay the same ones.
+        A conversation with the same tokens as an earlier one is left out. Files are kept, because they are split by
+        name and the documents of a run must not change.
 
         Raises:
             ValueError: a token id is beyond the model's vocabulary.
         """
         for encoding in encodings:
-            check_vocabulary(encoding, self._vocab_size, place)
+            check_vocabulary(encoding, self._vocab_size, location)
         if self._is_copy(encodings) and self._prompts.source is not PromptSource.text_files:
             return
         split = Split.validation if is_held_out(group, self._prompts.validation_fraction) else Split.train
@@ -83,7 +83,7 @@ class Collector:
         return is_copy
 
     def _windows(self, name: str, group: str, split: Split, encoding: Encoding) -> list[Window]:
-        """Those with a token that counts."""
+        """Returns the windows with a supervised token."""
         parts = cut(encoding, self._prompts.max_document_tokens)
         windows = [Window(name, group, split, i, encoding.turn, part) for i, part in enumerate(parts) if part.loss_mask.any()]
         self.tokens_read += len(encoding.input_ids)
@@ -95,7 +95,7 @@ class Collector:
 
     def _fits(self, window: Window) -> bool:
         tokens, limit = len(window.encoding.input_ids), self._prompts.max_train_tokens
-        # Once full, full for good: with a larger limit the same documents come first.
+        # Once full, always full: then a larger limit only adds documents after the same ones.
         self.is_full = self.is_full or 0 < limit < self._train_tokens + tokens
         self._train_tokens += 0 if self.is_full else tokens
         return not self.is_full
@@ -110,16 +110,16 @@ class Collector:
             yield DocumentEntry(i, window.name, window.split, tokens, window.number, window.turn, window.group)
 
     def rewritten_documents(self) -> Documents:
-        """Those that stand beside the first one of their conversation, for answers that it shows otherwise."""
+        """Returns the additional documents, for assistant turns that the first document renders differently."""
         return Documents.from_list(
             [(i, window.encoding.input_ids, window.encoding.loss_mask) for i, window in enumerate(self.windows) if window.turn]
         )
 
 
 def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
-    """Tokenize, cut and split all documents, in the order of the hashes of their groups; a file is a group of its own.
+    """Tokenize, cut and split all documents, in the order of the hashes of their groups. Each file is its own group.
 
-    Held-out groups have the smallest hashes: the validation split is whole before the training split can be full.
+    Held-out groups have the smallest hashes, so the validation split is complete before the training split can be full.
     """
     names, groups = source.names, source.groups
     order = sorted(range(len(names)), key=lambda i: (name_hash(groups[i]), groups[i], names[i], i))
@@ -140,21 +140,21 @@ def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> 
 def _add_batch(collector: Collector, source: Source, batch: Sequence[int]) -> None:
     for index, encodings in zip(batch, source.encode(batch), strict=True):
         if isinstance(encodings, str):
-            collector.refused[source.place(index)] = encodings
+            collector.refused[source.location(index)] = encodings
         else:
-            collector.add(source.names[index], source.groups[index], source.place(index), encodings)
+            collector.add(source.names[index], source.groups[index], source.location(index), encodings)
 
 
 def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:
-    """Windows of at most `max_tokens`, in order and without overlap."""
+    """Returns consecutive windows of at most `max_tokens`, without overlap."""
     starts = range(0, len(encoding.input_ids), max_tokens)
     return [Encoding(encoding.input_ids[i : i + max_tokens], encoding.loss_mask[i : i + max_tokens]) for i in starts]
 
 
-def check_vocabulary(encoding: Encoding, vocab_size: int, place: str) -> None:
+def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None:
     highest = int(encoding.input_ids.max(initial=0))
     if highest >= vocab_size:
         raise ValueError(
             f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives {highest} in "
-            f"{place}; tokenizer and config.json are not of one model, correct the directory"
+            f"{location}; tokenizer and config.json belong to different models, correct the directory"
         )

@@ -1,6 +1,6 @@
-"""Stage 1: files or conversations -> token ids and loss masks in `run_dir/prompts/`.
+"""Stage 1: tokenize files or conversations, and write token ids and loss masks to `run_dir/prompts/`.
 
-Reads the target's tokenizer and what `prompts.paths` names; writes train.safetensors, validation.safetensors, documents.jsonl,
+Reads the target's tokenizer and `prompts.paths`; writes train.safetensors, validation.safetensors, documents.jsonl,
 report.json and, last, manifest.json.
 
     python -m data_prep.prompts recipe=quickstart
@@ -38,12 +38,12 @@ def main(cfg: DictConfig) -> None:
 
 
 def prepare_prompts(config: PipelineConfig) -> PromptsReport:
-    """Run the stage.
+    """Read, tokenize, split and write the prompts.
 
     Raises:
         FileNotFoundError: the target, a directory, a file or a hub data set does not exist.
-        ValueError: no file fits, a file has an unknown format, the chat template marks nothing, a split would be empty, or the
-            tokenizer is not that of the model.
+        ValueError: no file matches, a file has an unknown format, the chat template marks nothing, a split would be
+            empty, or the tokenizer belongs to another model.
     """
     target_dir = resolve_target(config.target.path, config.target.revision)
     vocab_size = int(read_target_config(target_dir).vocab_size)
@@ -68,9 +68,9 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
 
 
 def check_names(source: Source, prompts: PromptsConfig) -> None:
-    """Find out before the long work that there is nothing to do, or that one side of the split stays empty."""
+    """Raise before the long work if there is no document, or if a split would be empty."""
     if not source.names:
-        wanted = f"file that fits {prompts.pattern!r}" if prompts.source is PromptSource.text_files else "usable conversation"
+        wanted = f"file that matches {prompts.pattern!r}" if prompts.source is PromptSource.text_files else "usable conversation"
         reasons = _reasons(source.refused)
         raise ValueError(
             f"prompts.paths: must hold at least one {wanted}, but {', '.join(prompts.paths)} holds none{reasons}; correct the "
@@ -80,22 +80,22 @@ def check_names(source: Source, prompts: PromptsConfig) -> None:
     for split, count in ((Split.validation, num_held_out), (Split.train, len(source.groups) - num_held_out)):
         if not count:
             num_groups = len(set(source.groups))
-            shared = f" ({num_groups:,} different questions)" if num_groups < len(source.names) else ""
-            raise _empty_split(split, f": of {len(source.names)} documents{shared} none falls on its side", prompts)
+            shared = f" ({num_groups:,} distinct questions)" if num_groups < len(source.names) else ""
+            raise _empty_split(split, f": none of {len(source.names)} documents{shared} belongs to it", prompts)
 
 
 def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBase) -> None:
-    """An all-zero loss mask would train at zero loss."""
+    """Raise if no token is supervised, since training would then have zero loss."""
     if not collector.windows and not collector.is_full:
-        found = f"{collector.windows_unsupervised} documents without a generated token{_reasons(collector.refused)}"
-        raise empty_mask_error(tokenizer, found)
+        reason = f"{collector.windows_unsupervised} documents without a generated token{_reasons(collector.refused)}"
+        raise empty_mask_error(tokenizer, reason)
 
 
 def check_splits(splits: Mapping[Split, Documents], collector: Collector, prompts: PromptsConfig) -> None:
     for split, documents in splits.items():
         if not len(documents):
             reasons = _reasons(collector.refused)
-            raise _empty_split(split, f": {collector.windows_unsupervised} documents without a token that counts{reasons}", prompts)
+            raise _empty_split(split, f": {collector.windows_unsupervised} documents without a supervised token{reasons}", prompts)
 
 
 def _empty_split(split: Split, reason: str, prompts: PromptsConfig) -> ValueError:
@@ -111,7 +111,7 @@ def _reasons(refused: Mapping[str, str]) -> str:
 
 
 def start_output(stage_dir: Path) -> Path:
-    """Take the mark of a finished stage away before its files change."""
+    """Remove the manifest, which marks a finished stage, before the files change."""
     stage_dir.mkdir(parents=True, exist_ok=True)
     (stage_dir / "manifest.json").unlink(missing_ok=True)
     return stage_dir
@@ -120,8 +120,8 @@ def start_output(stage_dir: Path) -> Path:
 def make_report(
     source: Source, source_kind: PromptSource, splits: Mapping[Split, Documents], collector: Collector
 ) -> PromptsReport:
-    again = collector.rewritten_documents()
-    num_tokens = len(again.input_ids)
+    rewritten = collector.rewritten_documents()
+    num_tokens = len(rewritten.input_ids)
     return PromptsReport(
         source=source_kind,
         splits={split: SplitReport.of(documents) for split, documents in splits.items()},
@@ -129,7 +129,7 @@ def make_report(
         windows_cut=collector.windows_cut,
         windows_unsupervised=collector.windows_unsupervised,
         rewritten=RewrittenReport(
-            collector.answers_rewritten, len(again), num_tokens, num_tokens - int(again.loss_mask.sum(dtype=np.int64))
+            collector.answers_rewritten, len(rewritten), num_tokens, num_tokens - int(rewritten.loss_mask.sum(dtype=np.int64))
         ),
         duplicates=DuplicatesReport.of(source.groups, collector.copies, are_kept=source_kind is PromptSource.text_files),
         answers_left_out=collector.answers_left_out,

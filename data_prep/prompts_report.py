@@ -1,4 +1,4 @@
-"""What stage 1 made: counts per split, lengths, and what was left out and why; printed, and kept as report.json."""
+"""The report of stage 1, printed and stored as report.json: counts, lengths, and what was left out and why."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ class SplitReport:
     """Windows written."""
     tokens: int
     supervised_tokens: int
-    """Those with loss mask 1."""
+    """Tokens with loss mask 1."""
     lengths: dict[int, int]
-    """Documents by length: key n counts those longer than n / 2 and at most n tokens."""
+    """Histogram of lengths: key n counts documents longer than n / 2 and of at most n tokens."""
 
     @staticmethod
     def of(documents: Documents) -> "SplitReport":
@@ -35,32 +35,32 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class RewrittenReport:
-    """What it costs that the chat template shows answers otherwise once the conversation goes on, as Qwen3's strips reasoning."""
+    """The cost of chat templates that render earlier turns differently, as Qwen3's strips their reasoning."""
 
     answers: int
-    """With their history in documents of their own, beside the first one of their conversation; before prompts.max_train_tokens."""
+    """Assistant turns stored in an additional document with their history, before prompts.max_train_tokens applies."""
     documents: int
     """Windows written for them."""
     tokens: int
-    """Of these windows."""
+    """Tokens of these windows."""
     history_tokens: int
-    """Of these, those that do not count in the loss: history stored again."""
+    """Unsupervised tokens of these windows: history that is stored again."""
 
 
 @dataclass(frozen=True)
 class DuplicatesReport:
-    """How often the same is asked. All conversations that ask the same question are on one side of the split."""
+    """Repeated questions. Conversations with the same question are never divided between splits."""
 
     questions: int
-    """Different ones: groups that the split keeps together. A file is a group of its own."""
+    """Number of distinct questions, the split groups. Each file is its own group."""
     largest: int
     """Conversations in the largest group."""
     same_question: int
     """Conversations beyond the first of each group."""
     dropped: int
-    """Conversations left out because they become the same tokens as another one."""
+    """Conversations left out because they have the same tokens as another one."""
     kept: int
-    """Files that become the same tokens as another one, and are not left out."""
+    """Files with the same tokens as another one, which are not left out."""
 
     @staticmethod
     def of(groups: Sequence[str], copies: int, are_kept: bool) -> "DuplicatesReport":
@@ -85,26 +85,26 @@ class PromptsReport:
     documents_cut: int
     """Files or conversations longer than prompts.max_document_tokens."""
     windows_cut: int
-    """What they became."""
+    """Windows that they were cut into."""
     windows_unsupervised: int
-    """Windows left out because no token of them counts in the loss."""
+    """Windows left out because they have no supervised token."""
     rewritten: RewrittenReport
     duplicates: DuplicatesReport
     answers_left_out: int
-    """Answers left out of the loss: the chat template never shows them behind the prompt for them."""
+    """Assistant turns that are not supervised, because the chat template does not render them after their prompt."""
     beyond_max_train_tokens: int
-    """Files or conversations left out, wholly or in part, by prompts.max_train_tokens."""
+    """Files or conversations left out, in whole or in part, because of prompts.max_train_tokens."""
     refused: list[Refusals]
 
 
 def length_histogram(lengths: Sequence[int]) -> dict[int, int]:
-    """Counts by the least power of two that a length does not exceed, without gaps between the first and the last."""
+    """Returns counts by length rounded up to a power of two, without gaps between the first and the last."""
     counts = Counter((length - 1).bit_length() for length in lengths)
     return {2**power: counts[power] for power in range(min(counts), max(counts) + 1)} if counts else {}
 
 
 def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
-    """From name -> reason to one entry per reason, the most frequent first."""
+    """Groups reasons by name into one entry per reason, the most frequent first."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in refused.items():
         by_reason.setdefault(reason, []).append(name)
@@ -116,7 +116,7 @@ def print_report(report: PromptsReport) -> None:
     console = Console(markup=False, highlight=False)
     console.print(_split_table(report))
     console.print(_length_table(report))
-    for line in [*_stored_again(report), *_duplicates(report), *_left_out(report)]:
+    for line in [*_rewritten(report), *_duplicates(report), *_left_out(report)]:
         console.print(line, soft_wrap=True)
 
 
@@ -143,37 +143,39 @@ def _length_table(report: PromptsReport) -> Table:
     return table
 
 
-def _stored_again(report: PromptsReport) -> list[str]:
+def _rewritten(report: PromptsReport) -> list[str]:
     rewritten, total = report.rewritten, sum(split.tokens for split in report.splits.values())
     if not rewritten.answers:
         return []
     return [
-        f"rewritten in later turns by the chat template: {rewritten.answers:,} answers, in {rewritten.documents:,} documents of their "
-        f"own with {rewritten.tokens:,} tokens ({rewritten.tokens / max(total, 1):.1%} of all); history stored again: "
+        f"rewritten in later turns by the chat template: {rewritten.answers:,} assistant turns, in {rewritten.documents:,} additional "
+        f"documents with {rewritten.tokens:,} tokens ({rewritten.tokens / max(total, 1):.1%} of all); history stored again: "
         f"{rewritten.history_tokens:,} tokens ({rewritten.history_tokens / max(total, 1):.1%})"
     ]
 
 
 def _duplicates(report: PromptsReport) -> list[str]:
-    found, lines = report.duplicates, []
-    if found.same_question:
+    duplicates, lines = report.duplicates, []
+    if duplicates.same_question:
         lines.append(
-            f"same question: {found.same_question:,} {report.source} ask what an earlier one asks; {found.questions:,} different "
-            f"questions, at most {found.largest:,} {report.source} with the same one, always on one side of the split"
+            f"same question: {duplicates.same_question:,} {report.source} repeat the question of an earlier one; {duplicates.questions:,} "
+            f"distinct questions, at most {duplicates.largest:,} {report.source} with the same one, never divided between splits"
         )
-    if found.dropped:
-        lines.append(f"left out: {found.dropped:,} {report.source} that become the same tokens as another one")
-    if found.kept:
-        lines.append(f"kept: {found.kept:,} {report.source} that become the same tokens as another one; they are split by name")
+    if duplicates.dropped:
+        lines.append(f"left out: {duplicates.dropped:,} {report.source} with the same tokens as another one")
+    if duplicates.kept:
+        lines.append(f"kept: {duplicates.kept:,} {report.source} with the same tokens as another one; they are split by name")
     return lines
 
 
 def _left_out(report: PromptsReport) -> list[str]:
     lines = [f"cut: {report.documents_cut:,} {report.source} into {report.windows_cut:,} windows"]
     if report.windows_unsupervised:
-        lines.append(f"left out: {report.windows_unsupervised:,} windows without a token that counts in the loss")
+        lines.append(f"left out: {report.windows_unsupervised:,} windows without a supervised token")
     if report.answers_left_out:
-        lines.append(f"left out of the loss: {report.answers_left_out:,} answers that the chat template does not show as generated")
+        lines.append(
+            f"left out of the loss: {report.answers_left_out:,} assistant turns that the chat template does not render as generated"
+        )
     if report.beyond_max_train_tokens:
         lines.append(f"left out: {report.beyond_max_train_tokens:,} {report.source} beyond prompts.max_train_tokens")
     for refusals in report.refused:

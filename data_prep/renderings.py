@@ -1,12 +1,12 @@
-"""Conversations -> the texts that become documents, by the target's own chat template, and where in them the answers stand.
+"""Renders conversations with the target's chat template into texts with the spans that the assistant generates.
 
-A conversation of n turns is one text with n answers. An answer that the template shows otherwise once the conversation goes on
-(reasoning stripped from the history, as Qwen3's does) has a text of its own: the prompt that it is generated from, and the answer.
-That text takes along the earlier answers that stand in it as they were generated; going from the last answer backwards makes the
-texts as few as can be.
+A conversation with n assistant turns is usually one text with n spans. But some templates render a turn differently
+once the conversation continues; Qwen3's, for instance, strips reasoning from the history. Such a turn gets an
+additional text: its prompt and the turn as generated. This text also supervises all earlier turns that it contains as
+generated. Working backwards from the last turn gives the smallest number of texts.
 
-A template with a `{% generation %}` block says itself what the assistant generates. With any other, what the template puts behind
-the prompt for an answer is the answer.
+A template with `{% generation %}` blocks marks what the assistant generates. With any other template, an assistant turn
+is all text that is rendered after its prompt.
 """
 
 import re
@@ -27,86 +27,89 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation, or the part of it up to one answer, as text."""
+    """A conversation, or its beginning up to one assistant turn, as text."""
 
     text: str
     spans: list[Span]
-    """Characters [start, end) that the assistant generates, in order."""
+    """Characters [start, end) that the assistant generates, ascending."""
     answers: int
-    """Whose spans these are."""
+    """Number of assistant turns that the spans belong to."""
     turn: int = 0
-    """0 for the first text of a conversation, else the number of its last message, from 1: an answer that is shown otherwise later."""
+    """0 for the first text of a conversation, otherwise the number, from 1, of its last message."""
     answers_left_out: int = 0
-    """Of the conversation, in its first text: answers that the template never shows behind the prompt for them."""
+    """In the first text, the number of assistant turns that the template does not render after their prompt."""
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """An answer as it is generated, behind its prompt."""
+class _Turn:
+    """An assistant turn as generated, after its prompt."""
 
-    turn: int
+    number: int
     """Number of the message, from 1."""
     text: str
-    """The prompt, the answer, and what the template writes behind it."""
+    """The prompt, the response, and the text that the template adds after it."""
     spans: list[Span]
 
 
 def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Rendering]:
-    """Render a conversation into as few texts as hold every answer once, as it is generated; the longest first.
+    """Render a conversation into the fewest texts that contain every assistant turn once as generated.
+
+    The longest is first.
 
     Raises:
-        ConversationRefused: the template does not accept the messages, or no answer can be told from what surrounds it.
+        ConversationRefused: the template rejects the messages, or no assistant turn can be located in the text.
     """
     if all(message["role"] != "assistant" for message in messages):
         raise ConversationRefused("no answer of the assistant")
     template = require_chat_template(tokenizer)
     try:
-        whole, blocks, found = _render_all(tokenizer, messages)
+        whole, blocks, turns = _render_all(tokenizer, messages)
         if "strftime_now" in template and _render(tokenizer, messages)[0] != whole:
-            # Midnight came between two renderings, so that they differ by the date.
-            whole, blocks, found = _render_all(tokenizer, messages)
+            # The date changed between two renderings.
+            whole, blocks, turns = _render_all(tokenizer, messages)
     except TemplateError as error:
         raise ConversationRefused(f"the chat template answers: {error}") from error
-    renderings = _cover(tokenizer, whole, [answer for answer in found if answer is not None and answer.spans])
+    renderings = _cover(tokenizer, whole, [turn for turn in turns if turn is not None and turn.spans])
     if _has_blocks(template) and [rendering.text for rendering in renderings] in ([], [whole]):
-        return [Rendering(whole, blocks, len(found))]
+        return [Rendering(whole, blocks, len(turns))]
     if not renderings:
         raise ConversationRefused("the chat template renders no answer as the continuation of its prompt")
-    return [replace(renderings[0], turn=0, answers_left_out=found.count(None)), *renderings[1:]]
+    return [replace(renderings[0], turn=0, answers_left_out=turns.count(None)), *renderings[1:]]
 
 
-def _render_all(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, list[Span], list[_Answer | None]]:
-    """The whole conversation as `_render` gives it, and every answer as it is generated."""
+def _render_all(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, list[Span], list[_Turn | None]]:
+    """Returns the whole conversation as `_render` does, and every assistant turn as generated."""
     text, blocks = _render(tokenizer, messages, return_assistant_tokens_mask=_has_blocks(require_chat_template(tokenizer)))
-    turns = [turn for turn, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    return text, blocks, [_generated_answer(tokenizer, messages[:turn]) for turn in turns]
+    ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    return text, blocks, [_generated_turn(tokenizer, messages[:end]) for end in ends]
 
 
 def _has_blocks(template: str) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
-def _generated_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> _Answer | None:
-    """The last message as it is generated, None if the template does not show it behind a prompt."""
+def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> _Turn | None:
+    """Returns the last message as generated, or None if the template does not render it after its prompt."""
     has_blocks = _has_blocks(require_chat_template(tokenizer))
     try:
         prompt, _ = _render(tokenizer, messages[:-1], add_generation_prompt=True)
         text, blocks = _render(tokenizer, messages, return_assistant_tokens_mask=has_blocks)
-        start = _answer_start(tokenizer, messages, prompt, text)
-    except TemplateError:  # no prompt in front of an answer without a question, say
+        start = _turn_start(tokenizer, messages, prompt, text)
+    except TemplateError:  # for instance, an assistant turn without a user turn has no prompt
         return None
     if start is None or start == len(text):
         return None
     shift = len(prompt) - start
     spans = [(begin + shift, end + shift) for begin, end in (blocks if has_blocks else [(start, len(text))]) if end > start]
-    return _Answer(len(messages), prompt + text[start:], spans)
+    return _Turn(len(messages), prompt + text[start:], spans)
 
 
-def _answer_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt: str, text: str) -> int | None:
-    """Where in `text`, up to the last message, that message begins; None if that cannot be told."""
+def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt: str, text: str) -> int | None:
+    """Returns where the last message begins in `text`, or None if that is ambiguous."""
     if text.startswith(prompt):
         return len(prompt)
-    # The template shows the history otherwise once there is an answer to it: look for what makes a prompt of a history.
+    # The template renders the history differently once it continues, so look for the text that turns a history into a
+    # prompt.
     history, _ = _render(tokenizer, messages[:-1])
     cue = prompt.removeprefix(history)
     num_answers = sum(message["role"] == "assistant" for message in messages)
@@ -114,46 +117,48 @@ def _answer_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     return text.rindex(cue) + len(cue) if is_sure else None
 
 
-def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, answers: Sequence[_Answer]) -> list[Rendering]:
-    """Texts in which every answer stands once as it is generated: the whole one if the last answer stands in it, then that of the
-    last answer still missing, and so on.
+def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
+    """Returns texts that contain every assistant turn once as generated.
+
+    The first is the whole conversation if it contains the last turn; each further one ends with the last turn still
+    missing.
     """
     renderings: list[Rendering] = []
-    missing = list(answers)
+    missing = list(turns)
     while missing:
         last = missing[-1]
         text = whole if not renderings and _spans_in(tokenizer, whole, last) else last.text
-        standing = _standing(tokenizer, text, missing)
-        spans = [span for turn in sorted(standing) for span in standing[turn]]
-        renderings.append(Rendering(text, spans, len(standing), last.turn))
-        missing = [answer for answer in missing if answer.turn not in standing]
+        contained = _contained_turns(tokenizer, text, missing)
+        spans = [span for turn in sorted(contained) for span in contained[turn]]
+        renderings.append(Rendering(text, spans, len(contained), last.number))
+        missing = [turn for turn in missing if turn.number not in contained]
     return renderings
 
 
-def _standing(tokenizer: PreTrainedTokenizerBase, text: str, answers: Sequence[_Answer]) -> dict[int, list[Span]]:
-    """By turn, the spans of the answers that stand in `text`; of two that touch, the later: they would read as one."""
-    standing: dict[int, list[Span]] = {}
+def _contained_turns(tokenizer: PreTrainedTokenizerBase, text: str, turns: Sequence[_Turn]) -> dict[int, list[Span]]:
+    """Returns the spans of the turns in `text`. Of two adjacent spans only the later counts."""
+    contained: dict[int, list[Span]] = {}
     next_start = len(text) + 1
-    for answer in reversed(answers):
-        spans = _spans_in(tokenizer, text, answer)
+    for turn in reversed(turns):
+        spans = _spans_in(tokenizer, text, turn)
         if spans and spans[-1][1] < next_start:
-            standing[answer.turn] = spans
+            contained[turn.number] = spans
             next_start = spans[0][0]
-    return standing
+    return contained
 
 
-def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, answer: _Answer) -> list[Span]:
-    """None where `text` shows the answer, or anything before it, otherwise than when it is generated."""
-    if text.startswith(answer.text):
-        return answer.spans
-    end = _end_without_closing(tokenizer, answer.text)
-    if end is None or not text.startswith(answer.text[:end]):
+def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, turn: _Turn) -> list[Span]:
+    """Returns the spans of a turn in `text`; none if the turn, or anything before it, differs from its generation."""
+    if text.startswith(turn.text):
+        return turn.spans
+    end = _end_without_closing(tokenizer, turn.text)
+    if end is None or not text.startswith(turn.text[:end]):
         return []
-    return [(start, min(stop, end)) for start, stop in answer.spans if start < end]
+    return [(start, min(stop, end)) for start, stop in turn.spans if start < end]
 
 
 def _end_without_closing(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    """Where the last turn ends, if the template closes a conversation with an end-of-text token behind it, as Phi-3's does."""
+    """Returns where the last turn ends if the template adds an end-of-text token to a conversation, as Phi-3's does."""
     eos = tokenizer.eos_token
     if not isinstance(eos, str) or not text.endswith(eos):
         return None
@@ -163,9 +168,9 @@ def _end_without_closing(tokenizer: PreTrainedTokenizerBase, text: str) -> int |
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: bool) -> tuple[str, list[Span]]:
-    """Text and, if asked for, the characters of its generation blocks."""
-    # Not apply_chat_template: it refuses the empty list in front of an answer without a question, and its mask loses the last
-    # bytes of a span that ends inside a character of several tokens.
+    """Returns the text and, on request, the spans of its generation blocks."""
+    # apply_chat_template rejects the empty list before an assistant turn without a user turn, and its mask loses the
+    # last bytes of a span that ends inside a character of several tokens.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
     rendered: Any = render_jinja_template(conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables)
     texts, spans = rendered

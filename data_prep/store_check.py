@@ -1,4 +1,4 @@
-"""Checks every byte of a finished store of hidden states. The ranks divide the shards among themselves.
+"""Checks every byte of a finished store of hidden states. Ranks divide the shards.
 
 python -m data_prep.hidden_states recipe=quickstart verify=true
 """
@@ -18,12 +18,12 @@ def verify_store(directory: Path, ranks: Ranks) -> None:
 
     Raises:
         FileNotFoundError: the store does not exist or is unfinished.
-        ValueError: shards are changed, missing or truncated. The message names each of them.
+        ValueError: shards are changed, missing or truncated; the message names each.
     """
     store, started = HiddenStore.open(directory), time.monotonic()
     shards = range(ranks.rank, len(store.manifest.shards), ranks.world_size)
-    found = ranks.gather(find_damage(store, shards, show_progress=ranks.is_first))
-    damaged = {index: problem for of_rank in found for index, problem in of_rank.items()}
+    damage_by_rank = ranks.gather(find_damage(store, shards, show_progress=ranks.is_first))
+    damaged = {index: problem for damage in damage_by_rank for index, problem in damage.items()}
     if ranks.is_first:
         print_table(store, len(damaged), time.monotonic() - started)
     if damaged:

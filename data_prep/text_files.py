@@ -1,4 +1,4 @@
-"""Prompt source `text_files`: one document per file, named by its path inside the directory it was found in."""
+"""Prompt source `text_files`: one document per file, named by its path relative to its directory."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 STANDARD_LIBRARY = "standard_library"
-"""Stands for the source of the running Python's standard library wherever a directory is expected."""
+"""Name for the source directory of the running Python's standard library."""
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """What was read: texts by name, and for each file that was not read, why."""
+    """Texts by name, and the reasons for files that were not read."""
 
     texts: dict[str, str]
     refused: dict[str, str]
@@ -23,12 +23,12 @@ def standard_library_dir() -> Path:
 
 
 def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[str] = ()) -> TextFiles:
-    """Read every file below `directories` whose name fits `pattern`, in the order of their names.
+    """Read every file below `directories` whose name matches `pattern`, sorted by name.
 
     Args:
-        directories: directories; `standard_library` stands for that of the running Python.
+        directories: paths, or `standard_library` for that of the running Python.
         pattern: a glob for the file's name, such as `*.py`.
-        exclude: globs for the path inside its directory, such as `site-packages/*`.
+        exclude: globs for the path relative to its directory, such as `site-packages/*`.
 
     Raises:
         FileNotFoundError: a directory does not exist.

@@ -12,7 +12,6 @@ from mtptrain.data.prompt_files import render_prompt
 from mtptrain.decoding.acceptance import (
     Acceptance,
     Intervals,
-    eos_token_ids,
     generate_in_batches,
     has_loop,
     intervals,
@@ -21,6 +20,7 @@ from mtptrain.decoding.acceptance import (
 )
 from mtptrain.decoding.prompts import Prompts
 from mtptrain.decoding.speculate import Drafter, Generation, Sampler
+from mtptrain.target.families import eos_token_ids
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
@@ -180,7 +180,7 @@ class Measurement:
             num_speculative_tokens=self.settings.num_speculative_tokens,
             max_new_tokens=self.settings.max_new_tokens,
             sampler=candidate.sampler,
-            eos_token_ids=eos_token_ids(self.target),
+            eos_token_ids=eos_token_ids(self.target.config, self.target.model.generation_config),
             batch_size=len(batch),
             clock=share.clock,
             observe=candidate.quality,

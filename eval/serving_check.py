@@ -25,14 +25,14 @@ from transformers import PreTrainedConfig
 
 from mtptrain.config import RECIPES, Dtype, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
-from mtptrain.decoding.acceptance import Acceptance, eos_token_ids, generate_in_batches, summarise
+from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
 from mtptrain.decoding.speculate import Generation, Sampler
 from mtptrain.run_dir import command, require, write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
-from mtptrain.target.families import read_target_config
+from mtptrain.target.families import eos_token_ids, read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import init_ranks
@@ -159,7 +159,12 @@ def decode_here(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     head_drafter = HeadDrafter(found.head, target.parts, config.acceptance.num_speculative_tokens)
     drafted = decode(config, target, head_drafter, prompts, "head")
     plain = decode(config, target, NoDrafter(), prompts, "no drafts")
-    return Ours(drafted, [generation.tokens for generation in plain], eos_token_ids(target), found.sha256)
+    return Ours(
+        drafted,
+        [generation.tokens for generation in plain],
+        eos_token_ids(target.config, target.model.generation_config),
+        found.sha256,
+    )
 
 
 def load_pair(config: PipelineConfig, target_dir: Path) -> tuple[Target, RunHead]:
@@ -184,7 +189,7 @@ def decode(
         num_speculative_tokens=drafter.draft_slots,
         max_new_tokens=settings.max_new_tokens,
         sampler=Sampler(),
-        eos_token_ids=eos_token_ids(target),
+        eos_token_ids=eos_token_ids(target.config, target.model.generation_config),
         batch_size=settings.batch_size,
         batch_tokens=settings.batch_tokens,
         description=name,

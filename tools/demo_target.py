@@ -1,12 +1,12 @@
-"""Train the demo target: a 6M-parameter Llama on the source of the Python standard library; or a smaller one that drafts for it.
+"""Train the demo target, a 6M-parameter Llama, on the Python standard library; or a smaller model that drafts for it.
 
-Not a stage of the pipeline: it is run once, and its result ships in ``mtptrain/demo_target/`` so that ``make demo`` needs no
-network. Reads the ``.py`` files of the standard library of the running Python, writes tokenizer, config, bf16 weights and
-``figures.json`` (data split, training, held-out loss by position).
+This is not a stage of the pipeline: the result ships in ``mtptrain/demo_target/`` so that ``make demo`` needs no
+network. Reads the ``.py`` files of the running Python's standard library; writes the tokenizer, config, bf16 weights
+and ``figures.json`` (data split, training, held-out loss by position).
 
     python -m tools.demo_target --output-dir mtptrain/demo_target
-    python -m tools.demo_target --output-dir mtptrain/demo_target --from-phase 1    (again from the weights that are there)
-    python -m tools.demo_target --output-dir runs/small_model --draft-for mtptrain/demo_target    (a small model that drafts for it)
+    python -m tools.demo_target --output-dir mtptrain/demo_target --from-phase 1    (from saved weights)
+    python -m tools.demo_target --output-dir runs/small_model --draft-for mtptrain/demo_target    (a small draft model)
 """
 
 import argparse
@@ -29,12 +29,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from data_prep.text_files import STANDARD_LIBRARY, read_text_files
 from mtptrain.data.prompt_files import is_held_out
 
-# What is no source of the library, or differs from machine to machine; recipe quickstart leaves out the same.
+# Files that are not part of the library, or differ between machines. Recipe quickstart excludes the same.
 EXCLUDE = ("site-packages/*", "dist-packages/*", "*_sysconfigdata_*")
 VOCAB_SIZE = 4096
 CONTEXT_TOKENS = 2048
 END_OF_TEXT = "<|endoftext|>"
-# A user turn becomes a docstring and the assistant's turn the code below it: text that the model has seen.
+# A user turn becomes a docstring and the assistant turn the code below it, which resembles the training text.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -52,11 +52,11 @@ WARMUP_FRACTION, DECAY_FRACTION = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Phase:
-    """A run of the optimizers from their start to a learning rate of zero."""
+    """A run of the optimizers from new states to a learning rate of zero."""
 
     tokens: int
     row_tokens: dict[float, int]
-    """Tokens of a row, from this fraction of the phase on."""
+    """Tokens of a row, by the fraction of the phase from which they apply."""
     lr_scale: float
 
 
@@ -67,13 +67,14 @@ TARGET_SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-# Short rows are cheap, but a model is broken past the length of its rows, so training ends on rows of the whole context; and as the
-# last positions of a row are the least trained, a short second phase goes past the context that the model promises.
+# Short rows are cheap, but a model fails beyond the length of its rows, so training ends with rows of the whole
+# context. The last positions of a row are trained least, so a short second phase extends beyond the context that the
+# model supports.
 PHASES = (
     Phase(28_000_000, {0.0: 256, 0.5: 512, 0.75: CONTEXT_TOKENS}, lr_scale=1.0),
     Phase(800_000, {0.0: 3 * CONTEXT_TOKENS // 2}, lr_scale=0.08),
 )
-# A model that drafts for another: two narrow layers on a part of the tokens, with the tokenizer of the other one.
+# The model that drafts for the target: two narrow layers, trained on fewer tokens with the target's tokenizer.
 DRAFT_SIZES = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -82,12 +83,12 @@ DRAFT_SIZES = {
     "num_key_value_heads": 1,
 }
 DRAFT_PHASES = (Phase(4_000_000, {0.0: 256}, lr_scale=1.0),)
-# Files of the library that are no source code written by people: documentation as one string, tables of characters.
+# Files of the library that were not written by people: documentation as one string, character tables.
 GENERATED = ("pydoc_data/*", "encodings/*")
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 4,096 tokens, with `<|endoftext|>` as its only special token (id 0)."""
+    """Trains a byte-level BPE of 4,096 tokens, with `<|endoftext|>` as its only special token (id 0)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -123,12 +124,12 @@ def demo_config(sizes: dict[str, Any]) -> LlamaConfig:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[np.ndarray]:
-    """Token ids of each text, `<|endoftext|>` in front."""
+    """Returns the token ids of each text, after `<|endoftext|>`."""
     return [np.array([0, *ids], dtype=np.int32) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
 def row_batches(documents: list[np.ndarray], row_tokens: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless batches of rows [B, row_tokens] cut from the shuffled, concatenated documents."""
+    """Yields batches of rows [B, row_tokens], cut from shuffled and concatenated documents, without end."""
     epoch = 0
     while True:
         rng = np.random.default_rng([seed, epoch])
@@ -143,7 +144,7 @@ def row_batches(documents: list[np.ndarray], row_tokens: int, seed: int) -> Iter
 
 
 def learning_rate_scale(progress: float) -> float:
-    """Warm up, hold, then fall linearly to zero."""
+    """Returns the learning rate scale: warm up, hold, then decay linearly to zero."""
     return min(1.0, progress / WARMUP_FRACTION, (1.0 - progress) / DECAY_FRACTION)
 
 
@@ -197,10 +198,10 @@ def train(model: LlamaForCausalLM, documents: list[np.ndarray], phase: Phase, se
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> dict[str, object]:
-    """Mean loss in nats per token of whole windows, and by position for *the same tokens at every position*.
+    """Returns the mean loss in nats per token, by position, over *the same tokens at every position*.
 
-    Windows of the whole context start every 256 tokens of the held-out stream, so each token (the edges left out) is scored once
-    in each bucket of 256 positions: the buckets differ in context only, not in text.
+    Windows of the whole context start every 256 tokens of the held-out stream, so each token, except at the edges, is
+    scored once in each bucket of 256 positions: buckets differ only in context, not in text.
     """
     num_buckets, bucket = CONTEXT_TOKENS // 256, 256
     stream = torch.from_numpy(np.concatenate(documents)).long()
@@ -225,7 +226,7 @@ def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> dict[
 
 @torch.no_grad()
 def held_out_document_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> dict[str, object]:
-    """Mean loss over every held-out token, each document cut into windows of the whole context from its start."""
+    """Returns the mean loss over all held-out tokens, with each document cut into windows of the whole context."""
     total, count = 0.0, 0
     for document in tqdm(documents, desc="held-out documents", unit="file"):
         for start in range(0, len(document) - 1, CONTEXT_TOKENS):
@@ -241,8 +242,8 @@ def held_out_document_loss(model: LlamaForCausalLM, documents: list[np.ndarray])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--from-phase", type=int, default=0, help="0: from random weights; later ones: from those in output-dir")
-    parser.add_argument("--draft-for", type=Path, help="a small model with the tokenizer of this one")
+    parser.add_argument("--from-phase", type=int, default=0, help="0: start from random weights; later: from those in output-dir")
+    parser.add_argument("--draft-for", type=Path, help="train a small model with the tokenizer of this target")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.draft_for is not None and (args.from_phase or args.output_dir.resolve() == args.draft_for.resolve()):

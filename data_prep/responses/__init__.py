@@ -1,1 +1,1 @@
-"""Optional, before stage 1: the assistant turns of conversations, generated anew by the target."""
+"""Optional, before stage 1: regenerates the assistant turns of conversations with the target."""

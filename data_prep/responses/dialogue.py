@@ -1,9 +1,10 @@
-"""A conversation while the target answers it anew: the prompt of each turn, and each answer's place among the messages.
+"""Regenerates one conversation: makes the prompt of each turn and adds each response to the messages.
 
-Every assistant turn is generated with the new turns before it as its history; what others say stays. A prompt is rendered here, with
-the target's own chat template, and an answer is the tokens that the target made of it, so no parser of a server stands in between. An
-answer is kept as text, because a conversation is text; whether rendering it gives that text again is checked and kept beside it, for
-an answer that is rendered otherwise must not be supervised, and whether it gives the same tokens is counted.
+Every assistant turn is generated from a history of regenerated turns; all other messages stay as they are. Prompts are
+rendered here with the target's own chat template, and responses are read as tokens, so no parser of a server can change
+them. A conversation stores responses as text. `texts_kept` says whether rendering gives the same text again, since a
+response that is rendered differently must not be supervised; `tokens_changed` counts responses whose text is the same
+but whose tokens differ.
 """
 
 import hashlib
@@ -20,53 +21,53 @@ from mtptrain.data.prompt_files import render_prompt
 from ..conversations import ConversationRefused, Message
 
 ASKING_ROLES = ("user", "tool")
-_PROBE = "\ue000"  # of Unicode's private use: no template writes it itself
-_INCOMPLETE = "\ufffd"  # what decoding makes of the first bytes of a character whose others were not generated
+_PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
+_INCOMPLETE = "\ufffd"  # what an incomplete character decodes to
 
 
 class Ending(StrEnum):
-    """Why a conversation has no more answers."""
+    """Why a conversation ended."""
 
     complete = "complete"
     length = "length"
-    """The last answer was cut at responses.max_new_tokens."""
+    """The last response was cut off at responses.max_new_tokens."""
     empty = "empty"
-    """The next answer holds no text."""
+    """The next response has no text."""
     context = "context"
-    """The next prompt with an answer of responses.max_new_tokens is longer than the context."""
+    """The next prompt plus responses.max_new_tokens does not fit into the context."""
     template = "template"
-    """The chat template does not accept the messages."""
+    """The chat template rejects the messages."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     token_ids: list[int]
     seed: int
-    """Depends on the run's seed, the conversation's name and the turn alone."""
+    """Depends only on the run's seed, the conversation's name and the turn."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a target made of a prompt, without the token that ended it."""
+class Response:
+    """The target's response to a prompt, without its end-of-sequence token."""
 
     num_tokens: int
-    """Generated ones, that which ended it included."""
+    """Generated tokens, including the end-of-sequence token."""
     is_cut: bool
-    """At the limit of new tokens."""
+    """Whether the response was cut off at `max_new_tokens`."""
     token_ids: list[int] | None = None
-    """None where a server gives text alone."""
+    """None if the server returns only text."""
     stop_token_id: int | None = None
-    """The token that ended it; None where it was cut or is not known."""
+    """End-of-sequence token of the response; None if it was cut off or the token is unknown."""
     text: str = ""
-    """Read only where there are no token ids."""
+    """Used only if there are no token ids."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How every answer is generated."""
+    """Sampling settings of all responses."""
 
     temperature: float
-    """0 is greedy."""
+    """0 decodes greedily."""
     top_p: float
     top_k: int
     """0 keeps all tokens."""
@@ -76,39 +77,39 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Limits:
-    """What holds for every conversation of a run."""
+    """Limits and seed that all conversations of a run share."""
 
     max_new_tokens: int
     context_tokens: int
-    """Of prompt and answer together."""
+    """Longest prompt and response together."""
     seed: int
 
 
 @dataclass
-class AnsweredConversation:
+class RegeneratedConversation:
     """A line of conversations.jsonl."""
 
     row: int
-    """Among the usable conversations of `prompts.paths`."""
+    """Index among the usable conversations of `prompts.paths`."""
     id: str
-    """The name of the conversation."""
+    """Name of the conversation."""
     messages: list[Message] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
-    """Of each answer: `stop` or `length`."""
+    """`stop` or `length` for each response."""
     answer_tokens: list[int] = field(default_factory=list)
-    """Generated tokens of each answer, its end included."""
+    """Generated tokens of each response, including the end-of-sequence token."""
     texts_kept: list[bool] = field(default_factory=list)
-    """Whether the chat template renders each answer as it was generated: an answer cut in its reasoning it does not, say."""
+    """Whether the chat template renders each response as generated. It may not if, say, the reasoning was cut off."""
     tokens_changed: int = 0
-    """Answers whose text is rendered as generated, but becomes other tokens."""
+    """Responses that are rendered as generated but tokenized differently."""
     ended_by: Ending = Ending.complete
 
 
 def questions(messages: Sequence[Message]) -> list[list[Message]]:
-    """What stands before each answer, the last question's included where nobody has answered it yet.
+    """Returns the messages before each assistant turn, and those after the last one if they still need a response.
 
     Raises:
-        ConversationRefused: the conversation has no question, or an answer follows none.
+        ConversationRefused: no user turn, or an assistant turn that does not follow a user or tool message.
     """
     groups: list[list[Message]] = [[]]
     for message in messages:
@@ -126,97 +127,100 @@ def questions(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 class Dialogue:
-    """Asks for one answer after the other: `next_prompt`, then `take`, until there is no prompt."""
+    """A conversation being regenerated: alternate `next_prompt` and `add_response` until there is no prompt left."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, row: int, name: str, messages: Sequence[Message], limits: Limits
     ) -> None:
-        self.answered = AnsweredConversation(row, name)
+        self.regenerated = RegeneratedConversation(row, name)
         self._tokenizer = tokenizer
         self._questions = questions(messages)
         self._limits = limits
-        self._asked: list[Message] = []
+        self._history: list[Message] = []
         self._prompt_ids: list[int] = []
 
     def next_prompt(self) -> Prompt | None:
-        """The prompt of the next turn; None where the conversation has ended."""
-        turn = len(self.answered.finish_reasons)
-        if self.answered.ended_by is not Ending.complete or turn == len(self._questions):
+        """Returns the prompt of the next turn, or None if the conversation has ended."""
+        turn = len(self.regenerated.finish_reasons)
+        if self.regenerated.ended_by is not Ending.complete or turn == len(self._questions):
             return None
-        self._asked = [*self.answered.messages, *self._questions[turn]]
+        self._history = [*self.regenerated.messages, *self._questions[turn]]
         try:
-            self._prompt_ids = render_prompt(self._tokenizer, self._asked)
+            self._prompt_ids = render_prompt(self._tokenizer, self._history)
         except ValueError:
             self._end_before(Ending.template)
             return None
         if len(self._prompt_ids) + self._limits.max_new_tokens > self._limits.context_tokens:
             self._end_before(Ending.context)
             return None
-        return Prompt(self._prompt_ids, turn_seed(self._limits.seed, self.answered.id, turn))
+        return Prompt(self._prompt_ids, turn_seed(self._limits.seed, self.regenerated.id, turn))
 
-    def take(self, answer: Answer) -> None:
-        """Put the answer to the last prompt in its place."""
-        text = answer_text(self._tokenizer, self._prompt_ids, answer)
-        if answer.is_cut:
+    def add_response(self, response: Response) -> None:
+        """Add the response to the last prompt to the messages."""
+        text = response_text(self._tokenizer, self._prompt_ids, response)
+        if response.is_cut:
             text = text.rstrip(_INCOMPLETE)
         if not text.strip():
             return self._end_before(Ending.empty)
         try:
-            content, is_text_kept, are_tokens_kept = place_answer(self._tokenizer, self._asked, self._prompt_ids, answer, text)
+            content, is_text_kept, are_tokens_kept = message_content(
+                self._tokenizer, self._history, self._prompt_ids, response, text
+            )
         except TemplateError:
             return self._end_before(Ending.template)
-        answered = self.answered
-        answered.messages = [*self._asked, {"role": "assistant", "content": content}]
-        answered.finish_reasons.append("length" if answer.is_cut else "stop")
-        answered.answer_tokens.append(answer.num_tokens)
-        answered.texts_kept.append(is_text_kept)
-        answered.tokens_changed += is_text_kept and not are_tokens_kept
-        if answer.is_cut:
-            answered.ended_by = Ending.length
+        regenerated = self.regenerated
+        regenerated.messages = [*self._history, {"role": "assistant", "content": content}]
+        regenerated.finish_reasons.append("length" if response.is_cut else "stop")
+        regenerated.answer_tokens.append(response.num_tokens)
+        regenerated.texts_kept.append(is_text_kept)
+        regenerated.tokens_changed += is_text_kept and not are_tokens_kept
+        if response.is_cut:
+            regenerated.ended_by = Ending.length
 
     def _end_before(self, ending: Ending) -> None:
-        self.answered.ended_by = ending
-        if not self.answered.messages:  # a row without an answer still shows what was asked
-            self.answered.messages = self._asked
+        self.regenerated.ended_by = ending
+        if not self.regenerated.messages:  # keep the prompt of a conversation without responses
+            self.regenerated.messages = self._history
 
 
 def turn_seed(seed: int, name: str, turn: int) -> int:
-    """A number in [0, 2^31) for the random numbers of one answer."""
+    """Returns the random seed of one response, in [0, 2^31)."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{turn}/{name}".encode()).digest()[:4], "big") >> 1
 
 
-def answer_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], answer: Answer) -> str:
-    """The text that the answer adds to its prompt: some tokenizers write a first token otherwise where nothing stands before it."""
-    if answer.token_ids is None:
-        return answer.text
+def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response: Response) -> str:
+    """Returns the text of a response, decoded after its prompt: some tokenizers decode a first token differently."""
+    if response.token_ids is None:
+        return response.text
     prompt = _decode(tokenizer, prompt_ids)
-    whole = _decode(tokenizer, [*prompt_ids, *answer.token_ids])
-    return whole[len(prompt) :] if whole.startswith(prompt) else _decode(tokenizer, answer.token_ids)
+    whole = _decode(tokenizer, [*prompt_ids, *response.token_ids])
+    return whole[len(prompt) :] if whole.startswith(prompt) else _decode(tokenizer, response.token_ids)
 
 
-def place_answer(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt_ids: Sequence[int], answer: Answer, text: str
+def message_content(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt_ids: Sequence[int], response: Response, text: str
 ) -> tuple[str, bool, bool]:
-    """The content of the assistant's message, and whether rendering it gives back the answer's text and its tokens.
+    """Returns the content of the assistant message, and whether rendering it reproduces the text and the tokens.
 
-    A template may begin the answer itself in the prompt for it (`<think>`), and expect that beginning in the message or not: both are
-    tried. Where neither gives the answer back, it is kept as it was generated.
+    A generation prompt may contain the beginning of the response (`<think>`), and the template may or may not expect
+    that beginning in the message. Both are tried; if neither reproduces the response, the content is the generated
+    text.
 
     Raises:
-        TemplateError: the template does not accept the answer.
+        TemplateError: the template rejects the response.
     """
     prompt = render_text(tokenizer, messages, is_prompt=True)
-    probed = render_text(tokenizer, [*messages, {"role": "assistant", "content": _PROBE}])
-    opened = prompt[len(commonprefix([prompt, probed])) :]  # noqa: RUF071 (of characters, as is meant)
-    contents = dict.fromkeys((text, opened + text))
+    with_probe = render_text(tokenizer, [*messages, {"role": "assistant", "content": _PROBE}])
+    response_start = prompt[len(commonprefix([prompt, with_probe])) :]  # noqa: RUF071 (common characters are meant)
+    contents = dict.fromkeys((text, response_start + text))
     rendered = {content: render_text(tokenizer, [*messages, {"role": "assistant", "content": content}]) for content in contents}
     kept = [content for content in contents if rendered[content].startswith(prompt + text)]
     if not kept:
         return text, False, False
-    if answer.token_ids is None:
+    if response.token_ids is None:
         return kept[0], True, True
-    end = [] if answer.stop_token_id is None else [answer.stop_token_id]
-    expected = [*prompt_ids, *answer.token_ids, *end]
+    end = [] if response.stop_token_id is None else [response.stop_token_id]
+    expected = [*prompt_ids, *response.token_ids, *end]
     for content in kept:
         token_ids = list(tokenizer(rendered[content], add_special_tokens=False, verbose=False)["input_ids"])
         if token_ids[: len(expected)] == expected:
@@ -225,10 +229,10 @@ def place_answer(
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_prompt: bool = False) -> str:
-    """The messages in the chat template; with `is_prompt`, up to where the assistant begins to answer.
+    """Renders messages with the chat template, followed by the generation prompt if `is_prompt`.
 
     Raises:
-        TemplateError: the template does not accept them.
+        TemplateError: the template rejects them.
     """
     rendered = tokenizer.apply_chat_template(
         [dict(message) for message in messages], add_generation_prompt=is_prompt, tokenize=False

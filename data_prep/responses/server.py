@@ -1,28 +1,30 @@
-"""The target behind an OpenAI-compatible server (vLLM, SGLang), asked for completions of token ids."""
+"""Regenerates conversations with a running OpenAI-compatible server (vLLM, SGLang), by completions of token ids."""
 
+import asyncio
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from http.client import HTTPException
 from itertools import islice
 from threading import Event, Lock
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
-from .dialogue import Answer, AnsweredConversation, Dialogue, Prompt, Sampling
+import httpx
+
+from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 SHOWN_CHARACTERS = 200
-"""Of a server's own message."""
+"""Characters of a server's message that an error shows."""
+MAX_BODY_BYTES = 64 * 2**20
+"""Longest body that is read; the completion of a prompt of 128k tokens takes about 10 MB."""
 
 
 class RequestFailed(Exception):
-    """A conversation that is left out of this run; the message is the reason that the report counts."""
+    """A request failed for good; its conversation is left out of this run. The message is the reason in the report."""
 
 
-class AnswerServer:
-    """A running server, checked before the long work."""
+class CompletionServer:
+    """Client of a running server, which is checked before the long work."""
 
     def __init__(
         self,
@@ -38,8 +40,8 @@ class AnswerServer:
         """Ask the server for its models.
 
         Raises:
-            ConnectionError: nothing answers there.
-            ValueError: what answers is no such server, wants another key, or does not serve that model.
+            ConnectionError: no server responds.
+            ValueError: not an OpenAI-compatible server, the wrong API key, or the server does not serve `model`.
         """
         self.url = url.rstrip("/")
         self.max_retries = max_retries
@@ -47,49 +49,50 @@ class AnswerServer:
         self._sampling = sampling
         self._vocab_size = vocab_size
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._ssl_context = httpx.create_ssl_context()
         served = self._models()
-        self.model = self._choose(model, list(served))
+        self.model = self._choose_model(model, list(served))
         self.context_tokens: int | None = served[self.model].get("max_model_len")
-        """Of prompt and answer; None where the server does not tell."""
+        """Longest prompt and response together; None if the server does not say."""
         self.version = self._version()
 
     def check(self, prompt_ids: Sequence[int]) -> None:
-        """Ask for one token.
+        """Request one token.
 
         Raises:
-            ConnectionError: the server does not answer.
-            ValueError: it does not complete prompts of token ids, or counts another number of tokens in the prompt.
+            ConnectionError: the server does not respond.
+            ValueError: it does not complete prompts of token ids, or counts a different number of prompt tokens.
         """
-        answer = self._ask_first("/completions", self._request(Prompt(list(prompt_ids), 0)) | {"max_tokens": 1})
+        content = self._fetch_checked("/completions", self._request(Prompt(list(prompt_ids), 0)) | {"max_tokens": 1})
         try:
-            self._answer(answer)
+            self._parse(content)
         except RequestFailed as failure:
             raise ValueError(
                 f"responses.url: {self.url} must complete prompts of token ids, but {failure}; serve the target"
             ) from None
-        num_read = (answer.get("usage") or {}).get("prompt_tokens", len(prompt_ids))
+        num_read = (content.get("usage") or {}).get("prompt_tokens", len(prompt_ids))
         if num_read != len(prompt_ids):
             raise ValueError(
                 f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids as it is, but counts {num_read} tokens; "
                 "use a server that adds none"
             )
 
-    def complete(self, prompt: Prompt, stopping: Event) -> Answer:
-        """The answer to a prompt, asked for again while the server is busy or away and the run is not `stopping`.
+    def complete(self, prompt: Prompt, stopping: Event) -> Response:
+        """Returns the response to a prompt. Retries while the server is busy or away, unless the run is `stopping`.
 
         Raises:
-            RequestFailed: it refused, or went on failing.
+            RequestFailed: the server refused, or all retries failed.
         """
         for attempt in range(self.max_retries + 1):
             waiting_s = min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
             try:
-                return self._answer(self._fetch("/completions", self._request(prompt)))
-            except HTTPError as error:
-                failure, asked_s = _told(error), error.headers.get("Retry-After", "")
-                if error.code != 429 and error.code < 500:
+                return self._parse(self._fetch("/completions", self._request(prompt)))
+            except httpx.HTTPStatusError as error:
+                failure, retry_after_s = str(error), error.response.headers.get("Retry-After", "")
+                if error.response.status_code != 429 and error.response.status_code < 500:
                     break
-                waiting_s = max(waiting_s, min(float(asked_s), self._timeout_s) if asked_s.isdecimal() else 0.0)
-            except (OSError, HTTPException) as error:
+                waiting_s = max(waiting_s, min(float(retry_after_s), self._timeout_s) if retry_after_s.isdecimal() else 0.0)
+            except (OSError, httpx.HTTPError) as error:
                 failure = f"the server does not answer: {_reason(error)}"
             except ValueError as error:
                 failure = f"the server's answer is not JSON: {error}"
@@ -105,17 +108,18 @@ class AnswerServer:
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,  # what both engines take for all
+            "top_k": sampling.top_k or -1,  # -1 means all tokens in both engines
             "seed": prompt.seed,
-            # What is left out here comes from the target's generation_config.json, and penalties change greedy answers too.
+            # Omitted fields would come from the target's generation_config.json, and penalties also change greedy
+            # decoding.
             **{"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
             "stop_token_ids": list(sampling.stop_token_ids),
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
 
-    def _answer(self, content: Any) -> Answer:
-        """Read a completion; a server that knows nothing of `return_token_ids` gives text alone."""
+    def _parse(self, content: Any) -> Response:
+        """Parse a completion. A server that does not know `return_token_ids` returns only text."""
         try:
             [choice] = content["choices"]
             reason, token_ids, text = choice["finish_reason"], choice.get("token_ids"), choice["text"]
@@ -123,7 +127,7 @@ class AnswerServer:
                 raise TypeError("text must be a string, token_ids integers")
             if not all(0 <= token < self._vocab_size for token in token_ids or []):
                 raise ValueError(f"token_ids must be in [0, {self._vocab_size})")
-            text.encode()  # a lone surrogate would stop the tokenizer
+            text.encode()  # the tokenizer rejects a lone surrogate
             num_tokens = len(token_ids) if token_ids is not None else int(content["usage"]["completion_tokens"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             shown = json.dumps(content)[:SHOWN_CHARACTERS]
@@ -133,10 +137,10 @@ class AnswerServer:
         stop_token_id = None
         if token_ids and reason == "stop" and token_ids[-1] in self._sampling.stop_token_ids:
             token_ids, stop_token_id = token_ids[:-1], token_ids[-1]
-        return Answer(num_tokens, reason == "length", token_ids, stop_token_id, text)
+        return Response(num_tokens, reason == "length", token_ids, stop_token_id, text)
 
     def _models(self) -> dict[str, dict[str, Any]]:
-        content = self._ask_first("/models")
+        content = self._fetch_checked("/models")
         try:
             return {model["id"]: model for model in content["data"]}
         except (KeyError, TypeError) as error:
@@ -145,7 +149,7 @@ class AnswerServer:
                 f"/models answers {json.dumps(content)[:SHOWN_CHARACTERS]}; correct the address"
             ) from error
 
-    def _choose(self, model: str | None, served: list[str]) -> str:
+    def _choose_model(self, model: str | None, served: list[str]) -> str:
         if model is None and len(served) == 1:
             return served[0]
         if model is None:
@@ -161,81 +165,113 @@ class AnswerServer:
         return model
 
     def _version(self) -> str | None:
-        """What the server says of itself: vLLM at /version, SGLang at /server_info."""
+        """Returns the engine's name and version, which vLLM reports at /version and SGLang at /server_info."""
         root = self.url.removesuffix("/v1")
         for engine, path in (("vLLM", "/version"), ("SGLang", "/server_info")):
             try:
                 content = self._fetch(path, root=root)
-            except (OSError, HTTPException, ValueError):
+            except (OSError, httpx.HTTPError, ValueError, RequestFailed):
                 continue
             if isinstance(content, dict) and "version" in content:
                 return f"{engine} {content['version']}"
         return None
 
-    def _ask_first(self, path: str, request: dict[str, Any] | None = None) -> Any:
-        """A request of the check, whose failure is the address's."""
+    def _fetch_checked(self, path: str, request: dict[str, Any] | None = None) -> Any:
+        """Fetch once before the long work, with errors that name the setting to correct."""
         try:
             return self._fetch(path, request)
-        except HTTPError as error:
-            key = "; set the environment variable responses.api_key_variable" if error.code in (401, 403) else ""
+        except httpx.HTTPStatusError as error:
+            is_key_wrong = error.response.status_code in (401, 403)
+            key = "; set the environment variable responses.api_key_variable" if is_key_wrong else ""
             raise ValueError(
                 f"responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, but at {self.url}"
-                f"{path} {_told(error)}{key or '; correct the address or serve the target'}"
+                f"{path} {error}{key or '; correct the address or serve the target'}"
             ) from error
-        except (OSError, HTTPException) as error:
+        except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionError(
                 f"responses.url: must be a running server, but {self.url}{path} does not answer ({_reason(error)}); start it or correct "
                 "the address"
             ) from error
-        except ValueError as error:
+        except (ValueError, RequestFailed) as error:
             raise ValueError(
-                f"responses.url: must be an OpenAI-compatible server, but {self.url}{path} answers no JSON ({error}); correct the address"
+                f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} is not JSON ({error}); correct "
+                "the address"
             ) from error
 
     def _fetch(self, path: str, request: dict[str, Any] | None = None, root: str | None = None) -> Any:
-        data = None if request is None else json.dumps(request).encode()
-        with urlopen(Request((root or self.url) + path, data, self._headers), timeout=self._timeout_s) as response:
-            return json.loads(response.read())
+        return json.loads(asyncio.run(self._fetch_body((root or self.url) + path, request)))
+
+    async def _fetch_body(self, url: str, request: dict[str, Any] | None) -> bytes:
+        """GET `url`, or POST `request` to it, and return the body.
+
+        httpx alone limits the time of each single read; `asyncio.timeout` limits the whole exchange.
+
+        Raises:
+            TimeoutError: it takes longer than `timeout_s` from connecting to the last byte.
+            httpx.HTTPStatusError: the status is an error; the message quotes the body.
+            httpx.HTTPError: the connection failed.
+            RequestFailed: the body is too long.
+        """
+        method, data = ("GET", None) if request is None else ("POST", json.dumps(request).encode())
+        async with (
+            asyncio.timeout(self._timeout_s),
+            httpx.AsyncClient(headers=self._headers, verify=self._ssl_context, timeout=None, follow_redirects=True) as client,
+            client.stream(method, url, content=data) as response,
+        ):
+            if response.is_error:
+                message = f"the server answers {response.status_code}: {await _error_text(response) or response.reason_phrase}"
+                raise httpx.HTTPStatusError(message, request=response.request, response=response)
+            body = bytearray()
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise RequestFailed(f"the server's answer is longer than {MAX_BODY_BYTES:,} bytes")
+            return bytes(body)
 
 
-def _told(error: HTTPError) -> str:
+async def _error_text(response: httpx.Response) -> str:
+    """Returns the beginning of the body of an error, or what arrived of it."""
+    body = bytearray()
     try:
-        body = error.read().decode(errors="replace").strip()
-    except (OSError, HTTPException):  # it broke off
-        body = ""
-    return f"the server answers {error.code}: {body[:SHOWN_CHARACTERS] or error.reason}"
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            if len(body) > 4 * SHOWN_CHARACTERS:  # a character has at most four bytes
+                break
+    except httpx.HTTPError:  # the connection broke off
+        pass
+    return body.decode(errors="replace").strip()[:SHOWN_CHARACTERS]
 
 
 def _reason(error: Exception) -> str:
-    reason = error.reason if isinstance(error, URLError) else error
-    return "timed out" if isinstance(reason, TimeoutError) else str(reason) or type(reason).__name__
+    return "timed out" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
 
 
-def answer_with_server(
-    server: AnswerServer, dialogues: Iterator[Dialogue], concurrency: int, save: Callable[[AnsweredConversation], None]
-) -> Generator[AnsweredConversation | tuple[int, str]]:
-    """Answer conversations, at most `concurrency` at once, in the order in which they end; of one that failed, its row and why.
+def regenerate_with_server(
+    server: CompletionServer, dialogues: Iterator[Dialogue], concurrency: int, save: Callable[[RegeneratedConversation], None]
+) -> Generator[RegeneratedConversation | tuple[int, str]]:
+    """Regenerate conversations, at most `concurrency` at once, and yield each as it ends; if it failed, its row and
+    why.
 
-    When the run stops early, no further request is made, and `save` takes what ends with those on their way.
+    If the run stops early, no new requests are sent, and conversations that end with the running requests go to `save`.
     """
-    tokenizing, stopping = Lock(), Event()  # a fast tokenizer is not to be shared by threads
+    tokenizing, stopping = Lock(), Event()  # threads must not share a fast tokenizer
 
-    def converse(dialogue: Dialogue) -> AnsweredConversation | tuple[int, str] | None:
+    def converse(dialogue: Dialogue) -> RegeneratedConversation | tuple[int, str] | None:
         with tokenizing:
             prompt = dialogue.next_prompt()
         while prompt is not None:
             if stopping.is_set():
                 return None
             try:
-                answer = server.complete(prompt, stopping)
+                response = server.complete(prompt, stopping)
             except RequestFailed as failure:
-                return dialogue.answered.row, str(failure)
+                return dialogue.regenerated.row, str(failure)
             with tokenizing:
-                dialogue.take(answer)
+                dialogue.add_response(response)
                 prompt = dialogue.next_prompt()
-        return dialogue.answered
+        return dialogue.regenerated
 
-    running: set[Future[AnsweredConversation | tuple[int, str] | None]] = set()
+    running: set[Future[RegeneratedConversation | tuple[int, str] | None]] = set()
     with ThreadPoolExecutor(concurrency) as pool:
         try:
             while True:
@@ -250,5 +286,5 @@ def answer_with_server(
         finally:
             stopping.set()
             for future in wait(running).done:
-                if future.exception() is None and isinstance(outcome := future.result(), AnsweredConversation):
+                if future.exception() is None and isinstance(outcome := future.result(), RegeneratedConversation):
                     save(outcome)

@@ -1,8 +1,8 @@
-"""`run_dir/responses/`: conversations that the target has answered, written row by row as they end, and in input order at the end.
+"""`run_dir/responses/`: regenerated conversations, appended as they end and put into input order when all are done.
 
-While a run goes on, `plan.json` says what the answers belong to and `answers_<rank>.jsonl` takes each conversation as it ends.
-`conversations.jsonl` then holds all of them in the order of the input; `failures.jsonl` names what has fewer answers than it could
-have, and why; `manifest.json` comes last.
+During a run, `plan.json` holds the identity of the responses, and each rank appends finished conversations to
+`answers_<rank>.jsonl`. At the end, `conversations.jsonl` holds all conversations in input order, and `failures.jsonl`
+lists those with missing responses and the reason. `manifest.json` is written last.
 """
 
 import json
@@ -11,10 +11,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mtptrain.utils.files import publish, write_json
+from mtptrain.data.identity import refuse_other
+from mtptrain.utils.files import publish, write_json, write_text
 
-from .dialogue import AnsweredConversation, Ending
-from .manifest import CONVERSATIONS, MANIFEST, Counts, Manifest, ResponsesIdentity, identity_from_json, refuse_other
+from .dialogue import Ending, RegeneratedConversation
+from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest, identity_from_json
 
 FAILURES, PLAN, JOURNALS = "failures.jsonl", "plan.json", "answers_*.jsonl"
 ENDINGS = {
@@ -22,7 +23,7 @@ ENDINGS = {
     Ending.context: "prompt and responses.max_new_tokens do not fit the context",
     Ending.template: "the chat template does not accept the messages",
 }
-"""Why a conversation ended before its last question was answered."""
+"""Reasons why a conversation ended before its last turn."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,16 @@ class Failure:
     place: str
     reason: str
     answers: int
-    """That it has none the less."""
+    """Responses that the conversation has."""
 
 
 class ResponsesStore:
-    """Answered conversations of a folder, by row."""
+    """The regenerated conversations of a directory, by row."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._lines: dict[int, tuple[Path, int]] = {}
-        """Where the line of each row stands."""
+        """File and byte offset of each row."""
 
     @property
     def rows(self) -> set[int]:
@@ -52,10 +53,10 @@ class ResponsesStore:
         return (self.directory / MANIFEST).exists()
 
     def begin(self, identity: ResponsesIdentity, server_version: str | None) -> None:
-        """Find what is answered already, and mend what a killed run left. One process calls it.
+        """Find the rows that are done, and cut off the partial lines of a killed run. Only one process may call this.
 
         Raises:
-            ValueError: the answers belong to another target, other data or other settings.
+            ValueError: the responses belong to another target, other data or other settings.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         versions: list[str] = []
@@ -73,40 +74,42 @@ class ResponsesStore:
                 self._read(path)
 
     def resume(self) -> None:
-        """Take the mark of a finished stage away before its answers change."""
+        """Remove the manifest, which marks a finished stage, before the responses change."""
         write_json(self.directory / PLAN, {"identity": asdict(self._identity), "server_versions": self._server_versions})
         (self.directory / MANIFEST).unlink(missing_ok=True)
 
     def journal(self, rank: int) -> "Journal":
         return Journal(self.directory / JOURNALS.replace("*", f"{rank:05d}"))
 
-    def finish(self, failed: Mapping[int, str], refused: Mapping[str, str], place: Callable[[int], str]) -> Manifest:
-        """Put all answers into one file in the order of the input, and say so. One process calls it, after the journals are closed.
+    def finish(self, failed: Mapping[int, str], refused: Mapping[str, str], location: Callable[[int], str]) -> ResponsesManifest:
+        """Write all conversations to one file in input order, then the manifest.
+
+        Only one process may call this, after all journals are closed.
 
         Args:
-            failed: why, by row, of the conversations that are to be tried again.
-            refused: why, by place, of the rows that cannot be answered.
-            place: of a row, for messages.
+            failed: reason by row, for conversations that the next run retries.
+            refused: reason by location, for rows that cannot be used.
+            location: returns the location of a row, for messages.
         """
         for path in sorted(self.directory.glob(JOURNALS)):
             self._read(path)
         counts, cut_short = self._write_in_order()
-        failures = [Failure(place(row), reason, 0) for row, reason in sorted(failed.items())]
-        failures += [Failure(place(line.row), ENDINGS[line.ended_by], len(line.answer_tokens)) for line in cut_short]
+        failures = [Failure(location(row), reason, 0) for row, reason in sorted(failed.items())]
+        failures += [Failure(location(line.row), ENDINGS[line.ended_by], len(line.answer_tokens)) for line in cut_short]
         failures += [Failure(where, reason, 0) for where, reason in refused.items()]
-        (self.directory / FAILURES).write_text("".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
-        manifest = Manifest(self._identity, self._server_versions, counts, len(failed), len(refused))
+        write_text(self.directory / FAILURES, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
+        manifest = ResponsesManifest(self._identity, self._server_versions, counts, len(failed), len(refused))
         write_json(self.directory / MANIFEST, asdict(manifest))
         self.clean()
         return manifest
 
     def clean(self) -> None:
-        """Remove what only an unfinished stage needs."""
+        """Remove the files that only an unfinished stage needs."""
         for path in [self.directory / PLAN, *self.directory.glob(JOURNALS), *self.directory.glob("*.tmp")]:
             path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> None:
-        """Note where each row stands; a last line that a kill has torn is cut off."""
+        """Index the rows of a file, and cut off a partial last line that a killed run left."""
         end = 0
         with path.open("rb+") as file:
             for line in file:
@@ -116,9 +119,9 @@ class ResponsesStore:
                 self._lines.setdefault(_parse(line, path).row, (path, end))
                 end += len(line)
 
-    def _write_in_order(self) -> tuple[Counts, list[AnsweredConversation]]:
-        """Returns the counts, and the conversations that ended before the last of their questions had an answer."""
-        counts, cut_short = Counts(), list[AnsweredConversation]()
+    def _write_in_order(self) -> tuple[Counts, list[RegeneratedConversation]]:
+        """Returns the counts, and the conversations that ended before their last turn."""
+        counts, cut_short = Counts(), list[RegeneratedConversation]()
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
         with ExitStack() as stack:
             files = {path: stack.enter_context(path.open("rb")) for path in {path for path, _ in self._lines.values()}}
@@ -128,16 +131,16 @@ class ResponsesStore:
                 files[path].seek(start)
                 line = files[path].readline()
                 output.write(line)
-                answered = _parse(line, path)
-                counts.add(answered)
-                if answered.ended_by in ENDINGS:
-                    cut_short.append(replace(answered, messages=[]))
+                conversation = _parse(line, path)
+                counts.add(conversation)
+                if conversation.ended_by in ENDINGS:
+                    cut_short.append(replace(conversation, messages=[]))
         publish(temporary, self.directory / CONVERSATIONS)
         return counts, cut_short
 
 
 class Journal:
-    """Takes conversations as they end, each a line that is whole once it is written."""
+    """Appends conversations to a file, one line each."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
@@ -148,17 +151,17 @@ class Journal:
     def __exit__(self, *args: object) -> None:
         self._file.close()
 
-    def write(self, answered: AnsweredConversation) -> None:
-        self._file.write(json.dumps(asdict(answered)).encode() + b"\n")
+    def write(self, conversation: RegeneratedConversation) -> None:
+        self._file.write(json.dumps(asdict(conversation)).encode() + b"\n")
         self._file.flush()
 
 
-def _parse(line: bytes, path: Path) -> AnsweredConversation:
+def _parse(line: bytes, path: Path) -> RegeneratedConversation:
     try:
         content = json.loads(line)
-        return AnsweredConversation(**{**content, "ended_by": Ending(content["ended_by"])})
+        return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path}: every line must be an answered conversation, but one is not ({error}); delete {path} and run data_prep.responses "
-            "again"
+            f"{path}: every line must be a conversation with responses, but one is not ({error}); delete {path} and run "
+            "data_prep.responses again"
         ) from error

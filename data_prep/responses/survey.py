@@ -1,4 +1,4 @@
-"""What there is to answer in `prompts.paths`, read once before the long work, and what the answers will belong to."""
+"""Reads `prompts.paths` once before the long work: the turns to generate, and hashes of the sources."""
 
 import hashlib
 import json
@@ -12,31 +12,31 @@ from ..prompts_report import group_refusals
 from .dialogue import questions
 
 QUIET_ROWS = 10_000
-"""Read without a progress bar."""
+"""Fewer rows are read without a progress bar."""
 
 
 @dataclass
 class Survey:
     turns: dict[int, int] = field(default_factory=dict)
-    """Answers to generate, by row."""
+    """Responses to generate, by row."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Characters before the first answer, by row."""
+    """Characters before the first response, by row."""
     sources: dict[str, str] = field(default_factory=dict)
-    """By path or name, a hash over the conversations in it."""
+    """Hash of the conversations of each path or name."""
     refused: dict[str, str] = field(default_factory=dict)
-    """By place, why a row cannot be answered."""
+    """Reason by location, for rows that cannot be used."""
 
     def batches(self, batch_size: int) -> list[list[int]]:
-        """Rows with as many turns and about as long questions together.
+        """Returns batches of rows with the same number of turns and prompts of similar length.
 
-        Which rows meet in a batch depends on the data alone, whatever is answered already: answers may depend on it.
+        Batches depend only on the data, not on what is already done, because responses may depend on their batch.
         """
         order = sorted(self.turns, key=lambda row: (self.turns[row], self.lengths[row], row))
         return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
 def hash_sources(conversations: Conversations, paths: Sequence[str]) -> dict[str, str]:
-    """By path or name, the hash over the conversations in it by which a survey knows them."""
+    """Returns the hash of the conversations of each path or name, as in `Survey.sources`."""
     digests = {path: hashlib.sha256() for path in paths}
     for row, name in enumerate(conversations.names):
         digests[conversations.origins[row][0].path].update(_line(name, conversations.messages(row)))
@@ -44,7 +44,7 @@ def hash_sources(conversations: Conversations, paths: Sequence[str]) -> dict[str
 
 
 def _line(name: str, messages: Sequence[Message]) -> bytes:
-    """What a conversation adds to the hash of its source."""
+    """Returns the bytes that a conversation adds to the hash of its source."""
     return json.dumps([name, messages]).encode() + b"\n"
 
 
@@ -52,7 +52,7 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
     """Read all conversations once.
 
     Raises:
-        ValueError: none of them can be answered.
+        ValueError: none of them can be used.
     """
     survey = Survey(refused=dict(conversations.refused))
     digests = {path: hashlib.sha256() for path in paths}
@@ -63,14 +63,14 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
         try:
             groups = questions(messages)
         except ConversationRefused as refusal:
-            survey.refused[conversations.place(row)] = str(refusal)
+            survey.refused[conversations.location(row)] = str(refusal)
             continue
         survey.turns[row], survey.lengths[row] = len(groups), sum(len(message["content"]) for message in groups[0])
     survey.sources = {path: digest.hexdigest() for path, digest in digests.items()}
     if not survey.turns:
         reasons = "".join(f", {group.count} refused ({group.reason})" for group in group_refusals(survey.refused))
         raise ValueError(
-            f"prompts.paths: must hold at least one conversation to answer, but {', '.join(paths)} holds none{reasons}; correct the "
+            f"prompts.paths: must hold at least one conversation with a user turn, but {', '.join(paths)} holds none{reasons}; correct the "
             "paths or the data"
         )
     return survey

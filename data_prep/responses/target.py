@@ -1,4 +1,4 @@
-"""The target in this process, with transformers: answers to batches of prompts."""
+"""Regenerates conversations with the target in this process, by transformers, in batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -7,11 +7,11 @@ from transformers import GenerationConfig
 
 from mtptrain.target.model import Target
 
-from .dialogue import Answer, AnsweredConversation, Dialogue, Prompt, Sampling
+from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:
-    """Sampling from the `top_k` most likely tokens, and of these from the first that hold `top_p` of the mass."""
+    """Returns the config that samples with `top_k`, then `top_p`, and greedily at temperature 0."""
     is_sampled = sampling.temperature > 0
     chosen = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if is_sampled else {}
     return GenerationConfig(
@@ -24,8 +24,8 @@ def generation_config(sampling: Sampling) -> GenerationConfig:
 
 
 @torch.no_grad()
-def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> list[Answer]:
-    """Answer prompts together, padded on their left; the seed of the first is that of the batch."""
+def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> list[Response]:
+    """Generate responses to a batch of prompts, padded on the left, with the seed of the first prompt."""
     width, device = max(len(prompt.token_ids) for prompt in prompts), target.device
     input_ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)  # [B, S]
     attention_mask = torch.zeros_like(input_ids)
@@ -33,26 +33,28 @@ def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> l
         input_ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids, device=device)
         attention_mask[row, width - len(prompt.token_ids) :] = 1
     torch.manual_seed(prompts[0].seed)
-    # What the settings leave open would come from the checkpoint's own generation_config.json: penalties, say.
+    # Settings that are not given here, such as penalties, would come from the checkpoint's generation_config.json.
     target.model.generation_config = GenerationConfig()
     tokens = target.model.generate(input_ids, attention_mask=attention_mask, generation_config=generation_config(sampling))
     assert isinstance(tokens, torch.Tensor)
-    return [_answer(row[width:], sampling.stop_token_ids) for row in tokens.tolist()]
+    return [_response(row[width:], sampling.stop_token_ids) for row in tokens.tolist()]
 
 
-def _answer(token_ids: list[int], stop_token_ids: Sequence[int]) -> Answer:
-    """Cut what pads the batch behind the first token that ends an answer."""
-    end = next((place for place, token in enumerate(token_ids) if token in stop_token_ids), None)
+def _response(token_ids: list[int], stop_token_ids: Sequence[int]) -> Response:
+    """Cut off the padding after the first end-of-sequence token."""
+    end = next((index for index, token in enumerate(token_ids) if token in stop_token_ids), None)
     if end is None:
-        return Answer(len(token_ids), True, token_ids)
-    return Answer(end + 1, False, token_ids[:end], token_ids[end])
+        return Response(len(token_ids), True, token_ids)
+    return Response(end + 1, False, token_ids[:end], token_ids[end])
 
 
-def answer_with_target(target: Target, batches: Iterable[list[Dialogue]], sampling: Sampling) -> Iterator[AnsweredConversation]:
-    """Answer the conversations of each batch turn by turn; those that have ended leave it."""
+def regenerate_with_target(
+    target: Target, batches: Iterable[list[Dialogue]], sampling: Sampling
+) -> Iterator[RegeneratedConversation]:
+    """Regenerate the conversations of each batch turn by turn; those that have ended leave the batch."""
     for batch in batches:
-        while asked := [(dialogue, prompt) for dialogue in batch if (prompt := dialogue.next_prompt()) is not None]:
-            answers = generate(target, [prompt for _, prompt in asked], sampling)
-            for (dialogue, _), answer in zip(asked, answers, strict=True):
-                dialogue.take(answer)
-        yield from (dialogue.answered for dialogue in batch)
+        while running := [(dialogue, prompt) for dialogue in batch if (prompt := dialogue.next_prompt()) is not None]:
+            responses = generate(target, [prompt for _, prompt in running], sampling)
+            for (dialogue, _), response in zip(running, responses, strict=True):
+                dialogue.add_response(response)
+        yield from (dialogue.regenerated for dialogue in batch)

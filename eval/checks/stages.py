@@ -13,7 +13,7 @@ import torch
 
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.warm_start import trained_or_initial_head
-from mtptrain.decoding.acceptance import eos_token_ids, generate_in_batches
+from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.speculate import Sampler
@@ -21,6 +21,7 @@ from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.run_dir import python_module, quoted
 from mtptrain.serving.divergence import first_answer_divergence
 from mtptrain.serving.vllm_client import find_python
+from mtptrain.target.families import eos_token_ids
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import load_target
 from mtptrain.target.position_cache import PositionCache
@@ -169,7 +170,7 @@ class Stages:
                 num_speculative_tokens=drafter.draft_slots,
                 max_new_tokens=settings.max_new_tokens,
                 sampler=Sampler(),
-                eos_token_ids=eos_token_ids(target),
+                eos_token_ids=eos_token_ids(target.config, target.model.generation_config),
                 batch_size=settings.batch_size,
             )
             return [generation.tokens for generation in generations]

@@ -1,1 +1,1 @@
-"""What prompts are on disk, and the hashes that say what belongs together."""
+"""Formats of prompts and draft vocabularies on disk, and the identities of stored data."""

@@ -1,8 +1,8 @@
-"""The draft vocabulary on disk: the tokens of the target that a head with a small lm_head of its own can draft.
+"""The draft vocabulary on disk: the target's tokens that a head with a smaller lm_head can draft.
 
-`run_dir/draft_vocab/` holds `draft_vocab.safetensors` with `d2t` i64[D] (offsets: draft token i is the target's i + d2t[i], ids
-rising) and `t2d` bool[V] (True where the target's token is among them); `manifest.json`, written last, says what they were
-counted over. `data_prep.draft_vocab` writes it, `mtptrain.train` reads it.
+`run_dir/draft_vocab/` holds `draft_vocab.safetensors` with `d2t` i64[D] (offsets: draft token i is the target's token i
++ d2t[i], ascending) and `t2d` bool[V] (True for the target's tokens in the draft vocabulary). `manifest.json`, written
+last, records which prompts were counted. `data_prep.draft_vocab` writes it, `mtptrain.train` reads it.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from mtptrain.data.identity import refuse_different_facts
 from mtptrain.run_dir import require
 from mtptrain.utils.files import file_sha256, save_tensors, write_json
 
@@ -23,37 +24,36 @@ PROGRAM = "data_prep.draft_vocab"
 
 @dataclass(frozen=True)
 class DraftVocabManifest:
-    """What a draft vocabulary was counted over, and what it covers."""
+    """The prompts that a draft vocabulary was counted over, and its coverage."""
 
     draft_vocab_size: int
     vocab_size: int
-    """Of the target."""
+    """Size of the target's vocabulary."""
     prompts_sha256: str
-    """Of the train.safetensors whose tokens were counted."""
+    """Hash of the train.safetensors whose tokens were counted."""
     draft_vocab_sha256: str
-    """Of draft_vocab.safetensors."""
+    """Hash of draft_vocab.safetensors."""
     distinct_tokens: int
-    """Different tokens among those that drafts of the training split predict."""
+    """Distinct tokens that are drafted in the training split."""
     filled_up_tokens: int
-    """Tokens of the vocabulary that no draft of the training split predicts: special ones, and the lowest ids where fewer occur than
-    were asked for."""
+    """Tokens never drafted in the training split: special tokens, and the lowest ids if too few others occur."""
     coverage: dict[str, float]
-    """By split: share of the tokens that drafts predict which the vocabulary holds."""
+    """Share of the drafted tokens that the vocabulary contains, by split."""
 
 
 def offsets(token_ids: torch.Tensor) -> torch.Tensor:
-    """`d2t` of the target's ids i64[D], which must rise."""
-    assert bool((token_ids.diff() > 0).all()), "ids of a draft vocabulary must rise"
+    """Returns `d2t` for target ids i64[D], which must be ascending."""
+    assert bool((token_ids.diff() > 0).all()), "ids of a draft vocabulary must be ascending"
     return token_ids - torch.arange(len(token_ids))
 
 
 def membership(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`t2d` bool[V] of offsets i64[D]."""
+    """Returns `t2d` bool[V] for offsets i64[D]."""
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, d2t + torch.arange(len(d2t)), True)
 
 
 def write_draft_vocab(directory: Path, d2t: torch.Tensor, vocab_size: int) -> str:
-    """Write the tensors, without the manifest that makes them count; returns the sha256 of the file."""
+    """Write the tensors without the manifest, and return the sha256 of the file."""
     save_tensors(directory / DRAFT_VOCAB, {"d2t": d2t, "t2d": membership(d2t, vocab_size)})
     return file_sha256(directory / DRAFT_VOCAB)
 
@@ -63,30 +63,27 @@ def write_manifest(directory: Path, manifest: DraftVocabManifest) -> None:
 
 
 def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, prompts_sha256: str) -> torch.Tensor:
-    """`d2t` i64[D] of a run.
+    """Returns `d2t` i64[D] of a run.
 
     Raises:
-        FileNotFoundError: it has not been chosen yet.
-        ValueError: it is of another size, for another vocabulary or from other prompts, or the file was changed since.
+        FileNotFoundError: data_prep.draft_vocab has not been run.
+        ValueError: it has another size, belongs to another vocabulary or other prompts, or the file has changed since.
     """
     path = require(directory / MANIFEST, PROGRAM)
     manifest = DraftVocabManifest(**json.loads(path.read_text()))
-    facts = {
-        "head.draft_vocab_size": (draft_vocab_size, manifest.draft_vocab_size),
-        "the target's vocab_size": (vocab_size, manifest.vocab_size),
-        "the hash of the prompts (train.safetensors)": (prompts_sha256, manifest.prompts_sha256),
-        f"the sha256 of {DRAFT_VOCAB}": (
-            file_sha256(require(directory / DRAFT_VOCAB, PROGRAM)),
-            manifest.draft_vocab_sha256,
-        ),
+    found = {
+        "head.draft_vocab_size": manifest.draft_vocab_size,
+        "the target's vocab_size": manifest.vocab_size,
+        "the hash of the prompts (train.safetensors)": manifest.prompts_sha256,
+        f"the sha256 of {DRAFT_VOCAB}": manifest.draft_vocab_sha256,
     }
-    different = [f"{name} must be {wanted}, but is {found}" for name, (wanted, found) in facts.items() if wanted != found]
-    if different:
-        raise ValueError(f"{path}: {'; '.join(different)}; run {PROGRAM} again with the same recipe and run_dir")
+    sha256 = file_sha256(require(directory / DRAFT_VOCAB, PROGRAM))
+    expected = dict(zip(found, (draft_vocab_size, vocab_size, prompts_sha256, sha256), strict=True))
+    refuse_different_facts(path, expected, found, f"run {PROGRAM} again with the same recipe and run_dir")
     d2t: torch.Tensor = load_file(directory / DRAFT_VOCAB)["d2t"]
     return d2t
 
 
 def d2t_sha256(d2t: torch.Tensor | None) -> str | None:
-    """What tells two draft vocabularies apart; None for the target's own."""
+    """Returns the hash that identifies a draft vocabulary; None for the target's whole vocabulary."""
     return None if d2t is None else hashlib.sha256(d2t.cpu().numpy().tobytes()).hexdigest()

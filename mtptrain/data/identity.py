@@ -1,10 +1,11 @@
-"""What stored hidden states belong to: hashes of the target, its tokenizer and chat template, and of the prompts."""
+"""Identity of stored data: hashes of the target, its tokenizer and chat template, and of the prompts."""
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +15,7 @@ from mtptrain.utils.files import file_sha256
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Hashes that tell whether token ids and chat formats still mean the same."""
+    """Hashes that show whether token ids and the chat format still mean the same."""
 
     tokenizer_sha256: str
     chat_template_sha256: str
@@ -28,13 +29,13 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """What must be equal for stored hidden states to belong to a target."""
+    """Everything that must be equal for stored data to belong to a target."""
 
     path: str
     revision: str | None
     config_sha256: str
     weights_sha256: str
-    """Of the headers and of samples of every tensor: fine-tuning changes it, reading it takes milliseconds."""
+    """Hash of the headers and of samples of every tensor: fast to compute, and fine-tuning changes it."""
     tokenizer_sha256: str
     chat_template_sha256: str
 
@@ -50,6 +51,15 @@ class TargetIdentity:
             **asdict(TokenizerIdentity.of(tokenizer)),
         )
 
+    def facts(self) -> dict[str, object]:
+        """Returns the values to compare, by their names in error messages. The path and revision may change."""
+        return {
+            "the hash of the target's config": self.config_sha256,
+            "the hash of the target's weights": self.weights_sha256,
+            "the hash of the tokenizer": self.tokenizer_sha256,
+            "the hash of the chat template": self.chat_template_sha256,
+        }
+
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
@@ -57,15 +67,16 @@ def _sha256(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """What must be equal for stored hidden states to be usable; independent of when and where they were computed."""
+    """Everything that must be equal for stored hidden states to be usable; not when and where they were computed."""
 
+    program: ClassVar[str] = "data_prep.hidden_states"
     target: TargetIdentity
     capture_layers: tuple[int, ...]
-    """Layers of `aux_hidden_states`, in its order: id k is the residual stream after k decoder layers."""
+    """Layers of `aux_hidden_states`, in order: k is the residual stream after k decoder layers."""
     compute_dtype: str
-    """Of the target's weights and arithmetic."""
+    """Dtype of the target's weights and arithmetic."""
     prompts_sha256: str
-    """Of stage 1's train.safetensors."""
+    """Hash of train.safetensors from data_prep.prompts."""
     hidden_states: str = "before_final_norm"
     dtype: str = "bfloat16"
     backend: str = "transformers"
@@ -79,19 +90,16 @@ class StoreIdentity:
         dtype: str = "bfloat16",
         backend: str = "transformers",
     ) -> "StoreIdentity":
-        """For the documents in `prompts_file`, whose bytes are hashed."""
+        """Hashes `prompts_file` and returns the identity of its hidden states."""
         prompts_sha256 = file_sha256(prompts_file)
         return StoreIdentity(
             target, tuple(capture_layers), str(compute_dtype), prompts_sha256, dtype=str(dtype), backend=str(backend)
         )
 
     def facts(self) -> dict[str, object]:
-        """What is compared, by the name that a message gives it; a target may move, so its path and revision are not."""
+        """Returns the values to compare, by their names in error messages."""
         return {
-            "the hash of the target's config": self.target.config_sha256,
-            "the hash of the target's weights": self.target.weights_sha256,
-            "the hash of the tokenizer": self.target.tokenizer_sha256,
-            "the hash of the chat template": self.target.chat_template_sha256,
+            **self.target.facts(),
             "the captured layers": self.capture_layers,
             "the computing dtype (hidden_states.dtype)": self.compute_dtype,
             "the hash of the prompts (train.safetensors)": self.prompts_sha256,
@@ -101,17 +109,48 @@ class StoreIdentity:
         }
 
 
-def refuse_other(path: Path, expected: StoreIdentity, found: StoreIdentity, *shard_tokens: int) -> None:
-    """Raise for what differs; `shard_tokens`, expected and found, counts only where shards are still to be written."""
-    wanted, present = expected.facts(), found.facts()
+class Identity(Protocol):
+    """Identity of data that a program has stored."""
+
+    program: ClassVar[str]
+    """Program that writes the data."""
+
+    @property
+    def target(self) -> TargetIdentity: ...
+
+    def facts(self) -> dict[str, object]: ...
+
+
+def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens: int) -> None:
+    """Refuse stored data with another identity than this run's.
+
+    Args:
+        path: file that `found` was read from.
+        expected: identity that the settings of this run require.
+        found: identity of the stored data.
+        shard_tokens: expected and found, compared only if shards will still be written.
+
+    Raises:
+        ValueError: they differ.
+    """
+    expected_facts, found_facts = expected.facts(), found.facts()
     if shard_tokens:
-        wanted["hidden_states.shard_tokens"], present["hidden_states.shard_tokens"] = shard_tokens
-    differences = [f"{name} must be {value}, but is {present[name]}" for name, value in wanted.items() if present[name] != value]
+        expected_facts["hidden_states.shard_tokens"], found_facts["hidden_states.shard_tokens"] = shard_tokens
+    remedy = f"undo the change, choose another run_dir, or delete {path.parent} and run {expected.program} again"
+    targets = f" (target expected: {expected.target.path}, found: {found.target.path})"
+    refuse_different_facts(path, expected_facts, found_facts, remedy, targets)
+
+
+def refuse_different_facts(
+    path: Path, expected: Mapping[str, object], found: Mapping[str, object], remedy: str, note: str = ""
+) -> None:
+    """Raise a ValueError that names every fact of `path` that is not as expected, followed by `note` and `remedy`."""
+    names = dict.fromkeys([*expected, *found])
+    differences = [
+        f"{name} must be {expected.get(name)}, but is {found.get(name)}" for name in names if expected.get(name) != found.get(name)
+    ]
     if differences:
-        raise ValueError(
-            f"{path}: {'; '.join(differences)} (target expected: {expected.target.path}, found: {found.target.path}); undo the "
-            f"change, choose another run_dir, or delete {path.parent} and run data_prep.hidden_states again"
-        )
+        raise ValueError(f"{path}: {'; '.join(differences)}{note}; {remedy}")
 
 
 def identity_from_json(content: dict[str, Any]) -> StoreIdentity:

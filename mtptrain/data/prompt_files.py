@@ -1,8 +1,8 @@
-"""The format of stage 1's output, read by stage 2, by validation and by acceptance.
+"""The format of prompts, which data_prep.prompts writes and hidden states, validation and acceptance read.
 
-`run_dir/prompts/` holds `train.safetensors` and `validation.safetensors`, each with `input_ids` i32[N], `loss_mask` u8[N],
-`document_offsets` i64[D+1] and `document_ids` i64[D]; `documents.jsonl` names each document; `manifest.json` says what they were
-made from.
+`run_dir/prompts/` holds `train.safetensors` and `validation.safetensors`, each with `input_ids` i32[N], `loss_mask`
+u8[N], `document_offsets` i64[D+1] and `document_ids` i64[D]; `documents.jsonl` names each document; `manifest.json`
+records the tokenizer and the counts.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.identity import TokenizerIdentity
-from mtptrain.utils.files import save_tensors, write_text
+from mtptrain.utils.files import save_tensors, write_json, write_text
 
 SCHEMA_VERSION = 2
 DOCUMENTS_FILE = "documents.jsonl"
@@ -38,13 +38,13 @@ class Documents:
     """Token ids of many documents in one array, without padding."""
 
     input_ids: NDArray[np.int32]  # [N]
-    loss_mask: NDArray[np.uint8]  # [N], 1 where the token counts in the loss
+    loss_mask: NDArray[np.uint8]  # [N], 1 for supervised tokens
     document_offsets: NDArray[np.int64]  # [D+1]
     document_ids: NDArray[np.int64]  # [D], line in documents.jsonl
 
     @staticmethod
     def from_list(documents: Sequence[tuple[int, ArrayLike, ArrayLike]]) -> "Documents":
-        """From (document id, token ids, loss mask) triples."""
+        """Concatenates (document id, token ids, loss mask) triples."""
         ids = [np.asarray(document_ids, np.int32) for _, document_ids, _ in documents]
         masks = [np.asarray(mask, np.uint8) for _, _, mask in documents]
         return Documents(
@@ -68,7 +68,7 @@ class Documents:
         return self.loss_mask[self.document_offsets[index] : self.document_offsets[index + 1]]
 
     def save(self, path: Path) -> None:
-        """Write the file whole or not at all."""
+        """Write the file atomically."""
         save_tensors(path, {name: torch.from_numpy(array) for name, array in vars(self).items()})
 
     @staticmethod
@@ -76,7 +76,7 @@ class Documents:
         """Read a split.
 
         Raises:
-            ValueError: the file is not one that `save` wrote.
+            ValueError: the file is not a split of prompts.
         """
         try:
             return Documents(**load_file(path))
@@ -90,16 +90,16 @@ class DocumentEntry:
 
     id: int
     name: str
-    """Of the file or conversation; its other windows and turns have the same."""
+    """Name of the file or conversation; all its windows and turns share it."""
     split: Split
     tokens: int
     window: int
     """0 for the first part of the document."""
     turn: int = 0
-    """0 for the file or conversation; else the document ends with the conversation's message of this number, from 1, an answer that
-    the chat template shows otherwise once the conversation goes on."""
+    """0 for the first document of a file or conversation. Otherwise the number, from 1, of the document's last message,
+    which the chat template renders differently once the conversation continues."""
     group: str = ""
-    """Files or conversations of one group are on one side of every split; the name unless given."""
+    """Split group of the file or conversation; its name by default."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", self.group or self.name)
@@ -116,7 +116,7 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class PromptsManifest:
-    """What the prompts were made from, and how many there are."""
+    """The tokenizer of the prompts, and how many there are."""
 
     schema_version: int
     tokenizer: TokenizerIdentity
@@ -128,11 +128,11 @@ class PromptsManifest:
     validation_tokens: int
 
     def write(self, directory: Path) -> None:
-        write_text(directory / "manifest.json", json.dumps(asdict(self), indent=2) + "\n")
+        write_json(directory / "manifest.json", asdict(self))
 
     @staticmethod
     def read(directory: Path) -> "PromptsManifest":
-        """Read the manifest, which a finished stage 1 writes last.
+        """Read the manifest, which data_prep.prompts writes last.
 
         Raises:
             ValueError: another version of mtptrain wrote it.
@@ -147,17 +147,17 @@ class PromptsManifest:
 
 
 def name_hash(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone."""
+    """Returns a number in [0, 1) that depends only on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
 def is_held_out(group: str, fraction: float = 0.05) -> bool:
-    """Returns whether the files or conversations of `group` belong to the held-out split; a file's group is its name."""
+    """Returns whether the files or conversations of `group` are held out; a file's group is its name."""
     return name_hash(group) < fraction
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template by which the target's tokenizer renders messages.
+    """Returns the chat template of a tokenizer.
 
     Raises:
         ValueError: it has none.
@@ -172,14 +172,14 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a conversation up to where the assistant begins to answer.
+    """Returns the token ids of a conversation followed by the generation prompt.
 
     Args:
-        tokenizer: the target's.
-        messages: `{"role": ..., "content": ...}` each, the last one not the assistant's.
+        tokenizer: the target's tokenizer.
+        messages: `{"role": ..., "content": ...}` each; the last is not an assistant message.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or the template refuses the messages.
+        ValueError: the tokenizer has no chat template, or the template rejects the messages.
     """
     require_chat_template(tokenizer)
     try:

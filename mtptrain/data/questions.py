@@ -1,4 +1,4 @@
-"""Finds conversations that ask the same question, which every split keeps together whatever their ids and answers are.
+"""Groups conversations that ask the same question, so that no split divides them, whatever their ids and responses are.
 
 A question is the first turn of the user together with the system prompt before it. Texts are compared after Unicode
 normalisation (NFKC), case folding, and replacing every run of white space by one space.
@@ -24,18 +24,18 @@ def text_hash(text: str) -> str:
 
 def first_user_turn(messages: Sequence[Mapping[str, str]]) -> int | None:
     """Returns the index of the user's first message, or None if there is none."""
-    return next((place for place, message in enumerate(messages) if message["role"] == "user"), None)
+    return next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
 
 
 def question_group(messages: Sequence[Mapping[str, str]]) -> str:
     """Returns the name of the group of conversations that ask the same question.
 
-    The name is the hash of the first user turn, followed by a dot and the hash of the system prompt if there is one. A conversation
-    without a user turn is grouped only with exact copies of itself.
+    The name is the hash of the first user turn, followed by a dot and the hash of the system prompt if there is one. A
+    conversation without a user turn is grouped only with exact copies of itself.
     """
-    place = first_user_turn(messages)
-    if place is None:
+    index = first_user_turn(messages)
+    if index is None:
         return hashlib.sha256(json.dumps(list(messages)).encode()).hexdigest()[:16]
-    system = "\n".join(message["content"] for message in messages[:place] if message["role"] in SYSTEM_ROLES)
-    asked = text_hash(messages[place]["content"])
-    return f"{asked}.{text_hash(system)}" if normalise(system) else asked
+    system = "\n".join(message["content"] for message in messages[:index] if message["role"] in SYSTEM_ROLES)
+    question = text_hash(messages[index]["content"])
+    return f"{question}.{text_hash(system)}" if normalise(system) else question

@@ -177,10 +177,3 @@ def generate_in_batches(
             bar.update(len(indices))
             bar.set_postfix(acceptance_length=f"{summarise(list(generations.values())).acceptance_length:.2f}")
     return [generations[index] for index in range(len(prompts))]
-
-
-def eos_token_ids(target: Target) -> tuple[int, ...]:
-    """End-of-sequence tokens, from the generation config first, as engines do."""
-    found = target.model.generation_config.eos_token_id if target.model.generation_config is not None else None
-    found = target.config.eos_token_id if found is None else found
-    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (int(found),)

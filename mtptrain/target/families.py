@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import (
     AutoConfig,
+    GenerationConfig,
     PreTrainedConfig,
 )
 
@@ -50,6 +51,21 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
             "which engines do not; remove sliding_window and layer_types from it, or choose another target"
         )
     return config
+
+
+def read_generation_config(target_dir: Path) -> GenerationConfig | None:
+    """Returns the target's generation_config.json, or None if it has none."""
+    has_file = (target_dir / "generation_config.json").is_file()
+    return GenerationConfig.from_pretrained(target_dir) if has_file else None
+
+
+def eos_token_ids(config: PreTrainedConfig, generation_config: GenerationConfig | None = None) -> tuple[int, ...]:
+    """Returns the target's end-of-sequence tokens, from the generation config if it has any, as engines do."""
+    for source in (generation_config, config):
+        ids = None if source is None else source.eos_token_id
+        if ids not in (None, []):
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from mtptrain.config import PipelineConfig
-from mtptrain.decoding.acceptance import Acceptance, eos_token_ids, generate_in_batches, summarise
+from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
 from mtptrain.decoding.speculate import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, fill_head
-from mtptrain.target.families import read_target_config
+from mtptrain.target.families import eos_token_ids, read_target_config
 from mtptrain.target.model import Target, check_placement, load_target
 from mtptrain.utils.distributed import Ranks
 
@@ -64,7 +64,7 @@ class Validation:
             num_speculative_tokens=num_speculative_tokens,
             max_new_tokens=self.config.train.validation_new_tokens,
             sampler=Sampler(),
-            eos_token_ids=eos_token_ids(self._target),
+            eos_token_ids=eos_token_ids(self._target.config, self._target.model.generation_config),
             batch_size=self.config.acceptance.batch_size,
             batch_tokens=self.config.acceptance.batch_tokens,
             description=description,

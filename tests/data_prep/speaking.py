@@ -1,4 +1,4 @@
-"""A tiny target whose answers are text, and a server that answers in a given way."""
+"""A tiny target that generates printable text, and a server with programmable responses."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ NUM_PRINTABLE = 94
 
 
 def make_speaking_target(directory: Path, seed: int = 3, chat_template: str = GENERATION_TEMPLATE, **config: object) -> Path:
-    """A random target that says printable characters and, now and then, that its answer ends."""
+    """Makes a random target that generates printable characters and sometimes the end-of-sequence token."""
     make_target(directory, seed=seed, chat_template=chat_template, **config)
     weights = load_file(directory / "model.safetensors")
     embeddings = weights["model.embed_tokens.weight"]  # tied: a row of zeros has logit 0, and some other is larger
@@ -31,25 +31,25 @@ def make_speaking_target(directory: Path, seed: int = 3, chat_template: str = GE
 
 
 Reply = tuple[int, Any]
-"""A status, and what is sent as JSON, or bytes as they are."""
+"""A status and a body: an object to send as JSON, or bytes, or an iterator of bytes without a Content-Length."""
 Behaviour = Callable[[dict[str, Any]], Reply]
 
 
 def completion(prompt: list[int], token_ids: list[int], reason: str = "stop", **more: Any) -> Reply:
-    """What vLLM answers to a request with `return_token_ids`."""
+    """Returns a completion as vLLM does with `return_token_ids`."""
     choice = {"index": 0, "text": "", "finish_reason": reason, "token_ids": token_ids} | more
     usage = {"prompt_tokens": len(prompt), "completion_tokens": len(token_ids)}
     return 200, {"choices": [choice], "usage": usage}
 
 
 def answer_by_prompt(request: dict[str, Any]) -> Reply:
-    """Three to nine characters that depend on the prompt alone."""
-    total = sum(place * token for place, token in enumerate(request["prompt"], 1))
+    """Returns three to nine characters that depend only on the prompt."""
+    total = sum(position * token for position, token in enumerate(request["prompt"], 1))
     return completion(request["prompt"], [(total + i) % NUM_PRINTABLE for i in range(3 + total % 7)] + [EOS])
 
 
 class FakeServer:
-    """A real HTTP server that keeps the requests for completions, but for that of the check."""
+    """A real HTTP server that records the requests for completions, except the initial check."""
 
     def __init__(self) -> None:
         self.models: Any = {"data": [{"id": "tiny", "max_model_len": 512}]}
@@ -58,13 +58,13 @@ class FakeServer:
         self.delay_s = 0.0
         self.requests: list[dict[str, Any]] = []
         self.at_once = 0
-        """Most requests in flight together."""
+        """Highest number of concurrent requests."""
         self._in_flight = 0
         self._lock = threading.Lock()
         self.url = ""
 
     def settle(self) -> None:
-        """Wait for requests that a killed client left."""
+        """Wait for the requests of a killed client to end."""
         time.sleep(0.2)
         while self._in_flight:
             time.sleep(0.01)
@@ -105,13 +105,16 @@ def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
 
         def _send(self, request: dict[str, Any]) -> None:
             status, content = fake.reply(self.path, request, self.headers["Authorization"])
-            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            is_stream = isinstance(content, Iterator)
+            body = content if isinstance(content, bytes) or is_stream else json.dumps(content).encode()
             try:
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
+                if not is_stream:
+                    self.send_header("Content-Length", str(len(body)))
                 self.send_header("Retry-After", "0")
                 self.end_headers()
-                self.wfile.write(body)
+                for chunk in body if is_stream else [body]:
+                    self.wfile.write(chunk)
             except OSError:  # the client has given up
                 pass
 
@@ -119,7 +122,7 @@ def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
             pass
 
     class Server(ThreadingHTTPServer):
-        request_queue_size = 128  # of connections that wait: one beyond it would come again after a second
+        request_queue_size = 128  # waiting connections; one more would only be retried after a second
 
     with Server((address, 0), Handler) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

@@ -12,7 +12,7 @@ from data_prep.renderings import render_conversation
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 
 PLAIN_TEMPLATE = GENERATION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-# As Qwen3's: reasoning of earlier answers is removed, and a line feed follows the end-of-turn token.
+# Like Qwen3's template: removes the reasoning of earlier turns, and adds a line feed after the end-of-turn token.
 REASONING_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
     "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
@@ -35,7 +35,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> Encod
 
 
 def generated_parts(tokenizer: PreTrainedTokenizerFast, encoding: Encoding) -> list[str]:
-    """The text of each run of tokens with mask 1."""
+    """Returns the text of each run of tokens with mask 1."""
     runs: list[list[int]] = []
     previous = 0
     for token_id, counts in zip(encoding.input_ids.tolist(), encoding.loss_mask.tolist(), strict=True):
@@ -105,7 +105,7 @@ def test_a_span_that_ends_in_a_character_of_several_tokens_keeps_all_of_them() -
         GENERATION_TEMPLATE.replace("<|end|>", "<|end|>{{ '\n' }}"),
     ],
 )
-def test_the_line_feed_behind_the_end_of_turn_is_not_generated(template: str) -> None:
+def test_the_line_feed_after_the_end_of_turn_is_not_generated(template: str) -> None:
     tokenizer = make_tokenizer(template)
     assert generated_parts(tokenizer, encode(tokenizer, CHAT)) == ["It is\n4 😀<|end|>", " So it is. <|end|>"]
 
@@ -173,7 +173,9 @@ def test_a_tokenizer_without_a_template_does_not_pass_the_check() -> None:
 def test_a_tokenizer_that_cannot_relate_tokens_to_text_does_not_pass_the_check() -> None:
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = GENERATION_TEMPLATE
-    with pytest.raises(ValueError, match=r"the tokenizer must be a fast one \(tokenizer\.json\) for masks, but that of .* is not"):
+    with pytest.raises(
+        ValueError, match=r"the tokenizer must be a fast one \(tokenizer\.json\) to make masks, but that of .* is not"
+    ):
         check_chat_template(tokenizer)
 
 
@@ -181,7 +183,7 @@ def test_a_generation_block_without_text_does_not_pass_the_check() -> None:
     template = GENERATION_TEMPLATE.replace("{% generation %}{{ message['content'] }}", "{{ message['content'] }}{% generation %}")
     tokenizer = make_tokenizer(template.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"))
     with pytest.raises(
-        ValueError, match=r"the chat template of .* must tell .* but the loss mask is empty: its \{% generation %\} block"
+        ValueError, match=r"the chat template of .* must show .* but the loss mask is empty: its \{% generation %\} block"
     ):
         check_chat_template(tokenizer)
 

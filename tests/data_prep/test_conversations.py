@@ -24,7 +24,7 @@ def test_auto_reads_both_schemas_alike(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_beside_an_answer_is_kept_under_the_name_that_templates_read(key: str) -> None:
+def test_reasoning_in_its_own_key_is_kept_under_the_name_that_templates_read(key: str) -> None:
     question, answer = MESSAGES["messages"]
     row = {"messages": [{**question, key: None}, {**answer, key: "it is"}, question, {**answer, key: ""}]}
     assert parse_row(row) == [question, {**answer, "reasoning_content": "it is"}, question, answer]
@@ -53,12 +53,12 @@ def test_every_file_format_gives_the_same_conversations(tmp_path: Path, suffix: 
     assert found.messages(2) == parse_row(SHAREGPT)
 
 
-def test_several_files_are_read_one_behind_the_other(tmp_path: Path) -> None:
+def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", {"id": 1, **MESSAGES})
     second = write_jsonl(tmp_path / "b.jsonl", {"conversation_id": "two", **SHAREGPT})
     found = read_conversations([first, second])
     assert found.names == ["1", "two"]
-    assert found.place(1) == f"{second}:1"
+    assert found.location(1) == f"{second}:1"
 
 
 def test_copies_without_an_id_have_one_name_in_either_schema() -> None:
@@ -90,7 +90,7 @@ def test_a_row_that_cannot_be_rendered_is_refused_with_the_reason(row: dict[str,
         parse_row(row)
 
 
-def test_refused_rows_are_kept_by_line_beside_the_usable_ones(tmp_path: Path) -> None:
+def test_refused_rows_are_listed_by_line_and_usable_ones_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     odd = {"messages": [{"role": "narrator", "content": "hi"}]}
     path.write_text(
@@ -99,7 +99,7 @@ def test_refused_rows_are_kept_by_line_beside_the_usable_ones(tmp_path: Path) ->
     )
     found = read_conversations([str(path)])
     assert len(found.names) == 2
-    assert found.place(1) == f"{path}:4"
+    assert found.location(1) == f"{path}:4"
     assert found.refused == {
         f"{path}:3": "unknown role 'narrator'",
         f"{path}:5": "no messages",
@@ -127,7 +127,7 @@ def test_a_json_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
         read_conversations([f"{tmp_path}/chats.json"])
 
 
-def test_a_parquet_file_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_parquet_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "chats.parquet").write_text("hello")
     with pytest.raises(ValueError, match=r"chats\.parquet: must be a parquet file, but cannot be read"):
         read_conversations([f"{tmp_path}/chats.parquet"])
@@ -171,7 +171,7 @@ def test_a_file_of_another_suffix_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"conversations must be files or hub names, but .* is a directory; name its files"):
+    with pytest.raises(ValueError, match=r"conversations must be files or hub names, but .* is a directory; list its files"):
         read_conversations([str(tmp_path)])
 
 

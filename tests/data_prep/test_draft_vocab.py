@@ -1,4 +1,4 @@
-"""Choosing a draft vocabulary: which tokens count, which are kept, what is refused."""
+"""Tests how a draft vocabulary is chosen: which tokens are counted and kept, and what is refused."""
 
 import json
 from collections import Counter
@@ -28,14 +28,14 @@ SETTINGS = (*EAGLE3, "prompts.max_document_tokens=128", "prompts.validation_frac
 
 @pytest.fixture
 def config(tmp_path: Path, config_for: Callable[..., PipelineConfig]) -> PipelineConfig:
-    """A run with stage 1 done, for a head with 40 of the target's 260 tokens."""
+    """Returns a run with finished prompts, for a head with 40 of the target's 260 tokens."""
     config = config_for(f"prompts.paths=[{write_text_files(tmp_path / 'files')}]", *SETTINGS)
     prepare_prompts(config)
     return config
 
 
 def drafts_of_training(documents: Documents) -> Counter[int]:
-    """Tokens by how often the depth-0 drafts of training predict them, from the batches that training makes."""
+    """Counts the target tokens of depth 0 in the batches that training makes."""
     counts: Counter[int] = Counter()
     for index in range(len(documents)):
         ids = torch.from_numpy(documents.tokens(index).copy())
@@ -131,9 +131,9 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(co
     [
         (
             ("head=mtp",),
-            r"head\.draft_vocab_size: must be set, below the target's 260 tokens, .* is None: head mtp drafts the target's",
+            r"head\.draft_vocab_size: must be set to less than the target's 260 tokens .* is None: head mtp drafts the target's",
         ),
-        (EAGLE3, r"but is None: head eagle3 drafts the target's whole vocabulary and needs none; go on without this program"),
+        (EAGLE3, r"but is None: head eagle3 drafts the target's whole vocabulary and needs none; skip this program"),
         ((*EAGLE3, "head.draft_vocab_size=260"), r"but is 260: head eagle3 drafts the target's whole vocabulary"),
         (
             (*EAGLE3, "head.draft_vocab_size=261"),
@@ -142,7 +142,7 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(co
         ((*EAGLE3, "head.draft_vocab_size=0"), r"must be within 1\.\.260, the tokens of the target, but is 0; correct it"),
         (
             (*EAGLE3, "head.draft_vocab_size=40", "head.init_from=/some/head"),
-            r"head\.init_from: must be unset where a draft vocabulary is to be chosen, but is /some/head, whose lm_head keeps",
+            r"head\.init_from: must be unset to choose a draft vocabulary, but is /some/head, whose lm_head keeps",
         ),
     ],
     ids=["mtp", "unset", "whole", "larger", "none", "init_from"],
@@ -154,7 +154,7 @@ def test_a_head_without_a_draft_vocabulary_to_choose_is_refused(
         prepare_draft_vocab(config_for(*overrides))
 
 
-def test_choosing_before_the_prompts_are_there_says_what_to_run(config_for: Callable[..., PipelineConfig]) -> None:
+def test_choosing_before_the_prompts_exist_says_what_to_run(config_for: Callable[..., PipelineConfig]) -> None:
     with pytest.raises(FileNotFoundError, match=r"prompts/manifest\.json: must exist, but does not; run data_prep\.prompts"):
         prepare_draft_vocab(config_for(*SETTINGS))
 

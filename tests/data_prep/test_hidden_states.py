@@ -1,4 +1,4 @@
-"""Stage 2 on a tiny target: the states are transformers' own, and interruptions leave no trace."""
+"""Tests stage 2 on a tiny target: states equal those of transformers, and interruptions leave no trace."""
 
 import errno
 import os
@@ -19,13 +19,14 @@ import pytest
 import torch
 
 from data_prep import hidden_states
+from data_prep.extraction import Extraction, prepare_extraction
 from data_prep.hidden_states import extract_hidden_states, scratch_bytes
-from mtptrain.config import PipelineConfig, StoreDtype
+from mtptrain.config import PipelineConfig
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, Documents, PromptsManifest
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction import fill
-from mtptrain.hidden_states.extraction.fill import Streams, fill_shards
+from mtptrain.hidden_states.extraction.fill import Streams
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
 from mtptrain.hidden_states.store import HiddenStore, verify
@@ -47,7 +48,7 @@ ConfigFor = Callable[..., PipelineConfig]
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Extraction sets the number of threads of its process."""
+    """Restores the number of threads, which extraction changes."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -61,7 +62,7 @@ def make_documents(lengths: list[int], seed: int = 0) -> Documents:
 
 
 def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None:
-    """Stage 1's output, as its program leaves it."""
+    """Writes prompts as data_prep.prompts does."""
     directory = run_dir / "prompts"
     directory.mkdir(parents=True, exist_ok=True)
     documents.save(directory / "train.safetensors")
@@ -79,7 +80,7 @@ def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None
 
 @pytest.fixture
 def prepared(config_for: ConfigFor, tiny_target: Path) -> ConfigFor:
-    """Compose a config whose stage 1 has run."""
+    """Compose a config of a run with finished prompts."""
 
     def build(*overrides: str, lengths: list[int] = LENGTHS) -> PipelineConfig:
         config = config_for("hidden_states.shard_tokens=60", *overrides)
@@ -90,7 +91,7 @@ def prepared(config_for: ConfigFor, tiny_target: Path) -> ConfigFor:
 
 
 def read_store(directory: Path) -> dict[str, bytes]:
-    """Every file but the two that say how the program was called."""
+    """Returns every file except the two that record how the program was called."""
     return {
         path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name not in ("config.yaml", "provenance.json")
     }
@@ -117,14 +118,14 @@ def test_stored_states_of_each_document_are_those_of_its_own_forward(
         assert stored.input_ids.tolist() == documents.tokens(index).tolist()
         assert stored.loss_mask.tolist() == documents.mask(index).tolist()
         streams = residual_streams(target, [stored.input_ids], (*capture_layers, 2)).float()
-        # A batch of several documents differs from a batch of one by rounding alone, which may be one unit of bf16.
+        # A batch of several documents differs from a batch of one only by rounding, by at most one unit of bf16.
         torch.testing.assert_close(stored.hidden_states.float(), streams[:, -1], rtol=2**-7, atol=2**-7)
         if capture_layers:
             assert stored.aux_hidden_states is not None
             torch.testing.assert_close(stored.aux_hidden_states.float(), streams[:, :-1], rtol=2**-7, atol=2**-7)
 
 
-def test_the_size_of_a_batch_changes_states_by_rounding_alone(prepared: ConfigFor) -> None:
+def test_the_size_of_a_batch_changes_states_only_by_rounding(prepared: ConfigFor) -> None:
     stores = []
     for batch_tokens in (1, 100_000):
         config = prepared(f"hidden_states.batch_tokens={batch_tokens}")
@@ -161,12 +162,12 @@ def extract(config: PipelineConfig, num_ranks: int) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that `pid` started: torchrun puts its workers into sessions of their own."""
+    """Returns the descendants of `pid`, since torchrun starts its workers in new sessions."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def kill_program(config: PipelineConfig, num_ranks: int, after_shards: int) -> None:
-    """Start the program and SIGKILL all of its processes once some shards are there."""
+    """Start the program and SIGKILL all of its processes once some shards exist."""
     command = program_command("data_prep.hidden_states", *overrides_of(config), num_ranks=num_ranks)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     store_dir = config.stage_dir("hidden_states")
@@ -204,13 +205,13 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
 
 
 def work(config: PipelineConfig, rank: int, num_ranks: int, port: int) -> None:
-    """The stage as one rank of torchrun runs it."""
+    """Run the stage as one rank of torchrun does."""
     os.environ.update(ranks_environment(rank, num_ranks, port))
     extract_hidden_states(config, init_ranks())
 
 
 def start_ranks(config: PipelineConfig, num_ranks: int) -> list[BaseProcess]:
-    """The stage in processes of their own, which can be looked at and killed."""
+    """Start the stage in separate processes, which can be watched and killed."""
     port = free_port()
     processes = [FORKED.Process(target=work, args=(config, rank, num_ranks, port)) for rank in range(num_ranks)]
     for process in processes:
@@ -255,7 +256,7 @@ def test_runs_killed_at_ten_random_moments_with_changing_ranks_leave_an_undistur
     assert read_store(store_dir) == undisturbed
 
 
-def test_parts_run_beside_each_other_and_the_last_one_finishes_the_store(prepared: ConfigFor) -> None:
+def test_parts_run_concurrently_and_the_last_one_finishes_the_store(prepared: ConfigFor) -> None:
     rng = np.random.default_rng(5)
     config = prepared(lengths=rng.integers(1, 90, 60).tolist())
     store_dir = config.stage_dir("hidden_states")
@@ -275,12 +276,12 @@ def test_a_part_that_ends_names_the_parts_that_are_unfinished(prepared: ConfigFo
     settings = replace(config.hidden_states, part=0, num_parts=3)
     extract_hidden_states(replace(config, hidden_states=settings), ONE_RANK)
     printed = capsys.readouterr().out
-    assert "unfinished parts   1, 2; run one that has failed again with hidden_states.part=N and the same num_parts" in printed
+    assert "unfinished parts   1, 2; to rerun a failed one, set hidden_states.part=N and the same num_parts" in printed
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte of its own."""
+    """Mounts a separate file system of one megabyte."""
     directory = tmp_path / "disk"
     directory.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True, check=False)
@@ -302,7 +303,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
     store_dir, tokens_of_shard = config.stage_dir("hidden_states"), fill.tokens_of_shard
 
     def fill_the_disk_first(*args: Any) -> Any:
-        """Somebody else takes all space after some shards."""
+        """Fills the disk after some shards."""
         theirs = small_disk / "of_somebody_else"
         if len(list(store_dir.glob("shard_*.safetensors"))) >= 5 and not theirs.exists():  # others are written meanwhile
             with theirs.open("wb") as file, suppress(OSError):
@@ -463,17 +464,19 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     extract_hidden_states(config, ONE_RANK)
 
 
-def test_what_vllm_leaves_beside_the_store_must_fit_too(prepared: ConfigFor) -> None:
+def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
     config = prepared("hidden_states.backend=vllm", "hidden_states.dtype=float32")
-    shards, documents = [range(0, 3), range(3, 10)], make_documents(LENGTHS)
+    by_transformers = replace(prepare_extraction(prepared()), shards=[range(0, 3), range(3, 10)], capture_layers=(1, 2))
+    extraction = replace(by_transformers, config=config)
     two_ranks = Ranks(rank=0, world_size=2, local_rank=0)
-    assert scratch_bytes(config, shards, documents, 64, 3, two_ranks) == 2 * 2 * (267 - 62) * 64 * 3 * 4
+    assert extraction.target_config.hidden_size == 64
+    assert scratch_bytes(extraction, two_ranks) == 2 * 2 * (267 - 62) * 64 * 3 * 4
     config.hidden_states.scratch_dir = "/dev/shm"
-    assert scratch_bytes(config, shards, documents, 64, 3, two_ranks) == 0
-    assert scratch_bytes(prepared(), shards, documents, 64, 3, two_ranks) == 0
+    assert scratch_bytes(extraction, two_ranks) == 0
+    assert scratch_bytes(by_transformers, two_ranks) == 0
 
 
-def test_what_is_there_already_needs_no_free_disk(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_shards_need_no_free_disk(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
     config = prepared()
     extract_hidden_states(config, ONE_RANK)
     (config.stage_dir("hidden_states") / "shard_00000.safetensors").unlink()
@@ -483,25 +486,15 @@ def test_what_is_there_already_needs_no_free_disk(prepared: ConfigFor, monkeypat
     extract_hidden_states(config, ONE_RANK)
 
 
-def test_streamed_shards_that_are_there_already_make_room_for_those_to_come(
-    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk holds all open windows: extraction that is started again needs no more."""
+def test_streamed_shards_on_the_disk_make_room_for_later_ones(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarting extraction needs no more space when the disk is full and holds all open windows."""
     config = prepared("train.stream=true", "train.stream_shards=1", "train.epochs=1", lengths=[40] * 20)
     store_dir = config.stage_dir("hidden_states")
 
-    def write_open_windows(
-        _config: object,
-        streams: Streams,
-        documents: Documents,
-        shards: list[range],
-        windows: list[list[int]],
-        layout: tuple[int, int, StoreDtype],
-        _ranks: object,
-    ) -> None:
-        missing = missing_open_shards(store_dir, windows)
+    def write_open_windows(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
+        missing = missing_open_shards(store_dir, extraction.windows)
         assert missing is not None
-        fill_shards(streams, documents, {i: shards[i] for i in missing}, store_dir, *layout, "test", show=False)
+        hidden_states.fill(extraction, streams, missing, ranks)
 
     monkeypatch.setattr("data_prep.hidden_states.follow_training", write_open_windows)
     extract_hidden_states(config, ONE_RANK)

@@ -345,7 +345,7 @@ def test_the_program_prints_the_report_and_where_it_wrote(tmp_path: Path, text_c
 
 
 def test_no_paths_are_refused(config_for: ConfigFor) -> None:
-    with pytest.raises(ValueError, match=r"prompts\.paths: must name at least one place of text_files, but is empty; give prompts"):
+    with pytest.raises(ValueError, match=r"prompts\.paths: must name at least one path of text_files, but is empty; set prompts"):
         prepare_prompts(config_for("prompts.paths=[]"))
 
 
@@ -356,7 +356,7 @@ def test_a_missing_directory_is_refused(config_for: ConfigFor) -> None:
 
 def test_a_pattern_that_no_file_fits_is_refused(text_config: ConfigFor) -> None:
     with pytest.raises(
-        ValueError, match=r"must hold at least one file that fits '\*\.rs', but .*/texts holds none; correct the paths"
+        ValueError, match=r"must hold at least one file that matches '\*\.rs', but .*/texts holds none; correct the paths"
     ):
         prepare_prompts(text_config("prompts.pattern='*.rs'"))
 
@@ -375,16 +375,14 @@ def test_an_empty_file_of_conversations_is_refused(chat_config: Callable[..., Pi
 
 
 def test_an_empty_validation_split_is_refused_before_anything_is_tokenized(text_config: ConfigFor) -> None:
-    match = r"the validation split must hold at least one document, .*=1e-06 .*: of \d+ documents none falls on its side; add data"
+    match = r"the validation split must hold at least one document, .*=1e-06 .*: none of \d+ documents belongs to it; add data"
     with pytest.raises(ValueError, match=match):
         prepare_prompts(text_config("prompts.validation_fraction=1e-6"))
 
 
 def test_a_data_set_that_asks_one_question_cannot_be_split(chat_config: Callable[..., PipelineConfig]) -> None:
     rows = [chat(f"chat{i}", "hello?", f"answer {i}") for i in range(20)]
-    with pytest.raises(
-        ValueError, match=r"split must hold .*: of 20 documents \(1 different questions\) none falls on its side; add"
-    ):
+    with pytest.raises(ValueError, match=r"split must hold .*: none of 20 documents \(1 distinct questions\) belongs to it; add"):
         prepare_prompts(chat_config(rows))
 
 
@@ -411,7 +409,7 @@ def test_a_template_that_marks_nothing_is_refused_by_the_name_of_its_target(
 ) -> None:
     template = GENERATION_TEMPLATE.replace("== 'assistant'", "== 'model'")
     target_dir = make_target(tmp_path / "target", chat_template=template)
-    with pytest.raises(ValueError, match=rf"the chat template of {target_dir} must tell which tokens .* the loss mask is empty"):
+    with pytest.raises(ValueError, match=rf"the chat template of {target_dir} must show which tokens .* the loss mask is empty"):
         prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
 
 

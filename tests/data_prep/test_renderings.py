@@ -18,8 +18,8 @@ from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
-# Qwen3's rules: reasoning, from a key of its own or from the content, is shown behind the last question alone; an answer that ends
-# the conversation has at least an empty block of it.
+# Qwen3's rules: reasoning, from its own key or from the content, is rendered only after the last user turn; the last
+# turn of a conversation has at least an empty block of it.
 QWEN3 = (
     "{% set last = namespace(query=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set last.query = loop.index0 %}{% endif %}{% endfor %}"
@@ -39,7 +39,7 @@ QWEN3_BLOCKS = (
     .replace("</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>\n' }}", "</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>' }}~")
     .replace("~", "{% endgeneration %}{{ '\n' }}")
 )
-# Reasoning is shown in the last answer alone, wherever that stands: also in front of a question that has no answer yet.
+# Reasoning is rendered only in the last assistant turn, even if a user turn follows it.
 LAST_ANSWER = (
     "{% set last = namespace(answer=-1) %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}{% set last.answer = loop.index0 %}{% endif %}{% endfor %}"
@@ -53,7 +53,7 @@ LLAMA3 = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Phi-3's rule: a conversation that is not a prompt is closed by the end-of-text token.
+# Phi-3's rule: an end-of-text token follows a conversation that is not a prompt.
 CLOSED = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 
 
@@ -78,19 +78,19 @@ FAMILIES: dict[str, tuple[str, Callable[[Message], str]]] = {
     "qwen3 with blocks": (QWEN3_BLOCKS, reasoning_and_content),
     "last answer": (LAST_ANSWER, reasoning_if_any),
 }
-"""By name, a template and what the assistant generates for a message."""
+"""Templates by name, each with a function that returns what the assistant generates for a message."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """An answer as serving has it."""
+    """An assistant turn as an engine generates it."""
 
     prompt: str
     answer: str
 
 
 def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
-    """That of the demo target, with words of many bytes, and the tokens of the templates above."""
+    """Returns the demo target's tokenizer, with words of many bytes and the special tokens of the templates above."""
     tokenizer = load_tokenizer(resolve_target(DEMO))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = template
@@ -101,7 +101,7 @@ TOKENIZERS = {name: tokenizer_of(template) for name, (template, _) in FAMILIES.i
 
 
 def generated_answers(family: str, messages: Sequence[Message]) -> list[Generated]:
-    """Every answer behind the prompt that the template makes of the messages before it."""
+    """Returns every assistant turn after the prompt that the template makes of the messages before it."""
     found = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -132,7 +132,7 @@ _conversations = st.builds(
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(_conversations, st.sampled_from([[], [{"role": "user", "content": "bye"}]]))
-def test_exactly_one_document_supervises_each_answer_token_for_token_behind_the_prompt_of_serving(
+def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_prompt_of_serving(
     family: str, conversation: list[Message], rest: list[Message]
 ) -> None:
     tokenizer, messages = TOKENIZERS[family], [*conversation, *rest]
@@ -151,7 +151,7 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_behind_the_
         assert len(holders) == 1
         supervised[holders[0]][start:end] += 1
     for encoding, expected in zip(encodings, supervised, strict=True):
-        if family == "closed":  # the end-of-text token behind the last answer is no answer's
+        if family == "closed":  # the end-of-text token after the last turn is not generated
             expected[-2:] = encoding.loss_mask[-2:]
         assert encoding.loss_mask.tolist() == expected.tolist()
     assert sum(encoding.answers for encoding in encodings) == len(generated_answers(family, messages))
@@ -190,7 +190,7 @@ def generated_parts(rendering: Rendering) -> list[str]:
 
 
 def chat(*turns: str) -> list[Message]:
-    """Turns of the user and the assistant; reasoning in front of a `|`."""
+    """Returns user and assistant turns; text before a `|` is reasoning."""
     roles = [("user", "assistant")[i % 2] for i in range(len(turns))]
     split = [turn.rpartition("|") for turn in turns]
     return [
@@ -200,7 +200,7 @@ def chat(*turns: str) -> list[Message]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3 with blocks"])
-def test_rewritten_answers_get_documents_of_their_own_behind_the_history_of_their_time(family: str) -> None:
+def test_rewritten_answers_get_additional_documents_with_the_history_of_their_time(family: str) -> None:
     renderings = render_conversation(TOKENIZERS[family], chat("1?", "odd|one", "2?", "even|two", "3?", "odd|three"))
     assert [rendering.turn for rendering in renderings] == [0, 4, 2]
     assert [[part.strip() for part in generated_parts(rendering)] for rendering in renderings] == [
@@ -220,7 +220,7 @@ def test_reasoning_inside_the_content_is_treated_as_that_in_its_own_key() -> Non
     )
 
 
-def test_answers_behind_the_last_question_share_a_document() -> None:
+def test_answers_after_the_last_question_share_a_document() -> None:
     tool: Message = {"role": "tool", "content": "42"}
     messages = [
         *chat("sum?", "call|sum()"),
@@ -251,7 +251,7 @@ def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_ans
 
 
 @pytest.mark.parametrize(("template", "parts"), [(CHATML, ["one", "two"]), (QWEN3, ["two", "one"]), (QWEN3_BLOCKS, ["two", "one"])])
-def test_an_answer_in_front_of_the_first_question_is_left_out_where_the_template_makes_no_prompt_of_nothing(
+def test_an_answer_before_the_first_question_is_left_out_where_the_template_makes_no_prompt_of_nothing(
     template: str, parts: list[str]
 ) -> None:
     tokenizer = tokenizer_of("{% if messages[0].role == 'system' %}{% endif %}" + template)

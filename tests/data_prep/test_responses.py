@@ -1,4 +1,4 @@
-"""Answers by the target: by a server that does what servers do, and by transformers."""
+"""Tests responses of the target, from a server and from transformers."""
 
 import json
 import os
@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_prep.prompts import prepare_prompts
-from data_prep.responses import server as answer_server
+from data_prep.responses import server as completion_server
 from data_prep.responses.__main__ import prepare_responses
-from data_prep.responses.manifest import Manifest
+from data_prep.responses.manifest import ResponsesManifest
 from mtptrain.config import PipelineConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out, render_prompt
 from mtptrain.target.hub import load_tokenizer
@@ -33,7 +33,7 @@ from tests.data_prep.test_renderings import QWEN3, QWEN3_BLOCKS
 ROOT = Path(__file__).parents[2]
 ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
 RUN_FILES = ("config.yaml", "provenance.json")
-"""Which say how the program was called."""
+"""Files that record how the program was called."""
 
 ConfigFor = Callable[..., PipelineConfig]
 
@@ -65,8 +65,8 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Retries come at once, and threads are as before."""
-    monkeypatch.setattr(answer_server, "BACKOFF_S", 0.01)
+    """Makes retries immediate, and restores the number of threads."""
+    monkeypatch.setattr(completion_server, "BACKOFF_S", 0.01)
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
@@ -88,7 +88,7 @@ def overrides_for(tmp_path: Path, target: Path, rows: list[dict[str, Any]], run:
 
 @pytest.fixture
 def configure(tmp_path: Path, speaking_target: Path) -> ConfigFor:
-    """The config over a jsonl file of the rows given."""
+    """Returns a function that makes a config for a jsonl file of the given rows."""
 
     def build(*overrides: str, rows: list[dict[str, Any]] = CHATS, run: str = "run") -> PipelineConfig:
         return make_config(*overrides_for(tmp_path, speaking_target, rows, run), *overrides)
@@ -101,7 +101,7 @@ def by_server(configure: ConfigFor, server: FakeServer) -> ConfigFor:
     return lambda *overrides, **more: configure(f"responses.url={server.url}", *overrides, **more)
 
 
-def respond(config: PipelineConfig) -> Manifest:
+def respond(config: PipelineConfig) -> ResponsesManifest:
     manifest = prepare_responses(config, ONE_RANK)
     assert manifest is not None
     return manifest
@@ -128,7 +128,7 @@ def answers_of(row: dict[str, Any]) -> list[str]:
 
 
 def answer_by_question(table: dict[str, Callable[[list[int]], Any]], target: Path) -> Callable[[dict[str, Any]], Any]:
-    """A server's behaviour that looks for a word in the newest question; else as always."""
+    """Returns a server behaviour that depends on a word in the last user turn; `answer_by_prompt` by default."""
     tokenizer = load_tokenizer(target)
 
     def behave(request: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ def answer_by_question(table: dict[str, Callable[[list[int]], Any]], target: Pat
     return behave
 
 
-# What is asked, and what becomes of the answers
+# Requests, and the responses that are stored
 
 
 def test_every_answer_is_new_and_new_answers_are_the_history_of_later_turns(
@@ -153,9 +153,9 @@ def test_every_answer_is_new_and_new_answers_are_the_history_of_later_turns(
         assert row["id"] == old["id"] and row["ended_by"] == "complete"
         kept = [message for message in row["messages"] if message["role"] != "assistant"]
         assert kept == [message for message in old["messages"] if message["role"] != "assistant"]
-        for place, message in enumerate(row["messages"]):
+        for index, message in enumerate(row["messages"]):
             if message["role"] == "assistant":
-                prompt = render_prompt(tokenizer, row["messages"][:place])
+                prompt = render_prompt(tokenizer, row["messages"][:index])
                 asked.remove(tuple(prompt))
                 (new_tokens,) = [answer_by_prompt({"prompt": prompt})[1]["choices"][0]["token_ids"]]
                 assert message["content"] == tokenizer.decode(new_tokens[:-1])
@@ -208,7 +208,7 @@ def test_no_more_conversations_are_in_flight_than_allowed(by_server: ConfigFor, 
     assert server.at_once == 3
 
 
-def test_a_server_that_gives_text_alone_is_enough(by_server: ConfigFor, server: FakeServer) -> None:
+def test_a_server_that_returns_only_text_is_enough(by_server: ConfigFor, server: FakeServer) -> None:
     respond(by_server(run="ids"))
 
     def in_text(request: dict[str, Any]) -> Any:
@@ -247,14 +247,14 @@ def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
         ("chats.jsonl:4", "prompt and responses.max_new_tokens do not fit the context", 1),
     }
     printed = capsys.readouterr().out
-    assert "1 answers, the last of their" in printed
+    assert "1 responses, the last of their" in printed
     assert re.search(
-        r"empty answer +│ 2 conv[^│]*│\n│ beyond the context +│ 1 conv[^│]*│\n│ refused by template +│ 0 conv", printed
+        r"empty response +│ 2 conv[^│]*│\n│ beyond the context +│ 1 conv[^│]*│\n│ refused by template +│ 0 conv", printed
     )
 
     num_requests = len(server.requests)
     respond(config)
-    assert len(server.requests) == num_requests, "an answer that came out so is not asked for again"
+    assert len(server.requests) == num_requests, "conversations that ended early are not retried"
     assert "responses is finished already" in capsys.readouterr().out
 
 
@@ -276,7 +276,7 @@ def test_rows_that_cannot_be_answered_are_refused_with_the_reason(by_server: Con
     assert "1 left out: no user's turn; first: " in capsys.readouterr().out
     assert [row["id"] for row in answered(config)] == ["good"]
     with pytest.raises(
-        ValueError, match=r"prompts\.paths: must hold at least one conversation to answer, .*, 1 refused \(no user's"
+        ValueError, match=r"prompts\.paths: must hold at least one conversation with a user turn, .*, 1 refused \(no user's"
     ):
         respond(by_server(rows=rows[1:2], run="none"))
 
@@ -325,10 +325,10 @@ def test_a_template_that_begins_the_thought_in_its_prompt_gets_the_answer_back_t
     assert whole == [*render_prompt(tokenizer, messages[:1]), *answer]
 
 
-# What fails, and what is tried again
+# Failures and retries
 
 
-def test_a_busy_server_is_asked_again(by_server: ConfigFor, server: FakeServer) -> None:
+def test_a_busy_server_is_retried(by_server: ConfigFor, server: FakeServer) -> None:
     seen: Counter[tuple[int, ...]] = Counter()
 
     def busy(request: dict[str, Any]) -> Any:
@@ -340,7 +340,7 @@ def test_a_busy_server_is_asked_again(by_server: ConfigFor, server: FakeServer) 
     assert manifest.failed == 0 and set(seen.values()) == {3}
 
 
-def test_what_goes_on_failing_is_counted_named_and_alone_tried_again(
+def test_what_keeps_failing_is_counted_named_and_alone_retried(
     by_server: ConfigFor, server: FakeServer, speaking_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     respond(by_server(run="undisturbed"))
@@ -374,7 +374,7 @@ def test_what_goes_on_failing_is_counted_named_and_alone_tried_again(
     )
     assert (asked["chat3"], asked["chat4"], asked["chat5"]) == (3, 1, 3), "bad requests are not repeated"
     printed = capsys.readouterr().out
-    assert "9 conversations, tried again" in printed and "1 left out: the server answers 500" in printed
+    assert "9 conversations, retried" in printed and "1 left out: the server answers 500" in printed
     assert [row["row"] for row in answered(config)] == [row for row in range(20) if row not in reasons]
 
     server.behave = answer_by_prompt
@@ -395,6 +395,32 @@ def test_a_server_that_hangs_is_left_after_the_timeout(by_server: ConfigFor, ser
     assert [item["reason"] for item in failures(config)] == ["the server does not answer: timed out"]
 
 
+def drip(body: bytes, pause_s: float) -> Iterator[bytes]:
+    while True:
+        yield body
+        time.sleep(pause_s)
+
+
+def test_a_response_that_drips_without_end_is_left_after_the_timeout(by_server: ConfigFor, server: FakeServer) -> None:
+    server.behave = lambda request: (200, drip(b" ", 0.05))
+    config = by_server("responses.timeout_s=0.5", "responses.max_retries=0", rows=CHATS[:1])
+    with pytest.raises(RuntimeError, match="at least one conversation must get a response"):
+        respond(config)
+    assert [item["reason"] for item in failures(config)] == ["the server does not answer: timed out"]
+
+
+def test_a_response_that_is_too_long_is_not_read_to_its_end(
+    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion_server, "MAX_BODY_BYTES", 10_000)
+    server.behave = lambda request: (200, drip(b" " * 1000, 0.0))
+    config = by_server(rows=CHATS[:1])
+    with pytest.raises(RuntimeError, match="at least one conversation must get a response"):
+        respond(config)
+    assert [item["reason"] for item in failures(config)] == ["the server's answer is longer than 10,000 bytes"]
+    assert len(server.requests) == 1, "no retries"
+
+
 def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: ConfigFor, server: FakeServer) -> None:
     rows = [chat(f"chat{i}", 1) for i in range(60)]
     respond(by_server(rows=rows, run="undisturbed"))
@@ -406,7 +432,7 @@ def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: Confi
 
     server.behave, config = dies, by_server("responses.concurrency=2", "responses.max_retries=0", rows=rows)
     with pytest.raises(
-        RuntimeError, match=r"16 conversations in a row failed, the last one because the server answers 503: Service"
+        RuntimeError, match=r"16 consecutive conversations failed, the last one because the server answers 503: Service"
     ):
         respond(config)
     assert len(server.requests) < 30
@@ -422,7 +448,7 @@ def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: Confi
 def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: FakeServer) -> None:
     server.behave = lambda request: (500, b"")
     config = by_server("responses.max_retries=0", rows=CHATS[:3])
-    with pytest.raises(RuntimeError, match=r"at least one conversation must be answered, but none is; failures\.jsonl says why"):
+    with pytest.raises(RuntimeError, match=r"at least one conversation must get a response, but none did; see failures\.jsonl"):
         respond(config)
     assert len(failures(config)) == 3
 
@@ -446,14 +472,14 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
             [],
             r"base URL of an OpenAI-compatible server, .* answers \{\"hello\": 1\}; correct the address",
         ),
-        ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but .*/models answers no JSON"),
+        ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but the answer of .*/models is not JSON"),
         (
             {"key": "secret"},
             [],
             r"at .*/models the server answers 401: .*; set the environment variable responses\.api_key_variable",
         ),
-        ({}, ["prompts.source=text_files"], r"prompts\.source: must be responses where answers are generated, but is text_files"),
-        ({}, ["prompts.paths=[]"], r"prompts\.paths: must name at least one place of conversations, but is empty"),
+        ({}, ["prompts.source=text_files"], r"prompts\.source: must be responses to generate responses, but is text_files"),
+        ({}, ["prompts.paths=[]"], r"prompts\.paths: must name at least one file or data set of conversations, but is empty"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_asked(
@@ -488,7 +514,7 @@ def test_the_key_is_that_of_the_environment_variable(
 
 
 def test_a_server_is_asked_by_one_process(by_server: ConfigFor) -> None:
-    with pytest.raises(ValueError, match=r"responses\.url: a server must be asked by one process, but there are 2 ranks"):
+    with pytest.raises(ValueError, match=r"responses\.url: must be used by one process, but there are 2 ranks"):
         prepare_responses(by_server(), Ranks(rank=0, world_size=2, local_rank=0))
 
 
@@ -501,15 +527,13 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
     config = by_server()
     assert len(answered(config)) == 19
     prepare_prompts(config)
-    assert "responses: 1 conversations failed and are missing; data_prep.responses tries" in capsys.readouterr().out
+    assert "responses: 1 conversations failed and are missing; data_prep.responses retries" in capsys.readouterr().out
 
 
-def test_a_place_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
+def test_a_path_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
     twice = f"prompts.paths=[{tmp_path}/chats.jsonl,{tmp_path}/chats.jsonl]"
     for prepare in (respond, prepare_prompts):
-        with pytest.raises(
-            ValueError, match=r"prompts\.paths: must name each place once, but names \S+chats\.jsonl more than once"
-        ):
+        with pytest.raises(ValueError, match=r"prompts\.paths: must name each path once, but names \S+chats\.jsonl more than once"):
             prepare(by_server(twice))
     assert not server.requests
 
@@ -550,8 +574,8 @@ def test_an_interrupt_asks_nothing_more_and_keeps_what_ends_with_the_requests_on
 def test_an_interrupt_ends_the_waiting_between_two_tries(
     by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_server, "BACKOFF_S", 600.0)
-    monkeypatch.setattr(answer_server, "MAX_BACKOFF_S", 600.0)
+    monkeypatch.setattr(completion_server, "BACKOFF_S", 600.0)
+    monkeypatch.setattr(completion_server, "MAX_BACKOFF_S", 600.0)
 
     def busy(request: dict[str, Any]) -> Any:
         threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
@@ -619,9 +643,9 @@ def interrupt(*args: object) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["responses.temperature=0.5"], r"responses\.temperature must be 0\.0, but is 0\.5"),
-        (["responses.max_new_tokens=23", "seed=1"], r"responses\.max_new_tokens must be 24, but is 23; seed must be 0, but is 1"),
-        (["responses.url=null"], r"the backend \(responses\.url\) must be server, but is transformers"),
+        (["responses.temperature=0.5"], r"responses\.temperature must be 0\.5, but is 0\.0"),
+        (["responses.max_new_tokens=23", "seed=1"], r"responses\.max_new_tokens must be 23, but is 24; seed must be 1, but is 0"),
+        (["responses.url=null"], r"the backend \(responses\.url\) must be transformers, but is server"),
     ],
 )
 @pytest.mark.parametrize("is_finished", [True, False])
@@ -648,10 +672,12 @@ def test_other_data_or_another_target_does_not_go_on_with_these_answers(
     with pytest.raises(ValueError, match=r"the conversations \(prompts\.paths and their hashes\) must be \{.*\}, but is \{.*\}"):
         respond(by_server(rows=CHATS[1:]))
     other = make_speaking_target(tmp_path / "other", seed=1)
-    with pytest.raises(ValueError, match=r"the hash of the target's weights must be \w+, but is \w+ .*, of this run: .*/other\)"):
+    with pytest.raises(
+        ValueError, match=r"the hash of the target's weights must be \w+, but is \w+ \(target expected: .*/other, found: "
+    ):
         respond(by_server(f"target.path={other}"))
     server.models = {"data": [{"id": "tuned", "max_model_len": 512}]}
-    with pytest.raises(ValueError, match=r"the served model \(responses\.model\) must be tiny, but is tuned .*; undo the change"):
+    with pytest.raises(ValueError, match=r"the served model \(responses\.model\) must be tuned, but is tiny .*; undo the change"):
         respond(by_server())
 
 
@@ -664,10 +690,10 @@ def test_transformers_answers_greedily_as_one_prompt_at_a_time_would(configure: 
     model = AutoModelForCausalLM.from_pretrained(speaking_target, dtype=torch.float32).eval()
     tokenizer, num_checked = load_tokenizer(speaking_target), Counter[str]()
     for row in answered(config):
-        for place, message in enumerate(row["messages"]):
+        for index, message in enumerate(row["messages"]):
             if message["role"] != "assistant":
                 continue
-            tokens = render_prompt(tokenizer, row["messages"][:place])
+            tokens = render_prompt(tokenizer, row["messages"][:index])
             start = len(tokens)
             with torch.no_grad():
                 while len(tokens) < start + 24 and (len(tokens) == start or tokens[-1] != EOS):
@@ -689,7 +715,7 @@ def test_ranks_and_interruptions_change_no_byte(configure: ConfigFor, tmp_path: 
     assert result.returncode == 0, result.stderr[-3000:]
     assert output(configure()) == output(undisturbed)
 
-    # A run that was killed: some rows of a batch are in the journal of one rank, others in none.
+    # A killed run: some rows of a batch are in the journal of one rank, others in none.
     directory = configure().stage_dir("responses")
     manifest = json.loads((directory / "manifest.json").read_text())
     lines = (directory / "conversations.jsonl").read_bytes().splitlines(keepends=True)
@@ -730,11 +756,11 @@ def test_penalties_of_the_checkpoint_do_not_touch_the_answers(configure: ConfigF
 
 def test_a_target_without_an_end_of_answer_is_refused(configure: ConfigFor, tmp_path: Path) -> None:
     target = make_speaking_target(tmp_path / "endless", eos_token_id=None)
-    with pytest.raises(ValueError, match=r"eos_token_id in generation_config\.json or config\.json must say what ends an answer"):
+    with pytest.raises(ValueError, match=r"target\.path: eos_token_id must be set in generation_config\.json or config\.json"):
         respond(configure(f"target.path={target}"))
 
 
-# Into the prompts
+# Prompts from responses
 
 
 def test_the_prompts_supervise_exactly_what_the_target_generated(configure: ConfigFor, speaking_target: Path) -> None:
@@ -764,7 +790,7 @@ def test_the_prompts_supervise_exactly_what_the_target_generated(configure: Conf
 
 
 def test_answers_to_one_question_are_on_one_side_whatever_was_answered_before(by_server: ConfigFor) -> None:
-    """Rows without an id are named by all their messages: the answers that were replaced decided the side."""
+    """Rows without an id are named by all their messages, so the replaced answers could decide their split."""
     rows = []
     for i in range(200):
         question, old = {"role": "user", "content": f"question {i % 20}"}, {"role": "assistant", "content": f"old answer {i}"}
@@ -789,14 +815,12 @@ def test_prompts_refuse_answers_that_are_missing_or_others(by_server: ConfigFor,
     other = make_speaking_target(tmp_path / "other", seed=1, chat_template=GENERATION_TEMPLATE + "{# other #}")
     with pytest.raises(
         ValueError,
-        match=r"weights must be \w+, as in this run, but is \w+; the hash of the chat template must be .*; run data_prep\.responses ag",
+        match=r"weights must be \w+, but is \w+; the hash of the chat template must be .*; run data_prep\.responses ag",
     ):
         prepare_prompts(by_server(f"target.path={other}"))
-    with pytest.raises(
-        ValueError, match=r"the hash of the conversations of \S+chats\.jsonl must be \w+, as in this run, but is \w+;"
-    ):
+    with pytest.raises(ValueError, match=r"the hash of the conversations of \S+chats\.jsonl must be \w+, but is \w+;"):
         prepare_prompts(by_server(rows=[*CHATS, chat("new", 1)]))
-    with pytest.raises(ValueError, match=r"prompts\.paths must be \['/elsewhere'\], as in this run, but is \["):
+    with pytest.raises(ValueError, match=r"prompts\.paths must be \['/elsewhere'\], but is \["):
         prepare_prompts(by_server("prompts.paths=[/elsewhere]"))
 
 
@@ -807,11 +831,11 @@ def test_prompts_go_on_with_answers_whose_conversations_are_gone(
     respond(config)
     (tmp_path / "chats.jsonl").unlink()
     prepare_prompts(config)
-    assert "chats.jsonl is not there any more, so that its answers cannot be compared" in capsys.readouterr().out
+    assert "chats.jsonl does not exist any more, so its responses cannot be checked" in capsys.readouterr().out
 
 
 def supervised_texts(config: PipelineConfig, target: Path) -> dict[str, str]:
-    """By conversation, what counts in its documents."""
+    """Returns the supervised text of each conversation."""
     tokenizer, entries = load_tokenizer(target), DocumentEntry.read_all(config.stage_dir("prompts"))
     found: dict[str, str] = {}
     for split in Split:

@@ -8,11 +8,12 @@ import torch
 
 from data_prep.text_files import STANDARD_LIBRARY, read_text_files
 from mtptrain.data.prompt_files import is_held_out
-from mtptrain.decoding.acceptance import eos_token_ids, generate_in_batches
+from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
 from mtptrain.decoding.speculate import Drafter, Sampler
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
+from mtptrain.target.families import eos_token_ids
 from mtptrain.target.hub import DEMO_DIR, load_tokenizer
 from mtptrain.target.model import Target, load_target
 from tests.conftest import make_config
@@ -96,7 +97,7 @@ def test_greedy_speculation_equals_plain_greedy_decoding_on_a_hundred_held_out_p
             num_speculative_tokens=3,
             max_new_tokens=32,
             sampler=Sampler(),
-            eos_token_ids=eos_token_ids(target),
+            eos_token_ids=eos_token_ids(target.config, target.model.generation_config),
             batch_size=batch_size,
         )
         accepted.append(sum(sum(generation.accepted_at) for generation in generations))

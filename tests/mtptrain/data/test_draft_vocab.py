@@ -1,4 +1,4 @@
-"""The draft vocabulary on disk: offsets that lead back to the chosen tokens, and what makes it unusable."""
+"""Tests the draft vocabulary on disk: its offsets, and which files are refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ MANIFEST = DraftVocabManifest(
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A draft vocabulary of tokens 0, 3, 4 and 9 of ten."""
+    """Writes a draft vocabulary of tokens 0, 3, 4 and 9 of ten."""
     sha256 = write_draft_vocab(tmp_path, offsets(TOKEN_IDS), vocab_size=10)
     write_manifest(tmp_path, replace(MANIFEST, draft_vocab_sha256=sha256))
     return tmp_path

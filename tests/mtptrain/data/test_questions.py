@@ -1,4 +1,4 @@
-"""Conversations that ask the same question share a group."""
+"""Tests that conversations with the same question share a group."""
 
 import pytest
 
