@@ -27,7 +27,8 @@ from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
-from mtptrain.decoding.speculate import Drafter, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Drafter
 from mtptrain.run_dir import command, write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_draft_model, load_target

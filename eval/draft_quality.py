@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mtptrain.decoding.speculate import Round, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Round
 from mtptrain.heads.base import Head
 
 NUM_BINS = 10

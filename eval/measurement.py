@@ -20,7 +20,8 @@ from mtptrain.decoding.acceptance import (
     token_batches,
 )
 from mtptrain.decoding.prompts import Prompts
-from mtptrain.decoding.speculate import Drafter, Generation, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Drafter, Generation
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks

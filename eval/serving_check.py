@@ -28,7 +28,8 @@ from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import Acceptance, eos_token_ids, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
-from mtptrain.decoding.speculate import Generation, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Generation
 from mtptrain.run_dir import command, require, write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python

@@ -28,7 +28,8 @@ from mtptrain.config import RECIPES, load_config
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
-from mtptrain.decoding.speculate import PHASES, Drafter, Generation, Sampler, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import PHASES, Drafter, Generation, speculate
 from mtptrain.run_dir import command, write_provenance
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target

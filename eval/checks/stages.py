@@ -16,7 +16,7 @@ from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.acceptance import eos_token_ids, generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import read_prompts
-from mtptrain.decoding.speculate import Sampler
+from mtptrain.decoding.sampler import Sampler
 from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.run_dir import python_module, quoted
 from mtptrain.serving.divergence import first_answer_divergence

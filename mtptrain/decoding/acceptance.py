@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-from mtptrain.decoding.speculate import Drafter, Generation, Round, Sampler, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Drafter, Generation, Round, speculate
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 

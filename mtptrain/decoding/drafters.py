@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from mtptrain.decoding.speculate import Draft, Sampler, Verified
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Draft, Verified
 from mtptrain.heads.base import Head
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target

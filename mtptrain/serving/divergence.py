@@ -7,7 +7,8 @@ from itertools import zip_longest
 import torch
 
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Draft, Generation, Sampler, Verified, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Draft, Generation, Verified, speculate
 from mtptrain.heads.base import Head
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target

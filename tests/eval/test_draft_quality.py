@@ -8,7 +8,8 @@ import torch
 from eval.draft_quality import DraftQuality
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Accepted, Draft, Round, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Accepted, Draft, Round
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead

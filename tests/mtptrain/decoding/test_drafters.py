@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mtptrain.decoding.drafters import HeadDrafter, ModelDrafter, TreeDrafter
-from mtptrain.decoding.speculate import Draft, Sampler, Verified, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Draft, Verified, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head

@@ -12,7 +12,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import mtptrain.decoding.speculate as speculate_module
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
-from mtptrain.decoding.speculate import Accepted, Draft, Drafter, Generation, Sampler, Verified, accept_chosen, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Accepted, Draft, Drafter, Generation, Verified, accept_chosen, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
