@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .report_page import UNREADABLE, drafters_of, have_equal_speeds, length_interval, page_of, write_page
+from .report_page import UNREADABLE, drafters_of, have_equal_speeds, length_interval, render_page, write_page
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts",
@@ -60,7 +60,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
         if not isinstance(report, dict) or not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is none, or an older one; measure again")
         try:
-            page_of({str(path): report})
+            render_page({str(path): report})
         except UNREADABLE as error:
             raise ValueError(
                 f"{path}: must be whole, as eval.acceptance writes it, but lacks something ({error!r}); measure again"

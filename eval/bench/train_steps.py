@@ -97,8 +97,8 @@ def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
     target_states = parts.final_norm(batch.hidden_states)
     recycled = head.fuse(target_states if batch.aux_hidden_states is None else batch.aux_hidden_states)
     teacher = parts.logits(target_states).float().log_softmax(-1)  # [N, V]
-    same = (document[:, None] == document) & torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=positions.device).tril()
-    own = torch.eye(num_tokens, dtype=torch.bool, device=positions.device)
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=positions.device).tril()
+    is_seen = (document[:, None] == document) & causal  # [N, N]
     keys, values, loss = [], [], torch.zeros((), device=positions.device)
     for depth in range(len(batch.is_draft)):
         read = torch.roll(batch.next_ids, -depth)
@@ -106,9 +106,7 @@ def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
         query, key, value = attention.queries_keys_values(x, positions + depth)
         keys.append(key)
         values.append(value)
-        query, key, value = (part.transpose(0, 1)[None] for part in (query, torch.cat(keys), torch.cat(values)))
-        mask = torch.cat([same] + [own] * depth, dim=1)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        attended = dense_attention(query, keys, values, is_seen)
         states, recycled = head.outputs(residual, attended.flatten(-2))
         logprobs = F.linear(states, parts.lm_head).float().log_softmax(-1)  # [N, V]
         wanted = torch.roll(teacher, -1 - depth, 0)
@@ -117,6 +115,23 @@ def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
         )
         loss = loss + ((wanted.exp() * (wanted - logprobs)).sum(-1) * is_draft).sum() / is_draft.sum().clamp(min=1)
     return loss / len(batch.is_draft)
+
+
+def dense_attention(
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], is_seen: torch.Tensor
+) -> torch.Tensor:
+    """Computes the attention of one depth by its definition, with one mask over all pairs of rows and keys.
+
+    Args:
+        query: [M, heads, head_dim].
+        keys: those of depth 0 [N, key heads, head_dim], then those that each row has added at depths 1, 2, ... [M, ...].
+        values: like `keys`.
+        is_seen: bool[M, N], the tokens that each row sees.
+    """
+    itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
+    mask = torch.cat([is_seen, *[itself] * (len(keys) - 1)], dim=1)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, torch.cat(list(keys)), torch.cat(list(values))))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 def random_parts(target: LlamaConfig, device: torch.device) -> FrozenParts:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from mtptrain.heads import HEADS
 from mtptrain.heads.attention.training import depth_attention
@@ -15,7 +14,7 @@ from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.batches import Batch, map_tensors
 from mtptrain.training.losses import LossSettings, draft_losses
 
-from ..bench.train_steps import Case, case_of, random_batch, random_parts
+from ..bench.train_steps import Case, case_of, dense_attention, random_batch, random_parts
 from .rows import Finding, at_most
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
@@ -39,7 +38,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
     inputs = [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
     weights = torch.randn(shapes[0], generator=generator, device=device)
     results = []
-    for attention, work_dtype in ((depth_attention, dtype), (dense_attention, torch.float32)):
+    for attention, work_dtype in ((depth_attention, dtype), (dense_depth_attention, torch.float32)):
         leaves = [x.to(work_dtype, copy=True).requires_grad_() for x in inputs]
         query, key, value, *own = leaves
         out = attention(query, key, value, own[: DEPTHS - 1], own[DEPTHS - 1 :], packing)
@@ -49,7 +48,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
     )
 
 
-def dense_attention(
+def dense_depth_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -57,15 +56,11 @@ def dense_attention(
     own_values: Sequence[torch.Tensor],
     packing: Packing,
 ) -> torch.Tensor:
-    """Computes `depth_attention` by its definition, with one mask over all pairs of rows and keys."""
+    """Computes `depth_attention` by its definition."""
     document = (packing.positions == 0).cumsum(0)  # [N]
     tokens = torch.arange(len(key), device=key.device)
     is_seen = (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])  # [M, N]
-    itself = torch.eye(len(query), dtype=torch.bool, device=key.device)
-    mask = torch.cat([is_seen, *[itself] * len(own_keys)], dim=1)
-    keys, values = torch.cat([key[packing.places], *own_keys]), torch.cat([value[packing.places], *own_values])
-    query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))  # [1, heads, ..., head_dim]
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    return dense_attention(query, [key[packing.places], *own_keys], [value[packing.places], *own_values], is_seen)
 
 
 def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:

@@ -8,9 +8,8 @@ import torch
 
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Draft, Generation, Verified, speculate
+from mtptrain.decoding.speculate import Generation, Round, speculate
 from mtptrain.heads.base import Head
-from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 
@@ -76,17 +75,9 @@ def first_draft_divergence(
         at_depths = [sum(accepted > depth for accepted in their_rounds) for depth in range(num_speculative_tokens)]
         if (generation.rounds, generation.accepted_at) == (len(their_rounds), at_depths):
             continue
-        recorder = _Recorder(head, target.parts, num_speculative_tokens)
-        speculate(
-            target,
-            recorder,
-            [prompt],
-            num_speculative_tokens=num_speculative_tokens,
-            max_new_tokens=len(generation.tokens),
-            sampler=Sampler(),
-        )
+        rounds = _record_rounds(target, head, num_speculative_tokens, prompt, len(generation.tokens))
         answer = torch.tensor([*prompt, *generation.tokens])
-        for round_, their_accepted in zip_longest(recorder.rounds, their_rounds):
+        for round_, their_accepted in zip_longest(rounds, their_rounds):
             if round_ is None or their_accepted is None:
                 return None
             drafted = round_.tokens[: len(answer) - round_.num_tokens]
@@ -112,41 +103,30 @@ class _Round:
     """Of the drafts over the target's vocabulary, -inf where the head has no such token [K, V]."""
 
 
-class _Recorder:
-    """A head's drafter that keeps every round of one prompt."""
+def _record_rounds(
+    target: Target, head: Head, num_speculative_tokens: int, prompt: Sequence[int], max_new_tokens: int
+) -> list[_Round]:
+    """Returns every round of one prompt, decoded greedily with the head."""
+    vocab_size = len(target.parts.embed_tokens)
+    ids = torch.arange(vocab_size) if head.draft_token_ids is None else head.draft_token_ids.cpu()
+    rounds: list[_Round] = []
+    num_tokens = len(prompt) + 1
 
-    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int) -> None:
-        self.drafter = HeadDrafter(head, parts, num_speculative_tokens)
-        self.rounds: list[_Round] = []
+    def record(seen: Round) -> None:
+        nonlocal num_tokens
+        assert seen.draft.logits is not None, "drafts of a head"
+        logits = torch.full((num_speculative_tokens, vocab_size), -torch.inf)
+        logits[:, ids] = torch.cat(seen.draft.logits).float().cpu()
+        rounds.append(_Round(num_tokens, seen.draft.tokens[0].cpu(), logits))
+        num_tokens += int(seen.accepted.count) + 1
 
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        return self.drafter.capture_layers
-
-    @property
-    def draft_slots(self) -> int:
-        return self.drafter.draft_slots
-
-    def start(self, batch_size: int, num_slots: int) -> None:
-        self.drafter.start(batch_size, num_slots)
-        self.rounds = []
-
-    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        head, parts = self.drafter.head, self.drafter.parts
-        logits: list[torch.Tensor] = []
-        compute = head.logits
-
-        def keep(states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
-            logits.append(compute(states, parts))  # [1, D]
-            return logits[-1]
-
-        head.logits = keep  # type: ignore[method-assign]
-        try:
-            draft = self.drafter.draft(verified, sampler)
-        finally:
-            head.logits = compute  # type: ignore[method-assign]
-        whole = torch.full((len(logits), len(parts.embed_tokens)), -torch.inf)
-        ids = torch.arange(whole.shape[1]) if head.draft_token_ids is None else head.draft_token_ids.cpu()
-        whole[:, ids] = torch.cat(logits).float().cpu()
-        self.rounds.append(_Round(int(verified.num_tokens[0]), draft.tokens[0].cpu(), whole))
-        return draft
+    speculate(
+        target,
+        HeadDrafter(head, target.parts, num_speculative_tokens),
+        [prompt],
+        num_speculative_tokens=num_speculative_tokens,
+        max_new_tokens=max_new_tokens,
+        sampler=Sampler(),
+        observe=record,
+    )
+    return rounds

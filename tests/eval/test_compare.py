@@ -111,7 +111,7 @@ def test_an_engines_counters_stand_on_the_page_of_the_same_measurement_alone(tmp
     write_beside(tmp_path, "serving_check/report.json", served)
     page = page_of(tmp_path)
     assert "<td>vllm 0.32.0</td><td>1,021</td><td>3,060</td><td>903</td><td>702</td><td>501</td><td>3.065</td><td>2</td>" in page
-    assert "<pre>python -m eval.serving_check &#x27;serving.python=&lt;b&gt;&#x27;</pre>" in page
+    assert "<pre>python -m eval.serving_check &#39;serving.python=&lt;b&gt;&#39;</pre>" in page
     for name, other in (("head_sha256", "dd"), ("prompts_sha256", "11"), ("max_new_tokens", 21), ("dtype", "bfloat16")):
         write_beside(tmp_path, "serving_check/report.json", {**served, name: other})
         assert "vllm" not in page_of(tmp_path)
@@ -242,8 +242,8 @@ def test_a_report_of_one_source_shows_no_interval(tmp_path: Path, capsys: pytest
     paths = [write_report(tmp_path / name / "report.json", lengths) for name, lengths in (("one", [8]), ("two", [8, 6]))]
     reports = compare.read_reports(paths)
     assert reports["one"]["intervals"] is None
-    page = report_page.page_of(reports)
-    assert "2.200 <span class='ci'>one source</span>" in page and "2.050 <span class='ci'>1.90-2.20</span>" in page
+    page = report_page.render_page(reports)
+    assert '2.200 <span class="ci">one source</span>' in page and '2.050 <span class="ci">1.90-2.20</span>' in page
     compare.print_table(reports)
     assert "one source" in capsys.readouterr().out
 

@@ -61,8 +61,8 @@ def test_the_plain_formula_that_is_timed_gives_the_same_loss(name: str) -> None:
 
 
 AS_ON_A_GPU = """
-from eval import bench_train
-from mtptrain.distributed import Ranks
+from eval.bench import train as bench_train
+from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config
 
 sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1}
