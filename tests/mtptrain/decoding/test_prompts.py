@@ -176,8 +176,8 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(tmp_pat
         ('{"id": 1, "turns": []}', r":1: turns must be a list of at least one string, but is \[\]; correct it"),
         ('{"id": 1, "turns": ["a", 2]}', r":1: turns must be a list of at least one string, but is \['a', 2\]; correct it"),
         ('{"id": 1, "input_ids": "abc"}', r":1: input_ids must be a list of integers, but is abc"),
-        ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must lie in the target's vocabulary of 260, but one is 999"),
-        ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' stands twice"),
+        ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must be in the target's vocabulary of 260, but one is 999"),
+        ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' occurs twice"),
     ],
 )
 def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path, content: str, message: str) -> None:
