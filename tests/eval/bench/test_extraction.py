@@ -27,13 +27,13 @@ def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Pa
         "batches_fp8_undecoded_gb_per_s",
         "bytes_per_token_beyond_states",
         "mapped_copy_gb_per_s",
+        "mfu",
         "open_anonymous_mb",
         "open_seconds",
         "ours_fp8_tokens_per_s",
         "ours_tokens_per_s",
         "ours_without_writer_tokens_per_s",
         "plain_loop_tokens_per_s",
-        "mfu",
     ]
     assert all(value > 0 for name, value in figures.items() if name != "open_anonymous_mb")
     assert 5 < figures["bytes_per_token_beyond_states"] < 6
