@@ -1,4 +1,4 @@
-"""What `eval.bench.train` measures: the trainer's own step, its plain formula, and another trainer's."""
+"""The steps that `eval.bench.train` measures: the trainer's own, its plain formula, and another trainer's."""
 
 import json
 import subprocess
@@ -71,7 +71,7 @@ class Ours:
         self.trainer.step([self.batch])
 
     def timed(self) -> float:
-        """Seconds of one step."""
+        """Runs a step and returns its seconds."""
         started = time.perf_counter()
         self.step()
         if self.device.type == "cuda":
@@ -80,7 +80,7 @@ class Ours:
 
 
 class Plain(Ours):
-    """The same weights and batch; every row at every depth, dense masks, all logits kept for the backward pass."""
+    """The plain formula on the same weights and batch: all rows at every depth, dense masks, all logits kept for the backward."""
 
     def step(self) -> None:
         engine, batch = self.trainer.engine, self.batch.to(self.trainer.ranks.device, torch.bfloat16)
@@ -90,7 +90,7 @@ class Plain(Ours):
 
 
 def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
-    """Mean KL over depths and rows by its definition."""
+    """Computes the mean KL over depths and rows by its definition."""
     attention, positions = head.self_attn, batch.packing.positions
     document = (positions == 0).cumsum(0)
     num_tokens = len(positions)
@@ -159,7 +159,7 @@ def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: i
 
 
 class PeerProcess:
-    """The other trainer, in a process of its own with its own packages; idle while others are measured."""
+    """The other trainer, in a separate process with its own packages. It is idle while others are measured."""
 
     def __init__(self, python: str, case: Case, shape: Shape, device: torch.device) -> None:
         self._process = subprocess.Popen(
@@ -181,7 +181,7 @@ class PeerProcess:
         self.peak_bytes, self.resident_bytes = int(answer["peak_bytes"]), int(answer["resident_bytes"])
 
     def step(self) -> float:
-        """Seconds of one step, by the peer's own clock."""
+        """Runs a step and returns its seconds by the peer's clock."""
         return float(self._ask({"steps": 1})["seconds"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:

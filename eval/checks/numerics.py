@@ -87,9 +87,9 @@ def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding
         states, recycled = built.decode(fused[None, : row + 1], embeddings[None, : row + 1], position, cache)
         for depth in range(DEPTHS):
             if depth:
-                place = row + depth
-                position = torch.tensor([[place]], device=device)
-                states, recycled = built.decode(recycled[:, -1:], embeddings[None, place : place + 1], position, cache)
+                index = row + depth
+                position = torch.tensor([[index]], device=device)
+                states, recycled = built.decode(recycled[:, -1:], embeddings[None, index : index + 1], position, cache)
             found.append(states[0, -1])
             wanted.append(trained[depth, batch.packing.rows == row][0])
     return at_most(relative_error(torch.stack(found), torch.stack(wanted)), BOUNDS[dtype], "error of states")
@@ -101,21 +101,21 @@ def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
     is_draft = batch.is_draft
     states = torch.randn(*is_draft.shape, parts.embed_tokens.shape[1], device=device).to(dtype)
     scale = torch.ones(DEPTHS, device=device) / batch.num_drafts
-    taught = parts.final_norm(batch.hidden_states)[batch.packing.rows + 1]
+    teacher_states = parts.final_norm(batch.hidden_states)[batch.packing.rows + 1]
     ours = states.clone().requires_grad_()
-    loss = draft_losses(ours, parts.lm_head, taught, parts.logits, is_draft, scale, LossSettings(chunk_rows=96)).loss
+    loss = draft_losses(ours, parts.lm_head, teacher_states, parts.logits, is_draft, scale, LossSettings(chunk_rows=96)).loss
     plain = states.float().requires_grad_()
-    wanted = plain_kl(plain, parts.to(device, torch.float32), taught.float(), is_draft, scale)
+    wanted = plain_kl(plain, parts.to(device, torch.float32), teacher_states.float(), is_draft, scale)
     (grad,), (wanted_grad,) = torch.autograd.grad(loss, ours), torch.autograd.grad(wanted, plain)
     error = max(relative_error(loss.detach(), wanted.detach()), relative_error(grad, wanted_grad))
     return at_most(error, BOUNDS[dtype], "error of loss and gradient")
 
 
 def plain_kl(
-    states: torch.Tensor, parts: FrozenParts, taught: torch.Tensor, is_draft: torch.Tensor, scale: torch.Tensor
+    states: torch.Tensor, parts: FrozenParts, teacher_states: torch.Tensor, is_draft: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
     """Computes the forward KL by its definition: depth k of row i has the same teacher as depth 0 of row i + k."""
-    teacher = parts.logits(taught).log_softmax(-1)  # [M, V]
+    teacher = parts.logits(teacher_states).log_softmax(-1)  # [M, V]
     total = torch.zeros((), device=states.device)
     for depth, counts in enumerate(is_draft):
         wanted = torch.roll(teacher, -depth, 0)

@@ -32,7 +32,7 @@ NEEDS_MORE = {
     "extraction by vLLM",
     "extraction by vLLM, tensor parallel",
     "served by vLLM",
-    "step beside vLLM Speculators",
+    "step compared with vLLM Speculators",
 }
 """Rows that need another environment."""
 
@@ -64,7 +64,7 @@ def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
     assert report(rows, tmp_path / "gpu_check", CPU) == 0
     printed = capsys.readouterr().out
     assert "*** SKIPPED served by vLLM: vLLM IS NOT INSTALLED: serving.python: must be a Python with vLLM" in printed
-    assert "*** SKIPPED step beside vLLM Speculators: SPECULATORS IS NOT INSTALLED" in printed
+    assert "*** SKIPPED step compared with vLLM Speculators: SPECULATORS IS NOT INSTALLED" in printed
     written = json.loads((tmp_path / "gpu_check/report.json").read_text())
     assert written["failed"] == 0 and [row["name"] for row in written["rows"]] == [row.name for row in rows]
 
