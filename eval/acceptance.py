@@ -2,8 +2,8 @@
 
 Reads `run_dir/train/best/` (or the head of `head.init_from` if nothing was trained) and the held-out prompts of
 `run_dir/prompts/` (or `acceptance.prompts_file`). Writes `report.json`, `report.html` and `generations.jsonl` to
-`run_dir/acceptance/` and prints a table. The table also has the baselines of `acceptance.baselines` (prompt lookup, trees, a
-small model, plain decoding) and the head at other temperatures.
+`run_dir/acceptance/` and prints a table. The table also has the baselines of `acceptance.baselines` (prompt lookup,
+trees, a small model, plain decoding) and the head at other temperatures.
 
     python -m eval.acceptance recipe=quickstart acceptance.num_speculative_tokens=5
     python -m eval.acceptance recipe=quickstart "acceptance.baselines=[none,prompt_lookup,tree,hybrid]" acceptance.batch_size=1

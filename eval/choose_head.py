@@ -1,8 +1,9 @@
-"""After stage 3, for a target too large for validation during training: chooses the best of the heads that training kept.
+"""After stage 3, for a target too large for validation during training: chooses the best of the heads that training
+kept.
 
 Reads `run_dir/train/heads/`, which training fills with `train.validation_prompts=0` and `train.validate_every`, and the
-held-out prompts that validation during training uses. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and prints
-a table. The number of prompts is `train.validation_prompts`, or its default if that is 0.
+held-out prompts that validation during training uses. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and
+prints a table. The number of prompts is `train.validation_prompts`, or its default if that is 0.
 
     python -m eval.choose_head recipe=llama3_3_70b_mtp
 """

@@ -2,9 +2,9 @@
 
     python -m eval.compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
 
-Reports that were measured on other prompts, another target or with other settings are refused. Tokens/s are shown if batches,
-ranks and devices are the same too. Later turns of conversations contain the target's own answers, which differ from run to run
-at a temperature above 0 or in bf16.
+Reports that were measured on other prompts, another target or with other settings are refused. Tokens/s are shown if
+batches, ranks and devices are the same too. Later turns of conversations contain the target's own answers, which differ
+from run to run at a temperature above 0 or in bf16.
 """
 
 import argparse

@@ -16,14 +16,14 @@ class QualityFigures:
     """Means over the rounds that reach a position, which are those that accepted all earlier drafts."""
 
     overlap_at: list[float]
-    """Mean of sum min(p, q) over the vocabulary, with the target's distribution p and the head's q: the probability that a
-    sampled draft is accepted."""
+    """Mean of sum min(p, q) over the vocabulary, with the target's distribution p and the head's q: the probability
+    that a sampled draft is accepted."""
     accepted_at: list[float]
     """Share of these rounds that accepted the draft at the position."""
     rounds_at: list[int]
     calibration: list[dict[str, float]]
-    """By tenths of the head's probability for its draft: the number of drafts, the mean of that probability, and the share
-    accepted. Empty for sampled drafts, which are accepted by another rule."""
+    """By tenths of the head's probability for its draft: the number of drafts, the mean of that probability, and the
+    share accepted. Empty for sampled drafts, which are accepted by another rule."""
     calibration_error: float | None
     """Mean over drafts of the distance between the two."""
     temperature: float
@@ -65,7 +65,8 @@ class DraftQuality:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def sums(self) -> torch.Tensor:
-        """Returns rounds, overlap, accepted and confidence by position, then by tenth of the confidence, f64[K + bins, 4]."""
+        """Returns rounds, overlap, accepted and confidence by position, then by tenth of the confidence, f64[K + bins,
+        4]."""
         return torch.zeros(self.num_depths + NUM_BINS, 4, dtype=torch.float64) if self._sums is None else self._sums.cpu()
 
     def figures(self, sums: torch.Tensor) -> QualityFigures:

@@ -134,7 +134,8 @@ def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> lis
 
 
 class Measurement:
-    """Decodes prompts turn by turn. The candidates alternate batch by batch, so that a busy machine slows all of them."""
+    """Decodes prompts turn by turn. The candidates alternate batch by batch, so that a busy machine slows all of
+    them."""
 
     def __init__(
         self, settings: AcceptanceConfig, target: Target, tokenizer: PreTrainedTokenizerBase | None, prompts: Prompts, ranks: Ranks

@@ -85,7 +85,8 @@ class Section:
 def write_run_page(config: PipelineConfig) -> None:
     """Write `report.html` for the `report.json` of `eval.acceptance`, if there is one.
 
-    The page also shows what other programs have measured in the same run: an engine's counters, decoding speed, studies.
+    The page also shows what other programs have measured in the same run: an engine's counters, decoding speed,
+    studies.
     """
     directory = Path(config.acceptance.output_dir or config.stage_dir("acceptance"))
     report = read_report(directory / "report.json")

@@ -100,7 +100,8 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
-    """Acceptance against confidence. Greedy output takes the likeliest token, so it accepts drafts more often than predicted."""
+    """Acceptance against confidence. Greedy output takes the likeliest token, so it accepts drafts more often than
+    predicted."""
     shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality") and each["quality"]["calibration"]}
     for name, quality in shown.items():
         label = f"{name}: off by {quality['calibration_error']:.3f}"

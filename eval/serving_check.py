@@ -1,9 +1,9 @@
 """After stage 5: serves the exported head with a real engine, and compares the engine's counters with ours.
 
 Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `eval.acceptance`. Writes
-`report.json` to `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal, or the program
-ends with status 1. With `acceptance.dtype=bfloat16` the two sides round differently, and the acceptance lengths must agree
-within 2 %.
+`report.json` to `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal, or the
+program ends with status 1. With `acceptance.dtype=bfloat16` the two sides round differently, and the acceptance lengths
+must agree within 2 %.
 
     python -m eval.serving_check recipe=quickstart serving.engine=vllm
     python -m eval.serving_check recipe=quickstart serving.url=http://localhost:8000
@@ -81,7 +81,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def spare_tokens(config: PipelineConfig) -> int:
-    """vLLM's drafts become useless for all requests if one of them comes within 2 K tokens of the end of the context."""
+    """vLLM's drafts become useless for all requests if one of them comes within 2 K tokens of the end of the
+    context."""
     return 2 * config.acceptance.num_speculative_tokens
 
 
@@ -91,7 +92,8 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     Raises:
         FileNotFoundError: the Python or the exported head does not exist.
         ConnectionError: no server answers.
-        ValueError: the Python has no vLLM, the head was exported for another engine, or the server's context is too short.
+        ValueError: the Python has no vLLM, the head was exported for another engine, or the server's context is too
+            short.
     """
     serving, settings = config.serving, config.acceptance
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)

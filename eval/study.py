@@ -5,9 +5,9 @@
     python -m eval.study recipe=quickstart study=norms '+study.variants.slower=["train.lr=1e-3"]'
 
 `recipes/study/` defines the variants, each a list of overrides. The stages run as separate programs in
-`run_dir/study/<name>/`, with their output in `log.txt` files; finished stages are not run again. Prompts of all lengths end at
-the same positions of held-out documents, so that only the length of the context differs. Writes `study.json` and `study.svg`,
-and prints tables.
+`run_dir/study/<name>/`, with their output in `log.txt` files; finished stages are not run again. Prompts of all lengths
+end at the same positions of held-out documents, so that only the length of the context differs. Writes `study.json` and
+`study.svg`, and prints tables.
 """
 
 import json
@@ -167,7 +167,8 @@ class Study:
         return result_of(output_dir / "generations.jsonl", self.settings.prompt_tokens)
 
     def _data(self, variant: str) -> Path:
-        """Run the stages before training, once for all variants with the same settings for them, and return their folder."""
+        """Run the stages before training, once for all variants with the same settings for them, and return their
+        folder."""
         needs = {name: needed_data(config) for name, config in self.variants.items()}
         first = next(name for name in needs if needs[name] == needs[variant])
         directory, programs = self.directory / "data" / first, list(STAGES.values())
@@ -184,7 +185,8 @@ class Study:
         settings: Mapping[str, Any],
         record: str = "made.json",
     ) -> bool:
-        """Run programs with `directory` as their run_dir, unless they have run there; returns False if training diverged.
+        """Run programs with `directory` as their run_dir, unless they have run there; returns False if training
+        diverged.
 
         Raises:
             ValueError: they have run there with other settings.

@@ -4,16 +4,17 @@
     python -m eval.bench.decode recipe=quickstart "bench.batch_sizes=[1,4,32]" "bench.draft_depths=[1,2,3,4,5,6]" \
         bench.out=decode.json
 
-Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode each batch in turns, and
-the fastest of `bench.repeats` counts. Tokens/s are counted after the prompt; answers have exactly
+Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode each batch in
+turns, and the fastest of `bench.repeats` counts. Tokens/s are counted after the prompt; answers have exactly
 `acceptance.max_new_tokens` tokens.
 
-The prediction does not use these measurements. It takes the cost of a round from prompts of random tokens, and the rounds
-that an answer needs from how often the drafts of the largest K are accepted at each position on prompts of other files. A
-batch takes as long as its slowest answer; `refilled` is the speed-up if new prompts replaced finished ones, as in an engine.
+The prediction does not use these measurements. It takes the cost of a round from prompts of random tokens, and the
+rounds that an answer needs from how often the drafts of the largest K are accepted at each position on prompts of other
+files. A batch takes as long as its slowest answer; `refilled` is the speed-up if new prompts replaced finished ones, as
+in an engine.
 
-Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `eval.acceptance` if that is of the
-same head and settings.
+Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `eval.acceptance` if that is
+of the same head and settings.
 """
 
 from collections.abc import Sequence
@@ -212,7 +213,8 @@ def num_rounds(answer: Generation) -> int:
 
 
 def needed_rounds(answer: Generation, depths: int) -> float:
-    """Returns the rounds that an answer would need with fewer drafts, if their acceptance at each position were the same.
+    """Returns the rounds that an answer would need with fewer drafts, if their acceptance at each position were the
+    same.
 
     A round of X tokens exceeds the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
     """

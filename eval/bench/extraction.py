@@ -2,12 +2,13 @@
 
 - *bare forward*: the target over packed documents, without keeping states;
 - *ours*: the transformers backend writing a store to disk, in bf16 and fp8, and with the writer stubbed out;
-- *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most scripts do;
+- *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most
+  scripts do;
 - *vLLM*: its backend writing a store, if `serving.python` or `.venv-vllm` has vLLM;
 - *reading*: packed training batches from disk, compared with a plain copy of the memory-mapped shards.
 
-All candidates run in turns, except vLLM, which needs its own process. They use one thread, as a rank does on a CPU. Documents
-have random tokens and log-normal lengths.
+All candidates run in turns, except vLLM, which needs its own process. They use one thread, as a rank does on a CPU.
+Documents have random tokens and log-normal lengths.
 
     python -m eval.bench.extraction recipe=quickstart
     python -m eval.bench.extraction recipe=quickstart bench.target=8b bench.documents=256     # on a GPU, random weights
@@ -192,7 +193,8 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
 
 
 def bench_vllm(config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path) -> ExtractionFigures:
-    """Returns tokens/s of the vLLM backend writing a store, without its start; empty if there is no vLLM or no checkpoint."""
+    """Returns tokens/s of the vLLM backend writing a store, without its start; empty if there is no vLLM or no
+    checkpoint."""
     if config.bench.target is not None:
         return {}
     try:
@@ -219,7 +221,8 @@ def bench_vllm(config: PipelineConfig, documents: Documents, layers: tuple[int, 
 
 
 def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
-    """Returns GB/s of bf16 states read from disk as training does, and of a copy of the mapped shards of a bf16 store."""
+    """Returns GB/s of bf16 states read from disk as training does, and of a copy of the mapped shards of a bf16
+    store."""
     stores = {
         dtype: random_store(directory / dtype.value, dtype, bench.read_tokens, 2048, READ_HIDDEN_SIZE)
         for dtype in (StoreDtype.bfloat16, StoreDtype.fp8)

@@ -1,8 +1,8 @@
 """Runs EAGLE-3 training steps of vLLM Speculators, with JSON lines as requests and answers.
 
-`eval.bench.train` starts it with the Python of `bench.peer_python`, which has no mtptrain; only `step_memory` is shared. A
-request is `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or `{"steps": n}` to time
-n steps.
+`eval.bench.train` starts it with the Python of `bench.peer_python`, which has no mtptrain; only `step_memory` is
+shared. A request is `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or
+`{"steps": n}` to time n steps.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Compares the training step with its plain formula and with another trainer, and measures its MFU and the cost of prompts and
-long documents.
+"""Compares the training step with its plain formula and with another trainer, and measures its MFU and the cost of
+prompts and long documents.
 
     python -m eval.bench.train recipe=quickstart
     python -m eval.bench.train recipe=quickstart bench.target=8b          # on a GPU
     make .venv-peer/.installed                                            # the other trainer, once
 
-Documents have 512 random tokens and random states. A step is forward, loss, backward, clipping and AdamW, in bf16 with fp32
-master weights. Candidates run in turns:
+Documents have 512 random tokens and random states. A step is forward, loss, backward, clipping and AdamW, in bf16 with
+fp32 master weights. Candidates run in turns:
 
 - *ours*: the trainer's step in its DeepSpeed engine; *eager*: the same without torch.compile;
 - *plain*: the plain formula, which runs every row at every depth over dense masks and keeps all logits, eagerly;
@@ -171,8 +171,8 @@ def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2)
 
 
 def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
-    """Measures the cost of a prompt token relative to a supervised one, from steps with longer and longer prompts, and compares
-    ours with the peer for prompts nine times as long as the answers."""
+    """Measures the cost of a prompt token relative to a supervised one, from steps with longer and longer prompts, and
+    compares ours with the peer for prompts nine times as long as the answers."""
     hidden_size, vocab_size = config.bench.prompt_sizes
     case, answer, documents = case_of(hidden_size, vocab_size, config.bench.depths), 256, 2
     steps = {
@@ -196,8 +196,8 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
 
 
 def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[TrainFigures]:
-    """Measures single documents of each length, with a final answer of 1,024 tokens, and up to a quarter of the longest also with
-    all tokens supervised."""
+    """Measures single documents of each length, with a final answer of 1,024 tokens, and up to a quarter of the longest
+    also with all tokens supervised."""
     measured = []
     case, longest = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths), config.bench.longest_tokens
     lengths = [1024 << i for i in range(longest.bit_length()) if 1024 << i <= longest]

@@ -80,7 +80,8 @@ class Ours:
 
 
 class Plain(Ours):
-    """The plain formula on the same weights and batch: all rows at every depth, dense masks, all logits kept for the backward."""
+    """The plain formula on the same weights and batch: all rows at every depth, dense masks, all logits kept for the
+    backward."""
 
     def step(self) -> None:
         engine, batch = self.trainer.engine, self.batch.to(self.trainer.ranks.device, torch.bfloat16)
@@ -124,7 +125,8 @@ def dense_attention(
 
     Args:
         query: [M, heads, head_dim].
-        keys: those of depth 0 [N, key heads, head_dim], then those that each row has added at depths 1, 2, ... [M, ...].
+        keys: those of depth 0 [N, key heads, head_dim], then those that each row has added at depths 1, 2, ... [M,
+            ...].
         values: like `keys`.
         is_seen: bool[M, N], the tokens that each row sees.
     """

@@ -1,4 +1,5 @@
-"""Compares attention and loss on this device with their definitions, and decoding with the training forward, on random tensors."""
+"""Compares attention and loss on this device with their definitions, and decoding with the training forward, on random
+tensors."""
 
 from collections.abc import Sequence
 
@@ -18,7 +19,8 @@ from ..bench.train_steps import Case, case_of, dense_attention, random_batch, ra
 from .rows import Finding, at_most
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-"""The largest relative error allowed, by the dtype of the arithmetic. bf16 rounds to 2^-9, and several roundings add up."""
+"""The largest relative error allowed, by the dtype of the arithmetic. bf16 rounds to 2^-9, and several roundings add
+up."""
 DEPTHS = 3
 LENGTHS, PROMPTS = [129, 40, 300], [30, 0, 100]
 """Tokens of each document, and of its prompt."""
@@ -64,7 +66,8 @@ def dense_depth_attention(
 
 
 def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:
-    """Returns a small target's case, a head for it, the target's frozen parts with random weights, and a packed batch."""
+    """Returns a small target's case, a head for it, the target's frozen parts with random weights, and a packed
+    batch."""
     torch.manual_seed(0)
     case = case_of(hidden_size=256, vocab_size=512, depths=DEPTHS, head=head)
     settings = {"capture_layers": [2, 4, 6]} if head == "eagle3" else {}
@@ -75,7 +78,8 @@ def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Ca
 
 @torch.no_grad()
 def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding:
-    """Compares the states of serving, computed draft by draft over a cache, with those of the packed training forward."""
+    """Compares the states of serving, computed draft by draft over a cache, with those of the packed training
+    forward."""
     _, built, parts, batch = random_case(head, device, dtype)
     embeddings = parts.embed(batch.next_ids)  # [N, H]
     reads = parts.final_norm(batch.hidden_states) if batch.aux_hidden_states is None else batch.aux_hidden_states
@@ -96,7 +100,8 @@ def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding
 
 
 def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
-    """Compares the blockwise KL loss and its gradient with respect to the states with the formula over all logits in fp32."""
+    """Compares the blockwise KL loss and its gradient with respect to the states with the formula over all logits in
+    fp32."""
     _, _, parts, batch = random_case("mtp", device, dtype)
     is_draft = batch.is_draft
     states = torch.randn(*is_draft.shape, parts.embed_tokens.shape[1], device=device).to(dtype)

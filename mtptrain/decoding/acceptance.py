@@ -23,7 +23,8 @@ class Acceptance:
     acceptance_rate: float
     """Accepted tokens over drafted tokens."""
     acceptance_rate_at: list[float]
-    """Rounds that accepted the draft at each position, over all rounds with drafts: not conditional on earlier positions."""
+    """Rounds that accepted the draft at each position, over all rounds with drafts: not conditional on earlier
+    positions."""
     acceptance_length_mean_of_prompts: float
     """The acceptance length of each prompt, averaged over prompts."""
     tokens_per_step: float
@@ -61,7 +62,8 @@ def summarise(generations: Sequence[Generation]) -> Acceptance:
 
 @dataclass(frozen=True)
 class Intervals:
-    """95 % intervals, low and high, by bootstrap over sources: files or conversations are resampled with all their rounds."""
+    """95 % intervals, low and high, by bootstrap over sources: files or conversations are resampled with all their
+    rounds."""
 
     acceptance_length: tuple[float, float]
     acceptance_rate_at: list[tuple[float, float]]
@@ -119,8 +121,8 @@ def token_batches(lengths: Sequence[int], max_new_tokens: int, batch_size: int, 
         lengths: tokens of each prompt.
         max_new_tokens: tokens of each answer.
         batch_size: the most prompts of a batch.
-        batch_tokens: the most tokens of a batch, counting each prompt padded to the longest one, and its answer. A prompt
-            that exceeds it alone gets its own batch. None sets no bound.
+        batch_tokens: the most tokens of a batch, counting each prompt padded to the longest one, and its answer. A
+            prompt that exceeds it alone gets its own batch. None sets no bound.
 
     Returns:
         The indices of the prompts in each batch.

@@ -88,9 +88,9 @@ class HeadDrafter:
 class TreeDrafter(HeadDrafter):
     """Drafts a tree with a head.
 
-    At each depth the `top_k` likeliest branches are continued by their `top_k` likeliest tokens each. The tree is made of the
-    `num_nodes` likeliest of all these candidates. EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees
-    (arXiv 2406.16858).
+    At each depth the `top_k` likeliest branches are continued by their `top_k` likeliest tokens each. The tree is made
+    of the `num_nodes` likeliest of all these candidates. EAGLE-2: Faster Inference of Language Models with Dynamic
+    Draft Trees (arXiv 2406.16858).
     """
 
     def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, num_nodes: int, top_k: int) -> None:
@@ -100,7 +100,8 @@ class TreeDrafter(HeadDrafter):
 
     @property
     def draft_slots(self) -> int:
-        """Enough slots for the target's cache and for the head's, which holds `top_k` rows of each depth but the last."""
+        """Enough slots for the target's cache and for the head's, which holds `top_k` rows of each depth but the
+        last."""
         return max(self.num_nodes, self.top_k * (self.num_speculative_tokens - 1))
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
@@ -218,8 +219,8 @@ class NoDrafter:
 class PromptLookupDrafter:
     """Drafts the tokens that followed an earlier occurrence of the newest tokens: the baseline that needs no training.
 
-    The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs earlier is continued as after its first occurrence,
-    like vLLM's method `ngram`.
+    The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs earlier is continued as after its first
+    occurrence, like vLLM's method `ngram`.
 
     Args:
         latest: use the latest occurrence that K tokens follow instead; recent text is the better guide.
@@ -256,7 +257,8 @@ class PromptLookupDrafter:
 
 
 class HybridDrafter:
-    """Drafts by prompt lookup if the newest `min_match` tokens occur earlier with K tokens after them, otherwise by the head."""
+    """Drafts by prompt lookup if the newest `min_match` tokens occur earlier with K tokens after them, otherwise by the
+    head."""
 
     def __init__(self, head: HeadDrafter, min_match: int) -> None:
         self.head = head

@@ -24,7 +24,8 @@ CHOOSING_FRACTION = 0.25
 
 
 class HeldOut(StrEnum):
-    """Parts of the held-out files or conversations. `choosing` and `reporting` have no file, conversation or question in common."""
+    """Parts of the held-out files or conversations. `choosing` and `reporting` have no file, conversation or question
+    in common."""
 
     choosing = "choosing"
     reporting = "reporting"
@@ -72,7 +73,8 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
 
 
 def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
-    """Warn if prompts of a file begin with the first user turn of a training conversation, whatever its system prompt is.
+    """Warn if prompts of a file begin with the first user turn of a training conversation, whatever its system prompt
+    is.
 
     Args:
         questions: hash of the first user turn by prompt id.
@@ -94,8 +96,8 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
 def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
     """Returns the held-out documents to cut prompts from.
 
-    These are all windows of texts. Of the conversations that ask the same question, it is one document with the first answer,
-    so that all questions weigh the same and no prompt begins in the middle of a turn.
+    These are all windows of texts. Of the conversations that ask the same question, it is one document with the first
+    answer, so that all questions weigh the same and no prompt begins in the middle of a turn.
 
     Raises:
         FileNotFoundError: stage 1 has not run.
@@ -139,7 +141,8 @@ def _choosing_hash(group: str) -> float:
 
 
 def first_answers(documents: Documents, entries: list[DocumentEntry], indices: list[int]) -> list[int]:
-    """Returns the index of one document with the first answer, for each group of conversations that ask the same question.
+    """Returns the index of one document with the first answer, for each group of conversations that ask the same
+    question.
 
     Args:
         indices: the documents to choose from.
@@ -167,8 +170,8 @@ def held_out_prompts(
 ) -> dict[str, list[int]]:
     """Returns prompts from held-out documents by document id, ordered by the hash of the id.
 
-    A conversation is cut before its first answer, a document without turns after `prompt_tokens` tokens. Documents that are
-    too short for this, or too long for the context with their answer, are skipped.
+    A conversation is cut before its first answer, a document without turns after `prompt_tokens` tokens. Documents that
+    are too short for this, or too long for the context with their answer, are skipped.
 
     Raises:
         ValueError: no document gives a prompt.
@@ -193,12 +196,13 @@ def held_out_prompts(
 def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Prompts:
     """Returns the prompts of a jsonl file.
 
-    Each line has `id` (or Spec-Bench's `question_id`) and one of `input_ids`, `text`, `messages` and `turns`. The first of the
-    turns is the prompt.
+    Each line has `id` (or Spec-Bench's `question_id`) and one of `input_ids`, `text`, `messages` and `turns`. The first
+    of the turns is the prompt.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: a line does not have this form, an id occurs twice, a token is not in the vocabulary, or there is no prompt.
+        ValueError: a line does not have this form, an id occurs twice, a token is not in the vocabulary, or there is no
+            prompt.
     """
     if not path.is_file():
         raise FileNotFoundError(f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist; correct the path")

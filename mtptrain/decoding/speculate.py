@@ -56,13 +56,14 @@ class Draft:
     probs: torch.Tensor | None = None
     """Distributions that the tokens of a chain were sampled from [B, K, V]; None if they were chosen greedily."""
     parents: torch.Tensor | None = None
-    """For a tree, the index of the token that each token follows [B, P]: lower than its own, or -1 for the newest token of
-    the sequence. The children of a token are all different. None for a chain."""
+    """For a tree, the index of the token that each token follows [B, P]: lower than its own, or -1 for the newest token
+    of the sequence. The children of a token are all different. None for a chain."""
     logits: tuple[torch.Tensor, ...] | None = None
     """For a head's chain, the logits of each depth over the head's own vocabulary: K tensors [B, D]."""
 
     def ancestors(self) -> torch.Tensor:
-        """Returns, as bool[B, i, j], whether row j is row i or an ancestor of it. Row 0 is the newest token, row 1 + p draft p."""
+        """Returns bool[B, i, j]: whether row j is row i or an ancestor of it. Row 0 is the newest token, row 1 + p
+        draft p."""
         batch_size, num_drafts = self.tokens.shape
         device = self.tokens.device
         if self.parents is None:
@@ -108,7 +109,7 @@ class Accepted:
     bonus: torch.Tensor
     """The target's own next token after them [B]."""
     branch: torch.Tensor
-    """Verified rows of the accepted branch [B, 1 + K]: 0 for the newest token, 1 + p for draft p; arbitrary after `count`."""
+    """Rows of the accepted branch [B, 1 + K]: 0 for the newest token, 1 + p for draft p; arbitrary after `count`."""
 
 
 def accept(draft: Draft, target_logits: torch.Tensor, ancestors: torch.Tensor, num_depths: int, sampler: Sampler) -> Accepted:
@@ -121,9 +122,9 @@ def accept(draft: Draft, target_logits: torch.Tensor, ancestors: torch.Tensor, n
 def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Tensor, num_depths: int) -> Accepted:
     """Keep the longest branch of drafts that equal the target's own choices, greedy or sampled.
 
-    The target's choices do not depend on the draft, so the output is the target's own, whatever is drafted. For a chain of greedy
-    drafts this is the rule of arXiv 2211.17192; applied to all children of a token at once it is that of SpecInfer
-    (arXiv 2305.09781).
+    The target's choices do not depend on the draft, so the output is the target's own, whatever is drafted. For a chain
+    of greedy drafts this is the rule of arXiv 2211.17192; applied to all children of a token at once it is that of
+    SpecInfer (arXiv 2305.09781).
 
     Args:
         draft: P proposed tokens per sequence.
@@ -160,11 +161,11 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
     is_kept = (sampler.uniform_like(ratio) < ratio) & draft.is_proposed
     num_accepted = is_kept.long().cumprod(1).sum(1)  # [B]
     wanted = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1]))[:, 0]  # [B, V]
-    # After the last proposed token nothing was rejected: zero draft probabilities leave the target's distribution unchanged.
+    # Nothing was rejected after the last proposed token: zero draft probabilities leave the target's unchanged.
     rejected_probs = torch.cat([draft_probs * draft.is_proposed[..., None], torch.zeros_like(draft_probs[:, :1])], dim=1)
     rejected = rejected_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, wanted.shape[-1]))[:, 0]
     residual = (wanted - rejected).clamp(min=0.0)
-    # If draft and target are equal up to rounding, a rejection may leave no mass; then sample from the target's distribution.
+    # If draft and target are equal up to rounding, a rejection may leave no mass; then sample from the target.
     bonus = sampler.sample(torch.where(residual.sum(-1, keepdim=True) > 0, residual, wanted))
     return Accepted(num_accepted, bonus, torch.arange(draft.tokens.shape[1] + 1, device=bonus.device).expand(len(bonus), -1))
 
