@@ -310,7 +310,7 @@ def print_table(config: PipelineConfig, device: torch.device, figures: Extractio
         if key.endswith("_tokens_per_s"):
             label = key.removesuffix("_tokens_per_s").replace("_", " ")
             writing.add_row(label, f"{value:,.0f}", f"{value / bare:.3f}", f"{value / plain:.2f}")
-    writing.caption = f"the bare forward reaches {figures['mfu']:.1%} of the measured matmul peak"
+    writing.caption = f"MFU of the bare forward: {figures['mfu']:.1%} of the measured matmul peak"
     reading = Table("", "GB/s of bf16", "of the mapped copy", title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one thread")
     for key, value in figures.items():
         if key.endswith("_gb_per_s"):

@@ -248,7 +248,7 @@ STEP_COLUMNS = {
     "H": "hidden_size",
     "tokens": "tokens",
     "tokens/s": "tokens_per_s",
-    "mfu": "mfu",
+    "MFU": "mfu",
     "eager": "eager_tokens_per_s",
     "plain": "plain_tokens_per_s",
     "peer": "peer_tokens_per_s",
@@ -259,13 +259,13 @@ STEP_COLUMNS = {
     "RSS": "resident_bytes",
     "peer's RSS": "peer_resident_bytes",
 }
-LENGTH_COLUMNS = {"tokens": "tokens", "rows": "rows", "s": "seconds", "mfu": "mfu", "memory": "peak_bytes"}
+LENGTH_COLUMNS = {"tokens": "tokens", "rows": "rows", "s": "seconds", "MFU": "mfu", "memory": "peak_bytes"}
 GPU_COLUMNS = {
     "head": "head",
     "depths": "depths",
     "draft vocabulary": "draft_vocab_size",
     "tokens/s": "tokens_per_s",
-    "mfu": "mfu",
+    "MFU": "mfu",
     "optimizer": "optimizer_share",
     "memory": "peak_bytes",
 }

@@ -100,8 +100,7 @@ class TreeDrafter(HeadDrafter):
 
     @property
     def draft_slots(self) -> int:
-        """Enough slots for the target's cache and for the head's, which holds `top_k` rows of each depth but the
-        last."""
+        """Slots for the target's cache and for the head's, which holds `top_k` rows of each depth but the last."""
         return max(self.num_nodes, self.top_k * (self.num_speculative_tokens - 1))
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
