@@ -1,1 +1,1 @@
-"""Stage 4: what a head is worth."""
+"""Stage 4: evaluation of heads."""

@@ -1,9 +1,9 @@
-"""Stage 4: acceptance of the trained head, drafting and verifying with the real inference path.
+"""Stage 4: measures the acceptance of the trained head with the real draft and verify loop.
 
-Reads `run_dir/train/best/` (or, where nothing was trained, the head of `head.init_from`) and held-out prompts of `run_dir/prompts/`
-(or `acceptance.prompts_file`); writes `report.json`, `report.html` and `generations.jsonl` into `run_dir/acceptance/`, and prints a
-table with what `acceptance.baselines` names beside the head: prompt lookup, trees, a small model, plain decoding; and with the head at
-other temperatures.
+Reads `run_dir/train/best/` (or the head of `head.init_from` if nothing was trained) and the held-out prompts of
+`run_dir/prompts/` (or `acceptance.prompts_file`). Writes `report.json`, `report.html` and `generations.jsonl` to
+`run_dir/acceptance/` and prints a table. The table also has the baselines of `acceptance.baselines` (prompt lookup,
+trees, a small model, plain decoding) and the head at other temperatures.
 
     python -m eval.acceptance recipe=quickstart acceptance.num_speculative_tokens=5
     python -m eval.acceptance recipe=quickstart "acceptance.baselines=[none,prompt_lookup,tree,hybrid]" acceptance.batch_size=1
@@ -27,7 +27,8 @@ from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
-from mtptrain.decoding.speculate import Drafter, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Drafter
 from mtptrain.run_dir import command, write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_draft_model, load_target
@@ -61,7 +62,7 @@ def main(cfg: DictConfig) -> None:
     measured = Measurement(settings, target, tokenizer, prompts, ranks).run(candidates)
     if ranks.is_first:
         write_provenance(output_dir, config)
-        for name in read_report(output_dir / "report.json").get("baselines", {}):  # of a measurement before
+        for name in read_report(output_dir / "report.json").get("baselines", {}):  # of an earlier measurement
             generations_file(output_dir, name).unlink(missing_ok=True)
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)
@@ -77,34 +78,35 @@ def main(cfg: DictConfig) -> None:
 def candidates_of(
     settings: AcceptanceConfig, found: RunHead, target: Target, model: Target | None, rank: int
 ) -> dict[str, Candidate]:
-    """By name, the head first, then what stands beside it, then the head at other temperatures.
+    """Returns the candidates by name: the head, then the baselines, then the head at other temperatures.
 
     Raises:
-        ValueError: the head's vocabulary is smaller than a tree is wide.
+        ValueError: the head's vocabulary is smaller than `tree_top_k`.
     """
     depths, vocab_size = settings.num_speculative_tokens, len(target.parts.lm_head)
     own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features
     if Baseline.tree in settings.baselines and settings.tree_top_k > own_size:
         raise ValueError(
-            f"acceptance.tree_top_k: must be at most {own_size}, the tokens that the head can draft, but is {settings.tree_top_k}; lower it"
+            f"acceptance.tree_top_k: must be at most {own_size}, the tokens that the head can draft, but is {settings.tree_top_k}; "
+            "lower it"
         )
 
     def sampler(temperature: float) -> Sampler:
         return Sampler(temperature, settings.seed + rank, settings.top_p, settings.top_k)
 
-    def of_head(temperature: float, sample_drafts: bool) -> Candidate:
+    def head_candidate(temperature: float, sample_drafts: bool) -> Candidate:
         quality = DraftQuality(found.head, sampler(temperature), vocab_size, depths)
         return Candidate(HeadDrafter(found.head, target.parts, depths, sample_drafts), sampler(temperature), quality)
 
-    head = of_head(settings.temperature, settings.sample_drafts)
+    head = head_candidate(settings.temperature, settings.sample_drafts)
     candidates = {"head": head}
     for name in settings.baselines:
         candidates[name] = Candidate(
             baseline_drafter(name, head.drafter, settings, found, target, model), sampler(settings.temperature)
         )
     for temperature in settings.temperatures:
-        candidates[f"temperature_{temperature:g}"] = of_head(temperature, sample_drafts=False)
-        candidates[f"temperature_{temperature:g}_sampled_drafts"] = of_head(temperature, sample_drafts=True)
+        candidates[f"temperature_{temperature:g}"] = head_candidate(temperature, sample_drafts=False)
+        candidates[f"temperature_{temperature:g}_sampled_drafts"] = head_candidate(temperature, sample_drafts=True)
     return candidates
 
 
@@ -170,7 +172,7 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 
 def write_generations(path: Path, measured: Measured) -> None:
-    """One line per answer: its new tokens and counts, so that every figure of the report can be checked."""
+    """Write one line per answer with its tokens and counts, from which every figure of the report can be recomputed."""
     with path.open("w") as file:
         for (prompt_id, turn), answer in measured.answers.items():
             loops = has_loop(answer.generation.tokens)
@@ -199,7 +201,7 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     console.width = max(console.width, 75 + 8 * len(depths) + max(map(len, measured)))
     console.print(table)
     if len(measured["head"].sources) == 1:
-        console.print("one source: all prompts are of one file or conversation, so there are no intervals; measure on several")
+        console.print("one source: all prompts are from one file or conversation, so there are no intervals; measure on several")
 
 
 if __name__ == "__main__":

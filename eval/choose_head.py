@@ -1,4 +1,5 @@
-"""After stage 3, for a target too large for validation during training: choose the best of the heads that training has kept.
+"""After stage 3, for a target too large for validation during training: chooses the best of the heads that training
+kept.
 
 Reads `run_dir/train/heads/`, which `train.validation_prompts=0` and `train.validate_every` keep, `run_dir/train/best/` where training
 measured that head, and the held-out prompts by which training would have chosen; writes `run_dir/train/best/` and
@@ -37,11 +38,11 @@ def main(cfg: DictConfig) -> None:
     heads = heads_to_measure(stage_dir)
     measured = measure(config, heads, ranks)
     if ranks.is_first:
-        best_step = max(measured, key=lambda step: measured[step].acceptance_length)  # of equal ones the first, as in training
+        best_step = max(measured, key=lambda step: measured[step].acceptance_length)  # the first one of equals, as in training
         keep_best(config, heads[best_step], measured[best_step])
         write_json(stage_dir / CHOICE, describe(config, measured, best_step))
         print_table(config, measured, best_step)
-        print(f"best head: {stage_dir / 'best'}, that of step {best_step}; figures: {stage_dir / CHOICE}")
+        print(f"best head: {stage_dir / 'best'}, from step {best_step}; measurements: {stage_dir / CHOICE}")
 
 
 def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
@@ -67,7 +68,7 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
     """Returns the acceptance of every head by step; the target is loaded once, after all heads have been checked.
 
     Raises:
-        ValueError: a head is of other settings or for another target, or no prompt fits.
+        ValueError: a head has other settings or belongs to another target, or no prompt fits.
     """
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
@@ -83,7 +84,7 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
 
 
 def keep_best(config: PipelineConfig, directory: Path, acceptance: Acceptance) -> None:
-    """Write the head in `directory` as the best one, with what training keeps of one that it has measured."""
+    """Save the head in `directory` as the best one, with the same metadata as validation during training."""
     facts = json.loads((directory / "head.json").read_text())
     del facts["head"]
     facts |= {"acceptance_length": acceptance.acceptance_length, "acceptance_rate_at": acceptance.acceptance_rate_at}

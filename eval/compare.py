@@ -1,10 +1,10 @@
-"""Reports of `eval.acceptance` beside each other: a table, and a page with their plots.
+"""Compares reports of `eval.acceptance` in a table and on a page with plots.
 
     python -m eval.compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
 
-Reports are refused that were measured on other prompts, another target or with other settings: their figures do not compare. Tokens/s
-are shown where batches, ranks and devices are the same too. Of conversations, later turns hold the target's own answers: at a temperature
-or in bf16 those differ from run to run.
+Reports that were measured on other prompts, another target or with other settings are refused. Tokens/s are shown if
+batches, ranks and devices are the same too. Later turns of conversations contain the target's own answers, which differ
+from run to run at a temperature above 0 or in bf16.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .report_page import UNREADABLE, drafters_of, have_equal_speeds, length_interval, page_of, write_page
+from .report_page import UNREADABLE, drafters_of, have_equal_speeds, length_interval, render_page, write_page
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts",
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page to write")
     args = parser.parse_args()
     if args.out.suffix == ".json":
-        raise ValueError(f"--out: must be an HTML page, but is {args.out}, named as a report; choose another name")
+        raise ValueError(f"--out: must be an HTML file, but is {args.out}; choose another name")
     reports = read_reports(args.reports)
     print_table(reports)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -39,11 +39,11 @@ def main() -> None:
 
 
 def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Reports by what their paths differ in.
+    """Returns reports by the parts of their paths that differ.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: one is no report, stands twice, or was measured in another way than the first.
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is not a report, occurs twice, or was measured in another way than the first.
     """
     reports: dict[str, dict[str, Any]] = {}
     for path in paths:
@@ -58,23 +58,23 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
         if isinstance(report, dict):
             report = {"top_p": 1.0, "top_k": 0} | report
         if not isinstance(report, dict) or not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
-            raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is none, or an older one; measure again")
+            raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is not, or has an older format; measure again")
         try:
-            page_of({str(path): report})
+            render_page({str(path): report})
         except UNREADABLE as error:
             raise ValueError(
-                f"{path}: must be whole, as eval.acceptance writes it, but lacks something ({error!r}); measure again"
+                f"{path}: must be complete, as eval.acceptance writes it, but something is missing ({error!r}); measure again"
             ) from error
         if path.resolve() in map(Path.resolve, map(Path, reports)):
-            raise ValueError(f"{path}: reports must be different ones, but this one stands twice; remove it")
+            raise ValueError(f"{path}: reports must be different, but this one is given twice; remove it")
         reports[str(path)] = report
     (first_path, first), *others = reports.items()
     for other_path, report in others:
         for name in MUST_BE_EQUAL:
             if report[name] != first[name]:
                 raise ValueError(
-                    f"{other_path}: {name} must be that of {first_path}, {first[name]!r}, but is {report[name]!r}; such figures do not "
-                    "compare, measure one of them again"
+                    f"{other_path}: {name} must be {first[name]!r} as in {first_path}, but is {report[name]!r}; measure one of them "
+                    "again with the other's setting"
                 )
     return dict(zip(short_names(list(reports)), reports.values(), strict=True))
 
@@ -84,7 +84,7 @@ def refuse_constant(name: str) -> None:
 
 
 def short_names(paths: list[str]) -> list[str]:
-    """Paths without the folders that all have in common; whole ones where too little is left to tell them apart."""
+    """Returns paths without the folders that all of them share, or whole paths if the rest is not unique."""
     parts = [Path(path).parts for path in paths]
     start = next((i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
     end = next((i for i, each in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(each)) > 1), 0)

@@ -1,10 +1,11 @@
-"""What a head's distributions are worth beside the target's: how much they overlap, and whether its confidence can be believed."""
+"""Compares a head's distributions with the target's: their overlap, and the calibration of the head's confidence."""
 
 from dataclasses import dataclass, field
 
 import torch
 
-from mtptrain.decoding.speculate import Round, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Round
 from mtptrain.heads.base import Head
 
 NUM_BINS = 10
@@ -12,30 +13,30 @@ NUM_BINS = 10
 
 @dataclass
 class QualityFigures:
-    """Of rounds that got to a position: those that accepted every draft before it."""
+    """Means over the rounds that reach a position, which are those that accepted all earlier drafts."""
 
     overlap_at: list[float]
-    """Mean of sum min(p, q) over the vocabulary, p the target's distribution and q the head's: the chance that a sampled draft is
-    accepted."""
+    """Mean of sum min(p, q) over the vocabulary, with the target's distribution p and the head's q: the probability
+    that a sampled draft is accepted."""
     accepted_at: list[float]
-    """Share that accepted the draft there."""
+    """Share of these rounds that accepted the draft at the position."""
     rounds_at: list[int]
     calibration: list[dict[str, float]]
-    """By tenths of the head's probability for its draft: how many drafts, that probability's mean, and the share accepted. Of the
-    likeliest tokens as drafts: sampled ones are accepted by another rule."""
+    """By tenths of the head's probability for its draft: the number of drafts, the mean of that probability, and the
+    share accepted. Empty for sampled drafts, which are accepted by another rule."""
     calibration_error: float | None
-    """Mean distance of the two, by drafts."""
+    """Mean over drafts of the distance between the two."""
     temperature: float
-    """Of the distributions; 1 where the output is greedy."""
+    """Temperature of the distributions; 1 if the output is greedy."""
 
 
 @dataclass
 class DraftQuality:
-    """Looks on while a head drafts chains, and sums up on its device."""
+    """Observes the rounds of a head that drafts chains, and accumulates sums on its device."""
 
     head: Head
     sampler: Sampler
-    """That of the output; of a greedy one, temperature 1 shows the distributions."""
+    """The sampler of the output. If it is greedy, the distributions are compared at temperature 1."""
     vocab_size: int
     num_depths: int
     is_sampled: bool = False
@@ -64,11 +65,12 @@ class DraftQuality:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def sums(self) -> torch.Tensor:
-        """f64[K + bins, 4]: rounds, overlap, accepted and confidence by position, then by tenth of the confidence."""
+        """Returns rounds, overlap, accepted and confidence by position, then by tenth of the confidence, f64[K + bins,
+        4]."""
         return torch.zeros(self.num_depths + NUM_BINS, 4, dtype=torch.float64) if self._sums is None else self._sums.cpu()
 
     def figures(self, sums: torch.Tensor) -> QualityFigures:
-        """Of the sums of all ranks."""
+        """Computes the figures from sums that were added over all ranks."""
         by_depth, by_bin = sums[: self.num_depths], sums[self.num_depths :]
         means, bin_means = by_depth / by_depth[:, :1].clamp(min=1), by_bin / by_bin[:, :1].clamp(min=1)
         distances = (bin_means[:, 2] - bin_means[:, 3]).abs() * by_bin[:, 0]

@@ -1,4 +1,4 @@
-"""Prompts decoded by several drafters in turns, and what that says of each."""
+"""Decodes prompts with several drafters in turns, and measures each of them."""
 
 import time
 from dataclasses import asdict, dataclass, field
@@ -19,7 +19,8 @@ from mtptrain.decoding.acceptance import (
     token_batches,
 )
 from mtptrain.decoding.prompts import Prompts
-from mtptrain.decoding.speculate import Drafter, Generation, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Drafter, Generation
 from mtptrain.target.families import eos_token_ids
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
@@ -33,17 +34,17 @@ CONTEXT_BUCKETS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is measured."""
+    """A drafter to measure, and how its tokens are sampled."""
 
     drafter: Drafter
     sampler: Sampler
     quality: DraftQuality | None = None
-    """Of a head that drafts chains."""
+    """Observes a head that drafts chains; None for other drafters."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One prompt decoded: a prompt of the file, or a later turn of a conversation."""
+class DecodedPrompt:
+    """A decoded prompt: a prompt of the file, or a later turn of a conversation."""
 
     generation: Generation
     prompt_tokens: int
@@ -56,14 +57,14 @@ class Answer:
 class Measured:
     """A candidate's answers over all ranks."""
 
-    answers: dict[tuple[str, int], Answer]
-    """By prompt id and turn, from 1."""
+    answers: dict[tuple[str, int], DecodedPrompt]
+    """By prompt id and turn; turns start at 1."""
     seconds: dict[str, float]
-    """Of the first rank: of each of `PHASES`, and `all`."""
+    """Seconds of the first rank, by the names of `PHASES` and in total as `all`."""
     tokens_per_s: float
-    """New ones, of the first rank."""
+    """New tokens per second of the first rank."""
     cut_conversations: int
-    """Those whose next turn would not have fitted the target's context."""
+    """Conversations whose next turn would have exceeded the target's context."""
     quality: QualityFigures | None
 
     @property
@@ -80,24 +81,22 @@ class Measured:
 
     @property
     def sources(self) -> dict[str, list[Generation]]:
-        """Answers by the file or conversation of their prompt."""
-        found: dict[str, list[Generation]] = {}
+        """Generations by the file or conversation of their prompt."""
+        by_source: dict[str, list[Generation]] = {}
         for answer in self.answers.values():
-            found.setdefault(answer.source, []).append(answer.generation)
-        return found
+            by_source.setdefault(answer.source, []).append(answer.generation)
+        return by_source
 
     @property
     def intervals(self) -> Intervals | None:
-        """None where all prompts are of one source."""
+        """None if all prompts are from one source."""
         return intervals(list(self.sources.values()))
 
     def describe(self) -> dict[str, Any]:
-        """Figures of a report: pooled, without loops, by the length of the prompt and by category."""
+        """Returns the figures of a report: pooled, without loops, by prompt length and by category."""
         answers = self.answers.values()
         bounds = zip(CONTEXT_BUCKETS, [*CONTEXT_BUCKETS[1:], 2**62], strict=True)
-        buckets = {
-            str(first): [each.generation for each in answers if first <= each.prompt_tokens < behind] for first, behind in bounds
-        }
+        buckets = {str(first): [each.generation for each in answers if first <= each.prompt_tokens < end] for first, end in bounds}
         categories = sorted({each.category for each in answers if each.category is not None})
         by_category = {name: [each.generation for each in answers if each.category == name] for name in categories}
         return {
@@ -116,18 +115,18 @@ class Measured:
 
 @dataclass
 class Share:
-    """What a rank has of a candidate so far."""
+    """A rank's state of one candidate."""
 
     clock: PhaseClock
     waiting: dict[str, list[int]]
-    """Prompts of the turn that is next, by id."""
-    answers: dict[tuple[str, int], Answer] = field(default_factory=dict)
+    """Prompts of the next turn, by id."""
+    answers: dict[tuple[str, int], DecodedPrompt] = field(default_factory=dict)
     seconds: float = 0.0
     num_cut: int = 0
 
 
 def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> list[dict[str, list[int]]]:
-    """Prompts of similar length together, as `token_batches` groups them."""
+    """Returns the batches of `token_batches`, each as prompts by id."""
     ids = list(prompts)
     lengths = [len(prompt) for prompt in prompts.values()]
     batches = token_batches(lengths, settings.max_new_tokens, settings.batch_size, settings.batch_tokens)
@@ -135,7 +134,8 @@ def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> lis
 
 
 class Measurement:
-    """Decodes prompts, turn after turn; candidates take every batch in turns, so that a busy machine slows all of them."""
+    """Decodes prompts turn by turn. The candidates alternate batch by batch, so that a busy machine slows all of
+    them."""
 
     def __init__(
         self, settings: AcceptanceConfig, target: Target, tokenizer: PreTrainedTokenizerBase | None, prompts: Prompts, ranks: Ranks
@@ -143,12 +143,12 @@ class Measurement:
         self.settings = settings
         self.target = target
         self.tokenizer = tokenizer
-        """Of conversations that go on; None where none does."""
+        """Renders later turns of conversations; None if there are none."""
         self.prompts = prompts
         self.ranks = ranks
 
     def run(self, candidates: dict[str, Candidate]) -> dict[str, Measured]:
-        """Decode this rank's share of the prompts, those of similar length together, and gather everyone's."""
+        """Decode this rank's prompts with every candidate, and gather the answers of all ranks."""
         own = {prompt_id: self.prompts.input_ids[prompt_id] for prompt_id in self._own_ids()}
         shares = {name: Share(PhaseClock(self.ranks.device), dict(own)) for name in candidates}
         turn = 1
@@ -164,7 +164,7 @@ class Measurement:
                     done = summarise([answer.generation for answer in shares["head"].answers.values()])
                     bar.set_postfix(acceptance_length=f"{done.acceptance_length:.2f}")
             for share in shares.values():
-                self._go_on(share, turn)
+                self._advance_turn(share, turn)
             turn += 1
         return {name: self._gather(candidate, shares[name]) for name, candidate in candidates.items()}
 
@@ -188,10 +188,10 @@ class Measurement:
         share.seconds += time.perf_counter() - started
         for (prompt_id, prompt), generation in zip(batch.items(), generations, strict=True):
             category, source = self.prompts.categories.get(prompt_id), self.prompts.sources.get(prompt_id, prompt_id)
-            share.answers[prompt_id, turn] = Answer(generation, len(prompt), category, source)
+            share.answers[prompt_id, turn] = DecodedPrompt(generation, len(prompt), category, source)
 
-    def _go_on(self, share: Share, turn: int) -> None:
-        """Prompts of the next turn: what was said so far, and what the user says to it."""
+    def _advance_turn(self, share: Share, turn: int) -> None:
+        """Set the prompts of the next turn: the conversation so far and the user's next turn."""
         following = {
             prompt_id: self._next_prompt(share, prompt_id, turn)
             for prompt_id in share.waiting
@@ -204,8 +204,8 @@ class Measurement:
     def _next_prompt(self, share: Share, prompt_id: str, turn: int) -> list[int]:
         assert self.tokenizer is not None
         messages = []
-        for number, said in enumerate(self.prompts.turns[prompt_id][: turn + 1], 1):
-            messages.append({"role": "user", "content": said})
+        for number, content in enumerate(self.prompts.turns[prompt_id][: turn + 1], 1):
+            messages.append({"role": "user", "content": content})
             if number <= turn:
                 tokens = share.answers[prompt_id, number].generation.tokens
                 messages.append({"role": "assistant", "content": str(self.tokenizer.decode(tokens, skip_special_tokens=True))})
@@ -215,14 +215,14 @@ class Measurement:
         phases = share.clock.read()
         seconds = {"all": share.seconds - phases.pop("observe", 0.0)} | phases
         merged = {key: answer for part in self.ranks.gather(share.answers) for key, answer in part.items()}
-        place = {prompt_id: index for index, prompt_id in enumerate(self.prompts.input_ids)}
+        order = {prompt_id: index for index, prompt_id in enumerate(self.prompts.input_ids)}
         num_tokens = sum(len(answer.generation.tokens) for answer in share.answers.values())
         quality = None
         if candidate.quality is not None:
             first, *others = self.ranks.gather(candidate.quality.sums())
             quality = candidate.quality.figures(sum(others, start=first))
         return Measured(
-            answers={key: merged[key] for key in sorted(merged, key=lambda key: (place[key[0]], key[1]))},
+            answers={key: merged[key] for key in sorted(merged, key=lambda key: (order[key[0]], key[1]))},
             seconds=seconds,
             tokens_per_s=num_tokens / max(seconds["all"], 1e-9),  # a rank may have no prompt
             cut_conversations=sum(self.ranks.gather(share.num_cut)),

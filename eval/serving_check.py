@@ -1,8 +1,9 @@
-"""After stage 5: a real engine serves the exported head, and what it counts is compared with what we count.
+"""After stage 5: serves the exported head with a real engine, and compares the engine's counters with ours.
 
-Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `eval.acceptance`; writes `report.json`
-into `run_dir/serving_check/` and prints a table. In float32 every counter and every answer must be equal, or the program ends with
-status 1; with `acceptance.dtype=bfloat16` both sides round, each in its way, and the acceptance lengths must agree within 2 %.
+Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `eval.acceptance`. Writes
+`report.json` to `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal, or the
+program ends with status 1. With `acceptance.dtype=bfloat16` the two sides round differently, and the acceptance lengths
+must agree within 2 %.
 
     python -m eval.serving_check recipe=quickstart serving.engine=vllm
     python -m eval.serving_check recipe=quickstart serving.url=http://localhost:8000
@@ -28,7 +29,8 @@ from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
-from mtptrain.decoding.speculate import Generation, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Generation
 from mtptrain.run_dir import command, require, write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
@@ -42,9 +44,9 @@ from .report_page import write_run_page
 
 InputIds = dict[str, list[int]]
 BFLOAT16_TOLERANCE = 0.02
-"""Of the acceptance length."""
+"""Relative difference of acceptance lengths that is allowed in bf16."""
 CACHED_SEQUENCES = 64
-"""Room for so many sequences in the cache of an engine without a GPU, which would else take nearly all memory."""
+"""Sequences that the cache of an engine on a CPU has room for. By default it would take nearly all memory."""
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
@@ -57,11 +59,11 @@ def main(cfg: DictConfig) -> None:
             "leave it out"
         )
     target_dir = resolve_target(config.target.path, config.target.revision)
-    prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # of conversations the first turn
+    prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # the first turns of conversations
     engine = find_engine(config, target_dir, prompts)
     ours = decode_here(config, target_dir, prompts)
     gc.collect()
-    torch.cuda.empty_cache()  # an engine of this check takes nearly all of the same GPU, and ends where that is not free
+    torch.cuda.empty_cache()  # the engine takes nearly all memory of the same GPU, and fails if it is not free
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
     comparison = Comparison(ours, theirs, check_counts(theirs.counts, config))
     divergence = None if comparison.is_equal else explain(config, target_dir, list(prompts.values()), comparison)
@@ -79,17 +81,19 @@ def main(cfg: DictConfig) -> None:
 
 
 def spare_tokens(config: PipelineConfig) -> int:
-    """vLLM drafts nothing of use, for any of its requests, where one comes within 2 K tokens of the end of the context."""
+    """vLLM's drafts become useless for all requests if one of them comes within 2 K tokens of the end of the
+    context."""
     return 2 * config.acceptance.num_speculative_tokens
 
 
 def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> StartedVllm | VllmServer:
-    """The engine that will answer, before anything that takes time.
+    """Returns the engine, after quick checks that it can serve the head and the prompts.
 
     Raises:
-        FileNotFoundError: there is no such Python or no such head.
+        FileNotFoundError: the Python or the exported head does not exist.
         ConnectionError: no server answers.
-        ValueError: the Python has no vLLM, the head was exported for another engine, or the server's context is too short.
+        ValueError: the Python has no vLLM, the head was exported for another engine, or the server's context is too
+            short.
     """
     serving, settings = config.serving, config.acceptance
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
@@ -97,7 +101,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
         server = VllmServer(serving.url)
         if server.max_model_len < needed_tokens:
             raise ValueError(
-                f"serving.url: the server's context must hold {needed_tokens} tokens, the longest prompt, its answer and some to spare, "
+                f"serving.url: the server's context must hold {needed_tokens} tokens, the longest prompt, its answer and 2 K more, "
                 f"but holds {server.max_model_len}; start it with --max-model-len {needed_tokens}"
             )
         return server
@@ -121,7 +125,12 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
 
 
 def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:
-    """How the exported head is to be served, from `serving.json`; it must be the head of this run."""
+    """Returns `serving.json` of the exported head: how an engine loads it.
+
+    Raises:
+        FileNotFoundError: nothing was exported.
+        ValueError: the export is for another engine or of another head.
+    """
     facts: dict[str, Any] = json.loads(require(head_dir / "serving.json", "mtptrain.export").read_text())
     if facts["engine"] != engine:
         raise ValueError(
@@ -137,29 +146,29 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
 
 
 def cache_bytes(target: PreTrainedConfig, max_model_len: int) -> int:
-    """Keys and values in float32 of the target's layers and two more, for sequences in blocks of up to 128 tokens."""
+    """Bytes of float32 keys and values for the target's layers and two more, in blocks of up to 128 tokens."""
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     token_bytes = 2 * 4 * (target.num_hidden_layers + 2) * target.num_key_value_heads * head_dim
     return CACHED_SEQUENCES * (max_model_len + 128) * token_bytes + (64 << 20)
 
 
 @dataclass(frozen=True)
-class Ours:
-    """What our own path made of the prompts."""
+class OurRun:
+    """The prompts decoded by our own loop."""
 
     drafted: list[Generation]
     plain: list[list[int]]
-    """Plain greedy decoding's answers."""
+    """Answers of plain greedy decoding."""
     stop_token_ids: tuple[int, ...]
     head_sha256: str
 
 
-def decode_here(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> Ours:
+def decode_here(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> OurRun:
     target, found = load_pair(config, target_dir)
     head_drafter = HeadDrafter(found.head, target.parts, config.acceptance.num_speculative_tokens)
     drafted = decode(config, target, head_drafter, prompts, "head")
     plain = decode(config, target, NoDrafter(), prompts, "no drafts")
-    return Ours(
+    return OurRun(
         drafted,
         [generation.tokens for generation in plain],
         eos_token_ids(target.config, target.model.generation_config),
@@ -168,7 +177,7 @@ def decode_here(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
 
 
 def load_pair(config: PipelineConfig, target_dir: Path) -> tuple[Target, RunHead]:
-    """The target and the run's head, in the dtype that acceptance is measured in."""
+    """Returns the target and the run's head in the dtype of `acceptance`."""
     device, dtype = init_ranks(config.distributed_timeout_hours).device, getattr(torch, config.acceptance.dtype)
     return load_target(target_dir, dtype, device), run_head(config, target_dir, device)
 
@@ -197,7 +206,7 @@ def decode(
 
 
 def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineCounts:
-    """A server may have been started with other drafts, or none."""
+    """Returns the counts. Raises ValueError if the server was started with another number of drafts, or none."""
     num_drafts = 0 if counts is None else len(counts.accepted_at)
     if counts is None or num_drafts != config.acceptance.num_speculative_tokens:
         raise ValueError(
@@ -209,12 +218,12 @@ def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineC
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both sides."""
+    """The runs of both sides."""
 
-    ours: Ours
+    ours: OurRun
     theirs: EngineRun
     counts: EngineCounts
-    """Theirs."""
+    """The engine's counters."""
 
     @property
     def acceptance(self) -> Acceptance:
@@ -222,14 +231,14 @@ class Comparison:
 
     @property
     def num_plain(self) -> tuple[int, int]:
-        """Answers, ours and theirs with drafts, that are plain greedy decoding's."""
+        """The number of answers with drafts, ours and theirs, that equal plain greedy decoding."""
         ours = [generation.tokens for generation in self.ours.drafted]
         plain = self.ours.plain
         return sum(map(eq, ours, plain)), sum(map(eq, self.theirs.tokens, plain))
 
     @property
     def rows(self) -> list[tuple[str, float, float]]:
-        """Everything that is compared: its name, ours and theirs."""
+        """All that is compared: name, our value, their value."""
         ours, theirs = self.acceptance, self.counts
         accepted = enumerate(zip(ours.accepted_at, theirs.accepted_at, strict=True))
         return [
@@ -237,7 +246,7 @@ class Comparison:
             ("drafted tokens", ours.drafted, theirs.drafted),
             *((f"accepted at {depth}", our_count, their_count) for depth, (our_count, their_count) in accepted),
             ("acceptance length", ours.acceptance_length, theirs.acceptance_length),
-            (f"answers of plain greedy, of {len(self.ours.plain)}", *self.num_plain),
+            (f"answers equal to plain greedy, of {len(self.ours.plain)}", *self.num_plain),
         ]
 
     @property
@@ -247,11 +256,11 @@ class Comparison:
 
 
 def explain(config: PipelineConfig, target_dir: Path, prompts: list[list[int]], comparison: Comparison) -> Divergence | None:
-    """The first token on which both sides differ, where the engine tells enough."""
+    """Returns the first token on which both sides differ, if the engine reports enough to tell."""
     target, loaded = load_pair(config, target_dir)
-    found = first_answer_divergence(target, prompts, comparison.ours.plain, comparison.theirs.tokens)
-    if found is not None or comparison.theirs.accepted_by_round is None:
-        return found
+    divergence = first_answer_divergence(target, prompts, comparison.ours.plain, comparison.theirs.tokens)
+    if divergence is not None or comparison.theirs.accepted_by_round is None:
+        return divergence
     depths = config.acceptance.num_speculative_tokens
     return first_draft_divergence(
         target, loaded.head, depths, prompts, comparison.ours.drafted, comparison.theirs.accepted_by_round
@@ -260,13 +269,13 @@ def explain(config: PipelineConfig, target_dir: Path, prompts: list[list[int]], 
 
 def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
-    first = "the engine does not tell where; start the server with --per-request-spec-decode-metrics detailed"
+    first = "the engine does not report where; start the server with --per-request-spec-decode-metrics detailed"
     if divergence is not None:
         first = f"first in prompt {prompt_ids[divergence.prompt]}, {divergence}"
     return (
-        f"serving check: vLLM {comparison.theirs.version} must count what we count and answer as plain greedy decoding does, but differs "
-        f"in {', '.join(unequal) or 'its answers'}: {first}. A gap below 1e-3 is rounding. Else export the head again; a server must be "
-        "idle, run in float32 and be started with --no-enable-chunked-prefill"
+        f"serving check: vLLM {comparison.theirs.version} must equal our counters and plain greedy decoding, but differs "
+        f"in {', '.join(unequal) or 'its answers'}: {first}. A gap below 1e-3 is rounding. Otherwise export the head again; a server "
+        "must be idle, run in float32 and be started with --no-enable-chunked-prefill"
     )
 
 

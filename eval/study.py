@@ -1,21 +1,23 @@
-"""Variants of a recipe beside each other: each trained over several seeds, and measured on prompts of several lengths.
+"""Compares variants of a recipe: trains each with several seeds, and measures it on prompts of several lengths.
 
     python -m eval.study recipe=quickstart study=norms
     python -m eval.study recipe=quickstart study=long_context "study.seeds=[0]" study.num_prompts=20
     python -m eval.study recipe=quickstart study=norms '+study.variants.slower=["train.lr=1e-3"]'
 
-`recipes/study/` has the variants, each a list of overrides. The stages run as programs of their own in `run_dir/study/<name>/`, where
-`log.txt` beside each has what they print; what is finished there is not run again. Prompts of all lengths end at the same places of
-held-out documents, so that their answers differ by the context alone. Writes `study.json` and `study.svg`, and prints tables.
+`recipes/study/` defines the variants, each a list of overrides. The stages run as separate programs in
+`run_dir/study/<name>/`, with their output in `log.txt` files; finished stages are not run again. Prompts of all lengths
+end at the same positions of held-out documents, so that only the length of the context differs. Writes `study.json` and
+`study.svg`, and prints tables.
 """
 
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra import compose
@@ -35,11 +37,12 @@ from mtptrain.target.hub import resolve_target
 from mtptrain.utils.files import file_sha256, write_json
 
 from .report_page import write_run_page
-from .study_figures import Figures, draw, print_tables
+from .study_figures import RunResult, draw, print_tables
 
-OF_THE_STUDY = ("study", "run_dir", "seed", "plan")
+STUDY_SETTINGS = ("study", "run_dir", "seed", "plan")
+"""Sections of the config that the study sets itself and does not pass on to variants."""
 STAGES = {"prompts": "data_prep.prompts", "hidden_states": "data_prep.hidden_states", "draft_vocab": "data_prep.draft_vocab"}
-"""Before training, and their programs."""
+"""Stages before training, and their programs."""
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
@@ -48,7 +51,7 @@ def main(cfg: DictConfig) -> None:
     study.check()
     prompts_file = study.prompts_file()
     runs = [(seed, variant) for seed in study.settings.seeds for variant in study.variants]
-    measured: dict[str, dict[int, Figures | None]] = {variant: {} for variant in study.variants}
+    measured: dict[str, dict[int, RunResult | None]] = {variant: {} for variant in study.variants}
     for seed, variant in (bar := tqdm(runs, desc=study.settings.name, unit="run")):
         bar.set_postfix_str(f"{variant}, seed {seed}")
         measured[variant][seed] = study.measure(variant, seed, prompts_file)
@@ -65,7 +68,7 @@ class Study:
 
     def __init__(self, config: PipelineConfig, overrides: Sequence[str]) -> None:
         self.settings = config.study
-        given = [override for override in overrides if name_of(override).split(".")[0] not in OF_THE_STUDY]
+        given = [override for override in overrides if name_of(override).split(".")[0] not in STUDY_SETTINGS]
         self.common = [*config.study.common, *given]
         self.config = load_config(compose("pipeline", [*config.study.common, *overrides]))
         self.variants = {
@@ -75,7 +78,7 @@ class Study:
         self.directory = config.stage_dir("study") / config.study.name
 
     def check(self) -> None:
-        """Raises ValueError where no study was chosen, or it cannot be run as it is."""
+        """Raises ValueError if no study was chosen, or if it cannot be run."""
         settings, answers = self.settings, self.config.acceptance
         if not settings.variants or not settings.seeds or not settings.prompt_tokens:
             names = sorted(path.stem for path in (Path(RECIPES) / "study").glob("*.yaml"))
@@ -91,14 +94,14 @@ class Study:
             if variant.target != self.config.target or variant.prompts.source is PromptSource.responses:
                 raise ValueError(
                     f"study.variants.{name}: must be of the study's target and take prompts from files or conversations, but has target "
-                    f"{variant.target.path} and prompts.source={variant.prompts.source}; make it a study of its own"
+                    f"{variant.target.path} and prompts.source={variant.prompts.source}; make it a separate study"
                 )
             source = self.config.prompts
             lengths_of = {"max_document_tokens": source.max_document_tokens, "max_train_tokens": source.max_train_tokens}
             if asdict(variant.prompts) | lengths_of != asdict(source):
                 raise ValueError(
-                    f"study.variants.{name}: must take its documents from where the study's prompts are held out, but has other settings "
-                    "of prompts than max_document_tokens and max_train_tokens; make it a study of its own"
+                    f"study.variants.{name}: must take its documents from where the study's prompts are held out, but differs in "
+                    "settings of prompts other than max_document_tokens and max_train_tokens; make it a separate study"
                 )
             if variant.acceptance != answers:
                 raise ValueError(
@@ -118,32 +121,32 @@ class Study:
             )
 
     def prompts_file(self) -> Path:
-        """The last tokens before the same places of held-out documents, as many as each length says."""
+        """Writes the prompts: for each length, that many tokens before the same positions of held-out documents."""
         lengths, directory, answers = self.settings.prompt_tokens, self.directory / "held_out", self.config.acceptance
-        of_longest = [*self.common, f"prompts.max_document_tokens={max(lengths)}"]
-        self._run(directory, of_longest, [STAGES["prompts"]], {"prompts": {**asdict(self.config.prompts), "windows": max(lengths)}})
+        longest = [*self.common, f"prompts.max_document_tokens={max(lengths)}"]
+        self._run(directory, longest, [STAGES["prompts"]], {"prompts": {**asdict(self.config.prompts), "windows": max(lengths)}})
         chooses = any(variant.train.validation_prompts for variant in self.variants.values())
         documents = held_out_documents(directory / "prompts", HeldOut.reporting if chooses else HeldOut.all)
-        found = held_out_prompts(
+        prompts = held_out_prompts(
             documents, len(documents), max(lengths), answers.max_new_tokens, target_config_of(self.config).max_position_embeddings
         )
-        places = {place: tokens for place, tokens in found.items() if len(tokens) >= max(lengths)}
-        if len(places) < self.settings.num_prompts:
+        prompts = {document: tokens for document, tokens in prompts.items() if len(tokens) >= max(lengths)}
+        if len(prompts) < self.settings.num_prompts:
             raise ValueError(
-                f"study.num_prompts: must be at most {len(places)}, the places in held-out documents with {max(lengths)} tokens before "
-                f"them, but is {self.settings.num_prompts}; lower it, lower study.prompt_tokens, or raise prompts.validation_fraction"
+                f"study.num_prompts: must be at most {len(prompts)}, the prompts of {max(lengths)} tokens in held-out documents, "
+                f"but is {self.settings.num_prompts}; lower it, lower study.prompt_tokens, or raise prompts.validation_fraction"
             )
         lines = (
-            {"id": f"{place} {length}", "category": str(length), "input_ids": places[place][-length:]}
-            for place in list(places)[: self.settings.num_prompts]
+            {"id": f"{document} {length}", "category": str(length), "input_ids": prompts[document][-length:]}
+            for document in list(prompts)[: self.settings.num_prompts]
             for length in lengths
         )
         path = directory / "prompts.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return path.rename(directory / f"prompts_{file_sha256(path)[:8]}.jsonl")
 
-    def measure(self, variant: str, seed: int, prompts_file: Path) -> Figures | None:
-        """Train, and measure on the prompts; None where the training diverged."""
+    def measure(self, variant: str, seed: int, prompts_file: Path) -> RunResult | None:
+        """Train a variant and measure it on the prompts; returns None if the training diverged."""
         config, data, directory = self.variants[variant], self._data(variant), self.directory / variant / f"seed_{seed}"
         directory.mkdir(parents=True, exist_ok=True)
         for stage in STAGES:
@@ -155,16 +158,17 @@ class Study:
         if not self._run(directory, overrides, ["mtptrain.train"], trained, record="trained.json"):
             return None
         output_dir = directory / f"acceptance_{prompts_file.stem}"
-        plain = ["acceptance.baselines=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null"]
-        of_prompts = [f"acceptance.prompts_file={quoted(prompts_file)}", f"acceptance.output_dir={quoted(output_dir)}"]
+        head_only = ["acceptance.baselines=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null"]
+        prompts = [f"acceptance.prompts_file={quoted(prompts_file)}", f"acceptance.output_dir={quoted(output_dir)}"]
         record = f"measured_{prompts_file.stem}.json"
         self._run(
-            directory, [*overrides, *plain, *of_prompts], ["eval.acceptance"], {"settings": asdict(config.acceptance)}, record
+            directory, [*overrides, *head_only, *prompts], ["eval.acceptance"], {"settings": asdict(config.acceptance)}, record
         )
-        return figures_of(output_dir / "generations.jsonl", self.settings.prompt_tokens)
+        return result_of(output_dir / "generations.jsonl", self.settings.prompt_tokens)
 
     def _data(self, variant: str) -> Path:
-        """Stages before training, once for all variants that share what they depend on."""
+        """Run the stages before training, once for all variants with the same settings for them, and return their
+        folder."""
         needs = {name: needed_data(config) for name, config in self.variants.items()}
         first = next(name for name in needs if needs[name] == needs[variant])
         directory, programs = self.directory / "data" / first, list(STAGES.values())
@@ -174,25 +178,31 @@ class Study:
         return directory
 
     def _run(
-        self, directory: Path, overrides: Sequence[str], programs: Sequence[str], settings: Figures, record: str = "made.json"
+        self,
+        directory: Path,
+        overrides: Sequence[str],
+        programs: Sequence[str],
+        settings: Mapping[str, Any],
+        record: str = "made.json",
     ) -> bool:
-        """Run programs with `directory` as their run_dir, unless they have run there; false where training diverged.
+        """Run programs with `directory` as their run_dir, unless they have run there; returns False if training
+        diverged.
 
         Raises:
-            ValueError: they have, with other settings.
-            RuntimeError: one failed.
+            ValueError: they have run there with other settings.
+            RuntimeError: a program failed.
         """
         path, wanted = directory / record, json.loads(json.dumps(settings))
         state = "begun"
         if path.exists():
-            found = json.loads(path.read_text())
-            different = [name for name in wanted if found["settings"].get(name) != wanted[name]]
+            recorded = json.loads(path.read_text())
+            different = [name for name in wanted if recorded["settings"].get(name) != wanted[name]]
             if different:
                 raise ValueError(
-                    f"{path}: {different[0]} must be {wanted[different[0]]}, but was {found['settings'].get(different[0])}; remove the "
-                    "folder, or set study.name"
+                    f"{path}: {different[0]} must be {wanted[different[0]]}, but was {recorded['settings'].get(different[0])}; remove "
+                    "the folder, or set study.name"
                 )
-            state = found["state"]
+            state = recorded["state"]
         if state == "begun":
             directory.mkdir(parents=True, exist_ok=True)
             write_json(path, {"state": state, "settings": wanted})
@@ -206,7 +216,7 @@ class Study:
 
 
 def name_of(override: str) -> str:
-    """What an override sets."""
+    """Returns the name of the setting that an override sets."""
     return override.lstrip("+~").split("=")[0]
 
 
@@ -214,8 +224,8 @@ def target_config_of(config: PipelineConfig) -> PreTrainedConfig:
     return read_target_config(resolve_target(config.target.path, config.target.revision))
 
 
-def needed_data(config: PipelineConfig) -> Figures:
-    """What the stages before training depend on."""
+def needed_data(config: PipelineConfig) -> dict[str, Any]:
+    """Returns the settings that the stages before training depend on."""
     return {
         "prompts": asdict(config.prompts),
         "hidden_states": asdict(config.hidden_states),
@@ -225,16 +235,16 @@ def needed_data(config: PipelineConfig) -> Figures:
 
 
 def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Path) -> bool:
-    """Returns false where training diverged.
+    """Run a program; returns False if it is training and diverged.
 
     Raises:
-        RuntimeError: with the last line of its log, where the program failed otherwise.
+        RuntimeError: the program failed in another way; the message has the last error of its log.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    is_of_ranks = num_ranks > 1 and program not in ("data_prep.prompts", "data_prep.draft_vocab")
+    uses_ranks = num_ranks > 1 and program not in ("data_prep.prompts", "data_prep.draft_vocab")
     with log.open("a") as file:
         before = log.stat().st_size
-        command = [sys.executable, *(launcher if is_of_ranks else []), "-m", python_module(program), *overrides]
+        command = [sys.executable, *(launcher if uses_ranks else []), "-m", python_module(program), *overrides]
         ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
     if ended.returncode == 0:
         return True
@@ -242,21 +252,21 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
     errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line] or ["see the log"]
     if program == "mtptrain.train" and "must be finite" in errors[-1]:
         return False
-    raise RuntimeError(f"{program}: must end well, but ended with {ended.returncode}: {errors[-1]}; see {log}")
+    raise RuntimeError(f"{program}: must end with 0, but ended with {ended.returncode}: {errors[-1]}; see {log}")
 
 
-def figures_of(generations: Path, prompt_tokens: Sequence[int]) -> Figures:
-    """From the counts of every answer; None for a length without rounds."""
+def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
+    """Computes the result of a run from the counts of its answers. A prompt length without rounds has None."""
     lines = [json.loads(line) for line in generations.read_text().splitlines()]
     names = ("tokens", "rounds", "empty_rounds", "drafted", "accepted_at")
     answers = [(int(line["id"].split()[1]), line["has_loop"], Generation(**{name: line[name] for name in names})) for line in lines]
 
     def lengths(with_loops: bool) -> dict[str, float | None]:
-        found = {}
+        length_of = {}
         for tokens in prompt_tokens:
             pooled = summarise([each for length, loops, each in answers if length == tokens and (with_loops or not loops)])
-            found[str(tokens)] = pooled.acceptance_length if pooled.rounds else None
-        return found
+            length_of[str(tokens)] = pooled.acceptance_length if pooled.rounds else None
+        return length_of
 
     return {
         "acceptance": lengths(with_loops=True),

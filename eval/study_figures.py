@@ -1,4 +1,4 @@
-"""The figures of a study: a table over seeds, and a plot."""
+"""Shows the results of a study: tables over seeds, and a plot."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,23 +9,24 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-Figures = dict[str, Any]
-"""Of one training run: `acceptance` by tokens of the prompt, `without_loops` likewise, and `acceptance_rate_at` of all."""
-Measured = Mapping[str, Mapping[int, Figures | None]]
-"""By variant and seed; None where the training diverged."""
+RunResult = dict[str, Any]
+"""The result of one training run: `acceptance` and `without_loops`, lengths by prompt tokens, and
+`acceptance_rate_at`."""
+StudyResults = Mapping[str, Mapping[int, RunResult | None]]
+"""Results by variant and seed; None if the training diverged."""
 
 
-def over_seeds(runs: Mapping[int, Figures | None], key: str, place: str | int) -> list[float]:
-    """A figure of each seed that has it."""
-    found = []
+def over_seeds(runs: Mapping[int, RunResult | None], key: str, index: str | int) -> list[float]:
+    """Returns `run[key][index]` of each seed that has it."""
+    values = []
     for run in runs.values():
-        if run is not None and (isinstance(place, str) or place < len(run[key])) and run[key][place] is not None:
-            found.append(run[key][place])
-    return found
+        if run is not None and (isinstance(index, str) or index < len(run[key])) and run[key][index] is not None:
+            values.append(run[key][index])
+    return values
 
 
 def spread(values: Sequence[float]) -> float:
-    """Standard deviation over seeds."""
+    """Returns the standard deviation over seeds."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
@@ -35,12 +36,12 @@ def shown(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.3f}" + (f" ± {spread(values):.3f}" if len(values) > 1 else "")
 
 
-def num_depths(measured: Measured) -> int:
+def num_depths(measured: StudyResults) -> int:
     return max((len(run["acceptance_rate_at"]) for runs in measured.values() for run in runs.values() if run), default=0)
 
 
-def lengths_table(prompt_tokens: Sequence[int], measured: Measured, key: str = "acceptance") -> list[list[str]]:
-    """Acceptance length of each variant at each length of the prompt, below a row of names."""
+def lengths_table(prompt_tokens: Sequence[int], measured: StudyResults, key: str = "acceptance") -> list[list[str]]:
+    """Returns the acceptance length of each variant for each prompt length, below a row of column names."""
     rows = [["prompts of", *(f"{each} tokens" for each in prompt_tokens), "trained"]]
     for variant, runs in measured.items():
         diverged = sum(run is None for run in runs.values())
@@ -49,8 +50,8 @@ def lengths_table(prompt_tokens: Sequence[int], measured: Measured, key: str = "
     return rows
 
 
-def positions_table(measured: Measured) -> list[list[str]]:
-    """Share accepted at each position, of prompts of all lengths, below a row of names."""
+def positions_table(measured: StudyResults) -> list[list[str]]:
+    """Returns the share accepted at each position, over prompts of all lengths, below a row of column names."""
     depths = range(num_depths(measured))
     rows = [["accepted", *(f"at {depth}" for depth in depths)]]
     return rows + [
@@ -58,7 +59,7 @@ def positions_table(measured: Measured) -> list[list[str]]:
     ]
 
 
-def print_tables(name: str, prompt_tokens: Sequence[int], measured: Measured) -> None:
+def print_tables(name: str, prompt_tokens: Sequence[int], measured: StudyResults) -> None:
     console = Console()
     console.width = max(console.width, 40 + 16 * len(prompt_tokens))
     for title, (names, *rows) in {
@@ -72,8 +73,9 @@ def print_tables(name: str, prompt_tokens: Sequence[int], measured: Measured) ->
         console.print(table)
 
 
-def draw(prompt_tokens: Sequence[int], measured: Measured, path: Path) -> None:
-    """Acceptance length against tokens of the prompt, and acceptance by position; bars are standard deviations over seeds."""
+def draw(prompt_tokens: Sequence[int], measured: StudyResults, path: Path) -> None:
+    """Plot acceptance length against prompt length, and acceptance by position. Bars are standard deviations over
+    seeds."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     by_tokens, by_position = figure.subplots(1, 2)
     depths = range(num_depths(measured))
@@ -81,13 +83,13 @@ def draw(prompt_tokens: Sequence[int], measured: Measured, path: Path) -> None:
         lengths = {each: over_seeds(runs, "acceptance", str(each)) for each in prompt_tokens}
         rates = {depth: over_seeds(runs, "acceptance_rate_at", depth) for depth in depths}
         for axes, points in ((by_tokens, lengths), (by_position, rates)):
-            values = {place: each for place, each in points.items() if each}
+            values = {x: each for x, each in points.items() if each}
             means, deviations = [statistics.mean(each) for each in values.values()], [spread(each) for each in values.values()]
             axes.errorbar(list(values), means, yerr=deviations, marker="o", capsize=3, label=variant)
     by_tokens.set_xscale("log", base=2)
     by_tokens.set_xticks(prompt_tokens, list(map(str, prompt_tokens)))
-    by_tokens.set(xlabel="tokens of the prompt", ylabel="acceptance length")
+    by_tokens.set(xlabel="prompt tokens", ylabel="acceptance length")
     by_position.set_xticks(depths)
-    by_position.set(xlabel="position of the draft", ylabel="accepted", ylim=(0, None))
+    by_position.set(xlabel="draft position", ylabel="accepted", ylim=(0, None))
     by_tokens.legend(fontsize=8)
     figure.savefig(path, format="svg")

@@ -82,9 +82,10 @@ def test_the_wheel_holds_every_module_every_recipe_and_the_demo_target(wheel: Pa
     files = {
         ("" if package == "mtptrain" else "mtptrain/") + path.relative_to(ROOT).as_posix()
         for package in PACKAGES
-        for path in [*(ROOT / package).rglob("*.py"), *(ROOT / package).rglob("*.yaml")]
+        for suffix in ("py", "yaml", "jinja")
+        for path in (ROOT / package).rglob(f"*.{suffix}")
     }
-    assert {"mtptrain/config.py", "mtptrain/eval/acceptance.py", "mtptrain/recipes/pipeline.yaml"} <= files
+    assert {"mtptrain/config.py", "mtptrain/eval/report.html.jinja", "mtptrain/recipes/pipeline.yaml"} <= files
     assert files | {f"mtptrain/demo_target/{name}" for name in DEMO_TARGET} <= names
     assert {name.split("/")[0] for name in names} == {"mtptrain", "mtptrain-0.1.0.dist-info"}
 

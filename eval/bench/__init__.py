@@ -1,1 +1,1 @@
-"""Benchmarks: every candidate is measured in turns in one run."""
+"""Benchmarks. Each one measures all its candidates in turns, in one run."""

@@ -1,14 +1,20 @@
-"""Decoding with drafts beside plain decoding in one run: what a round costs, how much faster it is, and which K pays.
+"""Compares decoding with drafts to plain decoding in one run: the cost of a round, the speed-up, and the best K.
 
     python -m eval.bench.decode recipe=quickstart
-    python -m eval.bench.decode recipe=quickstart "bench.batch_sizes=[1,4,32]" "bench.draft_depths=[1,2,3,4,5,6]" bench.out=decode.json
+    python -m eval.bench.decode recipe=quickstart "bench.batch_sizes=[1,4,32]" "bench.draft_depths=[1,2,3,4,5,6]" \
+        bench.out=decode.json
 
-Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode each batch in turns, and the fastest
-of `bench.repeats` counts; tokens/s begin behind the prompt, answers have `acceptance.max_new_tokens` tokens and do not end before. The
-prediction sees none of this: it takes what a round costs from prompts of random tokens, and the rounds that an answer needs with every K
-from how often the drafts of the largest one are accepted at each position on prompts of other files. A batch lasts as long as its slowest
-answer; `refilled` is the speed-up where others take the places of those that are done, as in an engine. Writes `report.json` and a chart
-into `run_dir/bench_decode/`, and both into the page of `eval.acceptance` where that is of the same head and settings.
+Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode each batch in
+turns, and the fastest of `bench.repeats` counts. Tokens/s are counted after the prompt; answers have exactly
+`acceptance.max_new_tokens` tokens.
+
+The prediction does not use these measurements. It takes the cost of a round from prompts of random tokens, and the
+rounds that an answer needs from how often the drafts of the largest K are accepted at each position on prompts of other
+files. A batch takes as long as its slowest answer; `refilled` is the speed-up if new prompts replaced finished ones, as
+in an engine.
+
+Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `eval.acceptance` if that is
+of the same head and settings.
 """
 
 from collections.abc import Sequence
@@ -24,11 +30,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from mtptrain.config import RECIPES, load_config
+from mtptrain.config import RECIPES, BenchConfig, PipelineConfig, load_config
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
-from mtptrain.decoding.speculate import PHASES, Drafter, Generation, Sampler, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import PHASES, Drafter, Generation, speculate
+from mtptrain.heads.base import Head
 from mtptrain.run_dir import command, write_provenance
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
@@ -38,58 +46,27 @@ from mtptrain.utils.files import write_json
 
 from ..report_page import write_run_page
 
-Figures = dict[str, Any]
+DecodingRow = dict[str, Any]
+"""The figures of one batch size and K."""
+Batch = Sequence[Sequence[int]]
+"""Prompts that are decoded together."""
 BATCHES_PER_COST = 4
-"""Of so many batches, one is measured with random tokens too: what a round costs."""
+"""The cost of a round is measured on random tokens once for this many batches."""
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    ranks, settings, bench = init_ranks(config.distributed_timeout_hours), config.acceptance, config.bench
-    if settings.max_new_tokens < 2:
-        raise ValueError(
-            f"acceptance.max_new_tokens: must be at least 2, of which the first is not timed, but is {settings.max_new_tokens}"
-        )
-    if bench.out and not Path(bench.out).parent.is_dir():
-        raise ValueError(f"bench.out: must be a JSON file in a folder that exists, but is {bench.out}; correct it")
+    check(config)
+    ranks, settings = init_ranks(config.distributed_timeout_hours), config.acceptance
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
-    prompts = read_prompts(config, target_dir, spare_tokens=max(bench.draft_depths))
-    halves = [half[: bench.decode_prompts] for half in halves_of(prompts)]
-    if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
-        raise ValueError(
-            f"bench.batch_sizes: must be at most {num_prompts}, the prompts of each half, one measured and one predicted from, but hold "
-            f"{max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and acceptance.num_prompts"
-        )
-    target = load_target(target_dir, dtype, ranks.device)
-
-    drafters: dict[int, Drafter] = {0: NoDrafter()}
-    drafters |= {depths: HeadDrafter(found.head, target.parts, depths, settings.sample_drafts) for depths in bench.draft_depths}
-
-    def decode_with(depths: int, batch: Batch) -> Spent:
-        sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
-        return decode(target, drafters[depths], batch, depths, settings.max_new_tokens, sampler)
-
-    def fastest(batch: Batch) -> dict[int, Spent]:
-        tries = [{depths: decode_with(depths, batch) for depths in drafters} for _ in range(bench.repeats)]  # in turns
-        return {depths: min((each[depths] for each in tries), key=lambda spent: spent.seconds) for depths in drafters}
-
-    rows: list[Figures] = []
-    for batch_size in bench.batch_sizes:
-        measured, costs = dict.fromkeys(drafters, Spent()), dict.fromkeys(drafters, Spent())
-        batches, other_batches = (full_batches(half, batch_size) for half in halves)
-        for index, batch in enumerate(tqdm(batches, desc=f"batches of {batch_size}", unit="batch")):
-            measured = {depths: measured[depths] + spent for depths, spent in fastest(batch).items()}
-            if index % BATCHES_PER_COST == 0:
-                of_random = fastest(random_tokens(batch, len(target.parts.lm_head), seed=index))
-                costs = {depths: costs[depths] + spent for depths, spent in of_random.items()}
-        deepest = max(bench.draft_depths)
-        answers = [decode_with(deepest, batch).answers for batch in tqdm(other_batches, desc="other prompts", unit="batch")]
-        rows += [describe(batch_size, depths, measured, costs, answers) for depths in drafters]
+    prompts = read_prompts(config, target_dir, spare_tokens=max(config.bench.draft_depths))
+    halves = measured_and_other(config.bench, prompts)
+    rows = measure(config, load_target(target_dir, dtype, ranks.device), found.head, *halves)
     output_dir = config.stage_dir("bench_decode")
-    figures = {
+    report = {
         "command": command(),
         "head_sha256": found.sha256,
         "prompts_sha256": prompts.sha256,
@@ -100,25 +77,84 @@ def main(cfg: DictConfig) -> None:
     }
     write_provenance(output_dir, config)
     draw(rows, output_dir / "report.svg")
-    write_json(output_dir / "report.json", figures)
-    if bench.out:
-        write_json(Path(bench.out), figures)
+    write_json(output_dir / "report.json", report)
+    if config.bench.out:
+        write_json(Path(config.bench.out), report)
     print_table(rows)
     print(f"chart: {output_dir / 'report.svg'}")
     write_run_page(config)
 
 
+def check(config: PipelineConfig) -> None:
+    """Raises ValueError for settings that cannot be measured."""
+    if config.acceptance.max_new_tokens < 2:
+        raise ValueError(
+            f"acceptance.max_new_tokens: must be at least 2, because the first token is not timed, but is "
+            f"{config.acceptance.max_new_tokens}; raise it"
+        )
+    if config.bench.out and not Path(config.bench.out).parent.is_dir():
+        raise ValueError(f"bench.out: must be a JSON file in a folder that exists, but is {config.bench.out}; correct it")
+
+
+def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
+    """Returns the prompts to measure, and prompts of other sources to predict from.
+
+    Raises:
+        ValueError: one of them cannot fill the largest batch.
+    """
+    halves: list[Batch] = [half[: bench.decode_prompts] for half in halves_of(prompts)]
+    if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
+        raise ValueError(
+            f"bench.batch_sizes: must be at most {num_prompts}, the prompts of each half, one measured and one predicted from, but hold "
+            f"{max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and acceptance.num_prompts"
+        )
+    return halves
+
+
+def measure(config: PipelineConfig, target: Target, head: Head, prompts: Batch, other_prompts: Batch) -> list[DecodingRow]:
+    """Returns a row for each batch size and K, 0 for plain decoding.
+
+    Args:
+        prompts: what is measured.
+        other_prompts: prompts of other sources, whose acceptance gives the prediction.
+    """
+    settings, bench, deepest = config.acceptance, config.bench, max(config.bench.draft_depths)
+    drafters: dict[int, Drafter] = {0: NoDrafter()}
+    drafters |= {depths: HeadDrafter(head, target.parts, depths, settings.sample_drafts) for depths in bench.draft_depths}
+
+    def decode_with(depths: int, batch: Batch) -> Spent:
+        sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
+        return decode(target, drafters[depths], batch, depths, settings.max_new_tokens, sampler)
+
+    def fastest(batch: Batch) -> dict[int, Spent]:
+        tries = [{depths: decode_with(depths, batch) for depths in drafters} for _ in range(bench.repeats)]  # in turns
+        return {depths: min((each[depths] for each in tries), key=lambda spent: spent.seconds) for depths in drafters}
+
+    rows: list[DecodingRow] = []
+    for batch_size in bench.batch_sizes:
+        measured, costs = dict.fromkeys(drafters, Spent()), dict.fromkeys(drafters, Spent())
+        batches, other_batches = full_batches(prompts, batch_size), full_batches(other_prompts, batch_size)
+        for index, batch in enumerate(tqdm(batches, desc=f"batches of {batch_size}", unit="batch")):
+            measured = {depths: measured[depths] + spent for depths, spent in fastest(batch).items()}
+            if index % BATCHES_PER_COST == 0:
+                on_random = fastest(random_tokens(batch, len(target.parts.lm_head), seed=index))
+                costs = {depths: costs[depths] + spent for depths, spent in on_random.items()}
+        answers = [decode_with(deepest, batch).answers for batch in tqdm(other_batches, desc="other prompts", unit="batch")]
+        rows += [describe(batch_size, depths, measured, costs, answers) for depths in drafters]
+    return rows
+
+
 @dataclass(frozen=True)
 class Spent:
-    """What decoding took behind the prompts."""
+    """What decoding took, summed over batches."""
 
     tokens: int = 0
-    """New ones, but for each answer's first."""
+    """New tokens, without the first of each answer."""
     rounds: int = 0
-    """Forwards of the target, of all batches."""
+    """Forwards of the target after the prompts, summed over batches."""
     answers: tuple[Generation, ...] = ()
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of `PHASES`."""
+    """Seconds by the names of `PHASES`."""
 
     def __add__(self, other: "Spent") -> "Spent":
         phases = {name: self.phases.get(name, 0.0) + other.phases.get(name, 0.0) for name in self.phases | other.phases}
@@ -126,6 +162,7 @@ class Spent:
 
     @property
     def seconds(self) -> float:
+        """Seconds after the prompts."""
         return sum(seconds for name, seconds in self.phases.items() if name != "prompt")
 
     @property
@@ -133,7 +170,7 @@ class Spent:
         return sum(self.phases.values())
 
     @property
-    def seconds_of_a_round(self) -> float:
+    def seconds_per_round(self) -> float:
         return self.seconds / self.rounds
 
     @property
@@ -141,16 +178,13 @@ class Spent:
         return self.tokens / self.seconds
 
 
-Batch = Sequence[Sequence[int]]
-
-
 def halves_of(prompts: Prompts) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts to measure and prompts to predict from, of other files or conversations."""
-    places: dict[str, int] = {}
+    """Splits prompts by their files or conversations, which go to both halves alternately."""
+    source_index: dict[str, int] = {}
     halves: tuple[list[list[int]], list[list[int]]] = ([], [])
     for prompt_id, prompt in prompts.input_ids.items():
         source = prompts.sources.get(prompt_id, prompt_id)
-        halves[places.setdefault(source, len(places)) % 2].append(prompt)
+        halves[source_index.setdefault(source, len(source_index)) % 2].append(prompt)
     return halves
 
 
@@ -159,13 +193,13 @@ def full_batches(prompts: Batch, batch_size: int) -> list[Batch]:
 
 
 def random_tokens(batch: Batch, vocab_size: int, seed: int) -> Batch:
-    """Prompts as long as those of the batch."""
+    """Returns prompts of random tokens, as long as those of the batch."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (len(prompt),), generator=generator).tolist() for prompt in batch]
 
 
 def decode(target: Target, drafter: Drafter, batch: Batch, depths: int, max_new_tokens: int, sampler: Sampler) -> Spent:
-    """Decode a batch of prompts; K is 0 for plain decoding."""
+    """Decode a batch of prompts; `depths` is K, 0 for plain decoding."""
     clock = PhaseClock(target.device)
     answers = speculate(
         target, drafter, batch, num_speculative_tokens=depths, max_new_tokens=max_new_tokens, sampler=sampler, clock=clock
@@ -179,9 +213,10 @@ def num_rounds(answer: Generation) -> int:
 
 
 def needed_rounds(answer: Generation, depths: int) -> float:
-    """Rounds that an answer is expected to need with fewer drafts, if those at the first positions are accepted as often as here.
+    """Returns the rounds that an answer would need with fewer drafts, if their acceptance at each position were the
+    same.
 
-    A round of X tokens goes beyond the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
+    A round of X tokens exceeds the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
     """
     rates = [accepted / max(answer.rounds, 1) for accepted in answer.accepted_at[:depths]]
     mean = 1 + sum(rates)
@@ -195,40 +230,41 @@ def describe(
     measured: dict[int, Spent],
     costs: dict[int, Spent],
     other_answers: Sequence[Sequence[Generation]],
-) -> Figures:
-    """One row of the table; costs in milliseconds a round.
+) -> DecodingRow:
+    """Returns one row of the table; phases are in milliseconds per round.
 
     Args:
-        costs: of random tokens.
-        other_answers: of each batch of the other prompts, with the largest K.
+        measured: what decoding the prompts took, by K.
+        costs: what decoding random tokens took, by K.
+        other_answers: the answers to each batch of the other prompts, with the largest K.
     """
     spent, plain = measured[depths], measured[0]
     per_round = {name: spent.phases.get(name, 0.0) / spent.rounds * 1e3 for name in PHASES if name != "prompt"}
     other_rounds, other_plain_rounds = (
         sum(max(needed_rounds(answer, drafts) for answer in batch) for batch in other_answers) for drafts in (depths, 0)
     )
-    own_rounds = sum(map(num_rounds, spent.answers))  # of each answer until it was done
+    own_rounds = sum(map(num_rounds, spent.answers))  # of each answer, until it was finished
     return {
         "batch_size": batch_size,
         "num_speculative_tokens": depths,
         "tokens_per_s": spent.tokens_per_s,
         "speed_up": spent.tokens_per_s / plain.tokens_per_s,
         "speed_up_with_prompt": plain.all_seconds / spent.all_seconds * spent.tokens / plain.tokens,
-        "predicted_speed_up": other_plain_rounds / other_rounds * costs[0].seconds_of_a_round / costs[depths].seconds_of_a_round,
-        "refilled_speed_up": spent.tokens / own_rounds * plain.seconds_of_a_round / spent.seconds_of_a_round,
+        "predicted_speed_up": other_plain_rounds / other_rounds * costs[0].seconds_per_round / costs[depths].seconds_per_round,
+        "refilled_speed_up": spent.tokens / own_rounds * plain.seconds_per_round / spent.seconds_per_round,
         "tokens_per_round": spent.tokens / spent.rounds,
         **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
-        "random_tokens_ms": costs[depths].seconds_of_a_round * 1e3,
+        "random_tokens_ms": costs[depths].seconds_per_round * 1e3,
     }
 
 
-def recommended(rows: Sequence[Figures], batch_size: int) -> int:
-    """The K that decodes fastest; 0 where plain decoding does."""
+def recommended(rows: Sequence[DecodingRow], batch_size: int) -> int:
+    """Returns the K that decodes fastest, 0 if plain decoding does."""
     fastest = max((row for row in rows if row["batch_size"] == batch_size), key=lambda row: float(row["speed_up"]))
     return int(fastest["num_speculative_tokens"])
 
 
-def print_table(rows: Sequence[Figures]) -> None:
+def print_table(rows: Sequence[DecodingRow]) -> None:
     table = Table(title="Decoding")
     for column in (
         "batch",
@@ -263,16 +299,16 @@ def print_table(rows: Sequence[Figures]) -> None:
     console.print("* the K that decodes fastest")
 
 
-def draw(rows: Sequence[Figures], path: Path) -> None:
-    """Speed-up against K, a curve for each batch size; the prediction dashed."""
+def draw(rows: Sequence[DecodingRow], path: Path) -> None:
+    """Plots speed-up against K with a curve for each batch size; predictions are dashed."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for batch_size in dict.fromkeys(row["batch_size"] for row in rows):
-        own = [row for row in rows if row["batch_size"] == batch_size]
-        depths = [row["num_speculative_tokens"] for row in own]
+        curve = [row for row in rows if row["batch_size"] == batch_size]
+        depths = [row["num_speculative_tokens"] for row in curve]
         label = f"batches of {batch_size}: K = {recommended(rows, batch_size) or 'none'}"
-        (line,) = axes.plot(depths, [row["speed_up"] for row in own], marker="o", label=label)
-        axes.plot(depths, [row["predicted_speed_up"] for row in own], linestyle="--", color=line.get_color(), linewidth=1)
+        (line,) = axes.plot(depths, [row["speed_up"] for row in curve], marker="o", label=label)
+        axes.plot(depths, [row["predicted_speed_up"] for row in curve], linestyle="--", color=line.get_color(), linewidth=1)
     axes.axhline(1.0, color="#999", linewidth=0.8)
     axes.set(xlabel="K, 0 for plain decoding", ylabel="speed-up over plain decoding (dashed: predicted)", ylim=(0, None))
     axes.legend(title="fastest")

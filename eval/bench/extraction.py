@@ -1,12 +1,14 @@
-"""What extraction costs beside the bare forward of the target, and how fast its states are read: all candidates in turns, in one run.
+"""Compares the extraction of hidden states with the target's bare forward, and measures how fast they are read.
 
-- *bare forward*: the target over packed documents, nothing kept;
-- *ours*: the transformers backend into a store on disk, in bf16 and fp8, and with the writer stubbed out;
-- *plain loop*: batches of eight, padded, `output_hidden_states=True`, `torch.save` of what the head wants, as most scripts do;
-- *vLLM*: its backend into a store, where `serving.python` or `.venv-vllm` has one; a process of its own, hence not in turns;
-- *reading*: packed training batches from disk, beside a plain copy of the mapped shards.
+- *bare forward*: the target over packed documents, without keeping states;
+- *ours*: the transformers backend writing a store to disk, in bf16 and fp8, and with the writer stubbed out;
+- *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most
+  scripts do;
+- *vLLM*: its backend writing a store, if `serving.python` or `.venv-vllm` has vLLM;
+- *reading*: packed training batches from disk, compared with a plain copy of the memory-mapped shards.
 
-One thread, as a rank has on a CPU. Documents are of random tokens, lengths log-normal.
+All candidates run in turns, except vLLM, which needs its own process. They use one thread, as a rank does on a CPU.
+Documents have random tokens and log-normal lengths.
 
     python -m eval.bench.extraction recipe=quickstart
     python -m eval.bench.extraction recipe=quickstart bench.target=8b bench.documents=256     # on a GPU, random weights
@@ -60,7 +62,8 @@ LLAMA_8B = {
 }
 PLAIN_BATCH = 8
 READ_HIDDEN_SIZE = 4096
-Figures = dict[str, float]
+ExtractionFigures = dict[str, float]
+"""Measurements by name; the unit is part of the name."""
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
@@ -75,8 +78,8 @@ def main(cfg: DictConfig) -> None:
         Path(config.bench.out).write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def bench_writing(config: PipelineConfig, device: torch.device, directory: Path) -> Figures:
-    """tokens/s of every candidate, and the share of the device's limit that the bare forward reaches."""
+def bench_writing(config: PipelineConfig, device: torch.device, directory: Path) -> ExtractionFigures:
+    """Returns tokens/s of every candidate, and the MFU of the bare forward."""
     target = load_bench_target(config, device)
     documents = random_documents(config, target.config.vocab_size)
     layers = HEADS[config.head.name].layers_to_capture(config.head, target.config)
@@ -117,7 +120,10 @@ def random_documents(config: PipelineConfig, vocab_size: int) -> Documents:
 
 
 def fastest(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Seconds of the fastest of several runs of each candidate, in turns, so that what else the machine does hits all alike."""
+    """Returns seconds of the fastest of several runs of each candidate.
+
+    Candidates run in turns, so that other load on the machine affects all of them.
+    """
     seconds = dict.fromkeys(candidates, math.inf)
     for turn in range(repeats + 1):
         for name, run in candidates.items():
@@ -139,7 +145,7 @@ def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> Non
 def fill_store(
     streams: Streams, config: PipelineConfig, target: PreTrainedConfig, documents: Documents, directory: Path, dtype: StoreDtype
 ) -> None:
-    """Stage 2 without its program: a store from nothing to its manifest."""
+    """Writes a complete store, as stage 2 does."""
     if isinstance(streams, TransformersStreams):
         streams.target.model.set_attn_implementation(PACKED)
     num_captured = len(HEADS[config.head.name].layers_to_capture(config.head, target))
@@ -162,7 +168,7 @@ def without_writer(
 
 @contextmanager
 def stubbed_writer() -> Iterator[None]:
-    """States are handed over and dropped."""
+    """Drops states instead of writing them."""
     write = OverlappedWriter.write
     OverlappedWriter.write = lambda self, document, states: None  # type: ignore[method-assign]
     try:
@@ -173,7 +179,7 @@ def stubbed_writer() -> Iterator[None]:
 
 @torch.inference_mode()
 def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], directory: Path) -> None:
-    """Documents as they come, padded to the longest of eight; the file of each holds its last state and the captured ones."""
+    """Extracts states in padded batches of eight, in the order of the documents, and saves a file per document."""
     target.model.set_attn_implementation("sdpa")
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for start in range(0, len(documents), PLAIN_BATCH):
@@ -186,8 +192,9 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
                 torch.save({"input_ids": prompt, "hidden_states": states}, Path(folder) / f"{start + row}.pt")
 
 
-def bench_vllm(config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path) -> Figures:
-    """tokens/s of the vLLM backend into a store, its start left out; nothing where there is no vLLM, or no checkpoint to start."""
+def bench_vllm(config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path) -> ExtractionFigures:
+    """Returns tokens/s of the vLLM backend writing a store, without its start; empty if there is no vLLM or no
+    checkpoint."""
     if config.bench.target is not None:
         return {}
     try:
@@ -213,8 +220,9 @@ def bench_vllm(config: PipelineConfig, documents: Documents, layers: tuple[int, 
     return {"vllm_tokens_per_s": num_tokens(documents, [range(len(documents))]) / seconds["vllm"]}
 
 
-def bench_reading(bench: BenchConfig, directory: Path) -> Figures:
-    """GB/s of states that training gets from disk, in bf16, beside a copy of the mapped shards of a bf16 store."""
+def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
+    """Returns GB/s of bf16 states read from disk as training does, and of a copy of the mapped shards of a bf16
+    store."""
     stores = {
         dtype: random_store(directory / dtype.value, dtype, bench.read_tokens, 2048, READ_HIDDEN_SIZE)
         for dtype in (StoreDtype.bfloat16, StoreDtype.fp8)
@@ -232,8 +240,8 @@ def bench_reading(bench: BenchConfig, directory: Path) -> Figures:
     )
 
 
-def bench_opening(num_tokens: int, directory: Path) -> Figures:
-    """Seconds to open a store, with all that training asks of it at once, and anonymous memory that it takes."""
+def bench_opening(num_tokens: int, directory: Path) -> ExtractionFigures:
+    """Returns seconds and anonymous memory to open a store, with all that training reads from it at the start."""
     random_store(directory, StoreDtype.bfloat16, num_tokens, 500, 64)
 
     def open_whole() -> HiddenStore:
@@ -243,19 +251,19 @@ def bench_opening(num_tokens: int, directory: Path) -> Figures:
 
     seconds, before = fastest({"open": open_whole}, 5, torch.device("cpu"))["open"], anonymous_bytes()
     store = open_whole()
-    taken = anonymous_bytes() - before
+    growth = anonymous_bytes() - before
     excess = sum(record.num_bytes for record in store.manifest.shards) / store.manifest.num_tokens - 2 * store.manifest.hidden_size
-    return {"open_seconds": seconds, "open_anonymous_mb": taken / 1e6, "bytes_per_token_beyond_states": excess}
+    return {"open_seconds": seconds, "open_anonymous_mb": growth / 1e6, "bytes_per_token_beyond_states": excess}
 
 
 def anonymous_bytes() -> int:
-    """Of this process, page cache left out."""
+    """Returns the anonymous memory of this process, which excludes the page cache."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
 
 def random_store(directory: Path, dtype: StoreDtype, num_tokens: int, length: int, hidden_size: int) -> HiddenStore:
-    """Two shards of documents of one length."""
+    """Writes two shards of documents of the same length."""
     rng = np.random.default_rng(0)
     documents = Documents.from_list([(i, rng.integers(0, 1000, length), np.ones(length)) for i in range(num_tokens // length)])
     shards = shard_ranges(documents.lengths, num_tokens // 2)
@@ -267,7 +275,7 @@ def random_store(directory: Path, dtype: StoreDtype, num_tokens: int, length: in
 
 
 class RandomStreams:
-    """A backend without a target."""
+    """A backend that returns random states."""
 
     def __init__(self, hidden_size: int) -> None:
         self.hidden_size, self.generator = hidden_size, torch.Generator().manual_seed(0)
@@ -286,12 +294,12 @@ def copy_mapped(store: HiddenStore) -> None:
 
 
 def read_batches(schedule: BatchSchedule) -> None:
-    """An epoch as training gets it: four documents a batch, aligned for three depths."""
+    """Read an epoch as training does: four documents per batch, aligned for three depths."""
     num_tokens = sum(batch.document_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
     assert num_tokens == schedule.store.manifest.num_tokens, "an epoch is the whole store"
 
 
-def print_table(config: PipelineConfig, device: torch.device, figures: Figures) -> None:
+def print_table(config: PipelineConfig, device: torch.device, figures: ExtractionFigures) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread"
     title = (
         f"Extraction, {config.bench.target or config.target.path}, head {config.head.name}, {config.hidden_states.dtype}, {name}"
@@ -302,14 +310,14 @@ def print_table(config: PipelineConfig, device: torch.device, figures: Figures) 
         if key.endswith("_tokens_per_s"):
             label = key.removesuffix("_tokens_per_s").replace("_", " ")
             writing.add_row(label, f"{value:,.0f}", f"{value / bare:.3f}", f"{value / plain:.2f}")
-    writing.caption = f"the bare forward reaches {figures['mfu']:.1%} of the measured matmul peak"
+    writing.caption = f"MFU of the bare forward: {figures['mfu']:.1%} of the measured matmul peak"
     reading = Table("", "GB/s of bf16", "of the mapped copy", title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one thread")
     for key, value in figures.items():
         if key.endswith("_gb_per_s"):
             reading.add_row(key.removesuffix("_gb_per_s").replace("_", " "), f"{value:.2f}", f"{value / copy:.2f}")
     reading.caption = (
         f"a store of {config.bench.open_tokens:,} tokens opens in {figures['open_seconds']:.3f} s and takes "
-        f"{figures['open_anonymous_mb']:.1f} MB; a token costs {figures['bytes_per_token_beyond_states']:.2f} bytes beside its states"
+        f"{figures['open_anonymous_mb']:.1f} MB; a token costs {figures['bytes_per_token_beyond_states']:.2f} bytes more than its states"
     )
     Console().print(writing, reading)
 

@@ -1,7 +1,8 @@
-"""EAGLE-3 training steps of vLLM Speculators, in an environment of its own: JSON lines in, JSON lines out.
+"""Runs EAGLE-3 training steps of vLLM Speculators, with JSON lines as requests and answers.
 
-Started by `eval.bench.train` with the Python of `bench.peer_python`; imports of this project what measures memory. A request is
-`{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or `{"steps": n}` to time n steps.
+`eval.bench.train` starts it with the Python of `bench.peer_python`, which has no mtptrain; only `step_memory` is
+shared. A request is `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or
+`{"steps": n}` to time n steps.
 """
 
 import json
@@ -15,7 +16,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import LlamaConfig
 
 sys.path.append(str(Path(__file__).parents[2]))
-from .step_memory import resident_bytes, tensor_bytes
+from eval.bench.step_memory import resident_bytes, tensor_bytes
 
 
 class Peer:
@@ -81,11 +82,11 @@ def main() -> None:
             peer = None
             peer = Peer(request)
             for _ in range(3):
-                peer.step()  # moments and what a first use takes are no part of a step
+                peer.step()  # allocate optimizer states and warm up
             memory = {"peak_bytes": tensor_bytes(peer.step, peer.device), "resident_bytes": resident_bytes(peer.step)}
             answer = {"parameters": peer.num_parameters, **memory}
         else:
-            assert peer is not None, "no model has been asked for"
+            assert peer is not None, "the first request must build a model"
             started = time.perf_counter()
             for _ in range(request["steps"]):
                 peer.step()

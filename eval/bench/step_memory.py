@@ -1,4 +1,7 @@
-"""What a step takes: the bytes of its tensors, and the resident memory of the process. Needs torch alone, for peers import it too."""
+"""Measures the memory of a step: the bytes of its tensors, and the resident memory of the process.
+
+Imports nothing but torch, because other trainers' environments import it too.
+"""
 
 import ctypes
 import gc
@@ -13,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def tensor_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """The most that tensors take during a step beyond those that are there before it."""
+    """Returns the peak bytes of tensors during a step, beyond those that exist before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -32,15 +35,15 @@ def tensor_bytes(step: Callable[[], object], device: torch.device) -> int:
 
 
 def resident_bytes(step: Callable[[], object]) -> int:
-    """The most that the process takes during a step beyond what it holds before, on Linux.
+    """Returns the peak growth of the process's resident memory during a step. Works on Linux only.
 
-    It is the allocator's figure more than the step's: glibc before 2.38 does not find freed blocks of the same size again where they are
-    aligned, and then holds twice what the tensors take; with jemalloc both are the same.
+    This depends on the allocator: glibc before 2.38 does not reuse freed aligned blocks of the same size and may hold
+    twice the memory of the tensors; jemalloc holds about the same.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back, so that what a step takes is seen
+    ctypes.CDLL(None).malloc_trim(0)  # return freed memory, so that only the step counts
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     step()
     return _status("VmHWM") - before
 

@@ -1,15 +1,19 @@
-"""The training step beside its plain formula and beside another trainer, in turns in one run; its share of the device's limit; and
-what prompts and long documents cost.
+"""Compares the training step with its plain formula and with another trainer, and measures its MFU and the cost of
+prompts and long documents.
 
     python -m eval.bench.train recipe=quickstart
     python -m eval.bench.train recipe=quickstart bench.target=8b          # on a GPU
     make .venv-peer/.installed                                            # the other trainer, once
 
-Random states and tokens in documents of 512; steps with forward, loss, backward, clipping and AdamW, in bf16 with fp32
-masters. Ours is the trainer's own, in its DeepSpeed engine; the plain formula runs every row at every depth over dense masks and
-keeps all logits; the peer is vLLM Speculators' EAGLE-3, which runs eagerly on a CPU as `eager` and `plain` do. Memory is what the tensors
-of a step take at their most beyond those that are there before it: activations, gradients and what the optimizer makes of them; beside
-it, on a CPU, what the process grows by (RSS). `bench.out=FILE` writes the figures as JSON.
+Documents have 512 random tokens and random states. A step is forward, loss, backward, clipping and AdamW, in bf16 with
+fp32 master weights. Candidates run in turns:
+
+- *ours*: the trainer's step in its DeepSpeed engine; *eager*: the same without torch.compile;
+- *plain*: the plain formula, which runs every row at every depth over dense masks and keeps all logits, eagerly;
+- *peer*: EAGLE-3 of vLLM Speculators, eager on a CPU.
+
+Memory is the peak of the step's tensors beyond those that exist before it: activations, gradients and the optimizer's
+temporaries. On a CPU, RSS is the growth of the process. `bench.out=FILE` writes the figures as JSON.
 """
 
 import json
@@ -40,7 +44,8 @@ GPU_TARGETS = {
 GPU_VOCAB = 128_256
 GPU_DOCUMENTS = ([8192] * 2, [0] * 2)
 DOCUMENT_TOKENS = 512
-Figures = dict[str, Any]
+TrainFigures = dict[str, Any]
+"""Measurements by name; the unit is part of the name."""
 
 
 @hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
@@ -50,7 +55,7 @@ def main(cfg: DictConfig) -> None:
     ranks = init_ranks(config.distributed_timeout_hours)
     config = replace(config, train=replace(config.train, compile=True, micro_batches_per_step=1))
     peak = matmul_peak(ranks.device, torch.bfloat16)
-    figures: Figures = {"device": device_name(ranks.device), "matmul_tflops": peak / 1e12}
+    figures: TrainFigures = {"device": device_name(ranks.device), "matmul_tflops": peak / 1e12}
     if config.bench.target is not None:
         figures["gpu"] = [bench_gpu(config, ranks, peak, *case) for case in GPU_CASES]
     else:
@@ -76,22 +81,22 @@ def check(config: PipelineConfig) -> None:
             raise ValueError(f"bench.hidden_sizes: must be multiples of 64, the head dim, but hold {size}; round it")
 
 
-def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Figures]:
-    """Ours, the plain formula and the peer at every size, full supervision."""
+def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[TrainFigures]:
+    """Measures ours, the plain formula and the peer at every size, with all tokens supervised."""
     has_peer = Path(config.bench.peer_python).exists()
     if not has_peer:
         print(f"*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators, but {config.bench.peer_python} does not "
               "exist; run `make .venv-peer/.installed` ***")  # fmt: skip
-    found = []
+    rows = []
     for hidden_size in config.bench.hidden_sizes:
         for num_tokens in config.bench.train_tokens:
             case, shape = case_of(hidden_size, config.bench.vocab_size, config.bench.depths), full_documents(num_tokens)
             peer = PeerProcess(config.bench.peer_python, case, shape, ranks.device) if has_peer else None
-            found.append({"hidden_size": hidden_size, "tokens": num_tokens} | in_turns(config, ranks, case, shape, peer, peak))
-            print(json.dumps(found[-1]))
+            rows.append({"hidden_size": hidden_size, "tokens": num_tokens} | in_turns(config, ranks, case, shape, peer, peak))
+            print(json.dumps(rows[-1]))
             if peer is not None:
                 peer.close()
-    return found
+    return rows
 
 
 def full_documents(num_tokens: int) -> Shape:
@@ -101,8 +106,8 @@ def full_documents(num_tokens: int) -> Shape:
     return lengths, [0] * len(lengths)
 
 
-def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, peer: PeerProcess | None, peak: float) -> Figures:
-    """Seconds of the fastest of several steps of each candidate, one after the other, and the memory that each took."""
+def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, peer: PeerProcess | None, peak: float) -> TrainFigures:
+    """Measures speed and memory of all candidates on one batch."""
     candidates: dict[str, Callable[[], float]] = {}
     peaks: dict[str, int] = {}
     builders: dict[str, type[Ours]] = {"ours": Ours, "plain": Plain}
@@ -117,7 +122,7 @@ def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, pee
         candidates["peer"] = peer.step
     best = fastest(candidates, config.bench.repeats)
     tokens = sum(shape[0])
-    figures: Figures = {
+    figures: TrainFigures = {
         "tokens_per_s": tokens / best["ours"],
         "eager_tokens_per_s": tokens / best["eager"],
         "plain_tokens_per_s": tokens / best["plain"],
@@ -145,7 +150,7 @@ def uncompiled(run: Callable[[], float]) -> float:
 
 
 def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Seconds of the fastest of several steps of each candidate, in turns."""
+    """Returns seconds of the fastest of several steps of each candidate, which run in turns."""
     best = dict.fromkeys(candidates, math.inf)
     for turn in range(repeats + 1):
         for name, run in candidates.items():
@@ -156,18 +161,18 @@ def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[st
 
 
 def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2) -> tuple[float, int]:
-    """Seconds of the fastest of a few steps, and the bytes that the tensors of one took.
+    """Returns seconds of the fastest of a few steps, and the peak bytes of the tensors of one.
 
-    Compiling takes time and memory of its own, for fixed shapes and then for others, so that three steps go ahead.
+    Three steps come first: compilation takes time and memory, first for fixed shapes and then for dynamic ones.
     """
     for _ in range(3):
         step()
     return min(step() for _ in range(repeats)), tensor_bytes(step, device)
 
 
-def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
-    """What a prompt token costs beside a supervised one, from steps whose answers stay and whose prompts grow; and, with prompts nine
-    times as long as the answers, ours beside the peer."""
+def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
+    """Measures the cost of a prompt token relative to a supervised one, from steps with longer and longer prompts, and
+    compares ours with the peer for prompts nine times as long as the answers."""
     hidden_size, vocab_size = config.bench.prompt_sizes
     case, answer, documents = case_of(hidden_size, vocab_size, config.bench.depths), 256, 2
     steps = {
@@ -176,7 +181,7 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
     }
     curve = fastest(steps, config.bench.repeats)
     rows = answer * documents
-    figures: Figures = {
+    figures: TrainFigures = {
         "prompt_curve": {f"prompts {factor} times the answers": seconds for factor, seconds in curve.items()},
         "prompt_token_cost": (curve["9"] - curve["0"]) / (9 * rows) / (curve["0"] / rows),
     }
@@ -190,28 +195,30 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> Figures:
     return figures
 
 
-def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Figures]:
-    """One document of each length, an answer of 1,024 tokens at its end, and one fully supervised up to a quarter of the longest."""
-    found = []
+def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[TrainFigures]:
+    """Measures single documents of each length, with a final answer of 1,024 tokens, and up to a quarter of the longest
+    also with all tokens supervised."""
+    measured = []
     case, longest = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths), config.bench.longest_tokens
     lengths = [1024 << i for i in range(longest.bit_length()) if 1024 << i <= longest]
-    for length, rows in [(length, 1024) for length in lengths] + [
-        (length, length) for length in lengths[1:] if length <= longest // 4
-    ]:
+    fully_supervised = [(length, length) for length in lengths[1:] if length <= longest // 4]
+    for length, rows in [*((length, 1024) for length in lengths), *fully_supervised]:
         ours = Ours(config, case, ([length], [length - rows]), ranks)
         seconds, num_bytes = with_peak(ours.timed, ranks.device)
-        figures: Figures = {"tokens": length, "rows": rows, "seconds": seconds, "peak_bytes": num_bytes}
-        found.append(figures | {"mfu": ours.flops / seconds / peak})
-        print(json.dumps(found[-1]))
-    return found
+        figures: TrainFigures = {"tokens": length, "rows": rows, "seconds": seconds, "peak_bytes": num_bytes}
+        measured.append(figures | {"mfu": ours.flops / seconds / peak})
+        print(json.dumps(measured[-1]))
+    return measured
 
 
 GPU_CASES: tuple[tuple[str, int, int | None], ...] = (("mtp", 3, None), ("eagle3", 7, None), ("eagle3", 7, 32_000))
 """Head, depths and draft vocabulary."""
 
 
-def bench_gpu(config: PipelineConfig, ranks: Ranks, peak: float, head: str, depths: int, draft_vocab_size: int | None) -> Figures:
-    """Packed documents of 8,192 tokens, full supervision."""
+def bench_gpu(
+    config: PipelineConfig, ranks: Ranks, peak: float, head: str, depths: int, draft_vocab_size: int | None
+) -> TrainFigures:
+    """Measures a step on packed documents of 8,192 tokens, all supervised."""
     assert config.bench.target is not None
     case = Case(head, target_of(GPU_TARGETS[config.bench.target], GPU_VOCAB), depths, draft_vocab_size)
     ours = Ours(config, case, GPU_DOCUMENTS, ranks)
@@ -230,8 +237,8 @@ def bench_gpu(config: PipelineConfig, ranks: Ranks, peak: float, head: str, dept
     }
 
 
-def headline(figures: Figures) -> Figures:
-    """The figures of the largest case, by the names that others read."""
+def headline(figures: TrainFigures) -> TrainFigures:
+    """Returns the main figures of the largest case."""
     last = figures["steps"][-1]
     names = ("tokens_per_s", "peer_tokens_per_s", "ratio", "mfu", "peak_bytes", "peer_peak_bytes")
     return {name: last[name] for name in names if name in last}
@@ -241,7 +248,7 @@ STEP_COLUMNS = {
     "H": "hidden_size",
     "tokens": "tokens",
     "tokens/s": "tokens_per_s",
-    "mfu": "mfu",
+    "MFU": "mfu",
     "eager": "eager_tokens_per_s",
     "plain": "plain_tokens_per_s",
     "peer": "peer_tokens_per_s",
@@ -252,19 +259,19 @@ STEP_COLUMNS = {
     "RSS": "resident_bytes",
     "peer's RSS": "peer_resident_bytes",
 }
-LENGTH_COLUMNS = {"tokens": "tokens", "rows": "rows", "s": "seconds", "mfu": "mfu", "memory": "peak_bytes"}
+LENGTH_COLUMNS = {"tokens": "tokens", "rows": "rows", "s": "seconds", "MFU": "mfu", "memory": "peak_bytes"}
 GPU_COLUMNS = {
     "head": "head",
     "depths": "depths",
     "draft vocabulary": "draft_vocab_size",
     "tokens/s": "tokens_per_s",
-    "mfu": "mfu",
+    "MFU": "mfu",
     "optimizer": "optimizer_share",
     "memory": "peak_bytes",
 }
 
 
-def print_tables(figures: Figures) -> None:
+def print_tables(figures: TrainFigures) -> None:
     console, title = Console(), f"Training step, {figures['device']}, matmul peak {figures['matmul_tflops']:.2f} TFLOP/s in bf16"
     console.width = max(console.width, 120)
     print_table(console, figures.get("steps"), STEP_COLUMNS, title)
@@ -275,7 +282,7 @@ def print_tables(figures: Figures) -> None:
             console.print(f"{name.replace('_', ' ')}: {shown(figures[name])}")
 
 
-def print_table(console: Console, rows: list[Figures] | None, columns: dict[str, str], title: str) -> None:
+def print_table(console: Console, rows: list[TrainFigures] | None, columns: dict[str, str], title: str) -> None:
     if rows:
         table = Table(*columns, title=title)
         for row in rows:

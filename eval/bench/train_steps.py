@@ -1,4 +1,4 @@
-"""What `eval.bench.train` measures: the trainer's own step, its plain formula, and another trainer's."""
+"""The steps that `eval.bench.train` measures: the trainer's own, its plain formula, and another trainer's."""
 
 import json
 import subprocess
@@ -71,7 +71,7 @@ class Ours:
         self.trainer.step([self.batch])
 
     def timed(self) -> float:
-        """Seconds of one step."""
+        """Runs a step and returns its seconds."""
         started = time.perf_counter()
         self.step()
         if self.device.type == "cuda":
@@ -80,7 +80,8 @@ class Ours:
 
 
 class Plain(Ours):
-    """The same weights and batch; every row at every depth, dense masks, all logits kept for the backward pass."""
+    """The plain formula on the same weights and batch: all rows at every depth, dense masks, all logits kept for the
+    backward."""
 
     def step(self) -> None:
         engine, batch = self.trainer.engine, self.batch.to(self.trainer.ranks.device, torch.bfloat16)
@@ -90,15 +91,15 @@ class Plain(Ours):
 
 
 def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
-    """Mean KL over depths and rows by its definition."""
+    """Computes the mean KL over depths and rows by its definition."""
     attention, positions = head.self_attn, batch.packing.positions
     document = (positions == 0).cumsum(0)
     num_tokens = len(positions)
     target_states = parts.final_norm(batch.hidden_states)
     recycled = head.fuse(target_states if batch.aux_hidden_states is None else batch.aux_hidden_states)
     teacher = parts.logits(target_states).float().log_softmax(-1)  # [N, V]
-    same = (document[:, None] == document) & torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=positions.device).tril()
-    own = torch.eye(num_tokens, dtype=torch.bool, device=positions.device)
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=positions.device).tril()
+    is_seen = (document[:, None] == document) & causal  # [N, N]
     keys, values, loss = [], [], torch.zeros((), device=positions.device)
     for depth in range(len(batch.is_draft)):
         read = torch.roll(batch.next_ids, -depth)
@@ -106,9 +107,7 @@ def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
         query, key, value = attention.queries_keys_values(x, positions + depth)
         keys.append(key)
         values.append(value)
-        query, key, value = (part.transpose(0, 1)[None] for part in (query, torch.cat(keys), torch.cat(values)))
-        mask = torch.cat([same] + [own] * depth, dim=1)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        attended = dense_attention(query, keys, values, is_seen)
         states, recycled = head.outputs(residual, attended.flatten(-2))
         logprobs = F.linear(states, parts.lm_head).float().log_softmax(-1)  # [N, V]
         wanted = torch.roll(teacher, -1 - depth, 0)
@@ -117,6 +116,24 @@ def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
         )
         loss = loss + ((wanted.exp() * (wanted - logprobs)).sum(-1) * is_draft).sum() / is_draft.sum().clamp(min=1)
     return loss / len(batch.is_draft)
+
+
+def dense_attention(
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], is_seen: torch.Tensor
+) -> torch.Tensor:
+    """Computes the attention of one depth by its definition, with one mask over all pairs of rows and keys.
+
+    Args:
+        query: [M, heads, head_dim].
+        keys: those of depth 0 [N, key heads, head_dim], then those that each row has added at depths 1, 2, ... [M,
+            ...].
+        values: like `keys`.
+        is_seen: bool[M, N], the tokens that each row sees.
+    """
+    itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
+    mask = torch.cat([is_seen, *[itself] * (len(keys) - 1)], dim=1)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, torch.cat(list(keys)), torch.cat(list(values))))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 def random_parts(target: LlamaConfig, device: torch.device) -> FrozenParts:
@@ -144,7 +161,7 @@ def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: i
 
 
 class PeerProcess:
-    """The other trainer, in a process of its own with its own packages; idle while others are measured."""
+    """The other trainer, in a separate process with its own packages. It is idle while others are measured."""
 
     def __init__(self, python: str, case: Case, shape: Shape, device: torch.device) -> None:
         self._process = subprocess.Popen(
@@ -166,7 +183,7 @@ class PeerProcess:
         self.peak_bytes, self.resident_bytes = int(answer["peak_bytes"]), int(answer["resident_bytes"])
 
     def step(self) -> float:
-        """Seconds of one step, by the peer's own clock."""
+        """Runs a step and returns its seconds by the peer's clock."""
         return float(self._ask({"steps": 1})["seconds"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Compares attention and loss on this device with their definitions, and decoding with the training forward, on random tensors."""
+"""Compares attention and loss on this device with their definitions, and decoding with the training forward, on random
+tensors."""
 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from mtptrain.heads import HEADS
 from mtptrain.heads.attention.training import depth_attention
@@ -15,11 +15,12 @@ from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.batches import Batch, map_tensors
 from mtptrain.training.losses import LossSettings, draft_losses
 
-from ..bench.train_steps import Case, case_of, random_batch, random_parts
+from ..bench.train_steps import Case, case_of, dense_attention, random_batch, random_parts
 from .rows import Finding, at_most
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-"""The largest relative error allowed, by the dtype of the arithmetic. bf16 rounds to 2^-9, and several roundings add up."""
+"""The largest relative error allowed, by the dtype of the arithmetic. bf16 rounds to 2^-9, and several roundings add
+up."""
 DEPTHS = 3
 LENGTHS, PROMPTS = [129, 40, 300], [30, 0, 100]
 """Tokens of each document, and of its prompt."""
@@ -39,7 +40,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
     inputs = [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
     weights = torch.randn(shapes[0], generator=generator, device=device)
     results = []
-    for attention, work_dtype in ((depth_attention, dtype), (dense_attention, torch.float32)):
+    for attention, work_dtype in ((depth_attention, dtype), (dense_depth_attention, torch.float32)):
         leaves = [x.to(work_dtype, copy=True).requires_grad_() for x in inputs]
         query, key, value, *own = leaves
         out = attention(query, key, value, own[: DEPTHS - 1], own[DEPTHS - 1 :], packing)
@@ -49,7 +50,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
     )
 
 
-def dense_attention(
+def dense_depth_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -57,19 +58,16 @@ def dense_attention(
     own_values: Sequence[torch.Tensor],
     packing: Packing,
 ) -> torch.Tensor:
-    """Computes `depth_attention` by its definition, with one mask over all pairs of rows and keys."""
+    """Computes `depth_attention` by its definition."""
     document = (packing.positions == 0).cumsum(0)  # [N]
     tokens = torch.arange(len(key), device=key.device)
     is_seen = (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])  # [M, N]
-    itself = torch.eye(len(query), dtype=torch.bool, device=key.device)
-    mask = torch.cat([is_seen, *[itself] * len(own_keys)], dim=1)
-    keys, values = torch.cat([key[packing.places], *own_keys]), torch.cat([value[packing.places], *own_values])
-    query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))  # [1, heads, ..., head_dim]
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    return dense_attention(query, [key[packing.places], *own_keys], [value[packing.places], *own_values], is_seen)
 
 
 def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:
-    """Returns a small target's case, a head for it, the target's frozen parts with random weights, and a packed batch."""
+    """Returns a small target's case, a head for it, the target's frozen parts with random weights, and a packed
+    batch."""
     torch.manual_seed(0)
     case = case_of(hidden_size=256, vocab_size=512, depths=DEPTHS, head=head)
     settings = {"capture_layers": [2, 4, 6]} if head == "eagle3" else {}
@@ -80,7 +78,8 @@ def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Ca
 
 @torch.no_grad()
 def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding:
-    """Compares the states of serving, computed draft by draft over a cache, with those of the packed training forward."""
+    """Compares the states of serving, computed draft by draft over a cache, with those of the packed training
+    forward."""
     _, built, parts, batch = random_case(head, device, dtype)
     embeddings = parts.embed(batch.next_ids)  # [N, H]
     reads = parts.final_norm(batch.hidden_states) if batch.aux_hidden_states is None else batch.aux_hidden_states
@@ -92,35 +91,36 @@ def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding
         states, recycled = built.decode(fused[None, : row + 1], embeddings[None, : row + 1], position, cache)
         for depth in range(DEPTHS):
             if depth:
-                place = row + depth
-                position = torch.tensor([[place]], device=device)
-                states, recycled = built.decode(recycled[:, -1:], embeddings[None, place : place + 1], position, cache)
+                index = row + depth
+                position = torch.tensor([[index]], device=device)
+                states, recycled = built.decode(recycled[:, -1:], embeddings[None, index : index + 1], position, cache)
             found.append(states[0, -1])
             wanted.append(trained[depth, batch.packing.rows == row][0])
     return at_most(relative_error(torch.stack(found), torch.stack(wanted)), BOUNDS[dtype], "error of states")
 
 
 def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
-    """Compares the blockwise KL loss and its gradient with respect to the states with the formula over all logits in fp32."""
+    """Compares the blockwise KL loss and its gradient with respect to the states with the formula over all logits in
+    fp32."""
     _, _, parts, batch = random_case("mtp", device, dtype)
     is_draft = batch.is_draft
     states = torch.randn(*is_draft.shape, parts.embed_tokens.shape[1], device=device).to(dtype)
     scale = torch.ones(DEPTHS, device=device) / batch.num_drafts
-    taught = parts.final_norm(batch.hidden_states)[batch.packing.rows + 1]
+    teacher_states = parts.final_norm(batch.hidden_states)[batch.packing.rows + 1]
     ours = states.clone().requires_grad_()
-    loss = draft_losses(ours, parts.lm_head, taught, parts.logits, is_draft, scale, LossSettings(chunk_rows=96)).loss
+    loss = draft_losses(ours, parts.lm_head, teacher_states, parts.logits, is_draft, scale, LossSettings(chunk_rows=96)).loss
     plain = states.float().requires_grad_()
-    wanted = plain_kl(plain, parts.to(device, torch.float32), taught.float(), is_draft, scale)
+    wanted = plain_kl(plain, parts.to(device, torch.float32), teacher_states.float(), is_draft, scale)
     (grad,), (wanted_grad,) = torch.autograd.grad(loss, ours), torch.autograd.grad(wanted, plain)
     error = max(relative_error(loss.detach(), wanted.detach()), relative_error(grad, wanted_grad))
     return at_most(error, BOUNDS[dtype], "error of loss and gradient")
 
 
 def plain_kl(
-    states: torch.Tensor, parts: FrozenParts, taught: torch.Tensor, is_draft: torch.Tensor, scale: torch.Tensor
+    states: torch.Tensor, parts: FrozenParts, teacher_states: torch.Tensor, is_draft: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
     """Computes the forward KL by its definition: depth k of row i has the same teacher as depth 0 of row i + k."""
-    teacher = parts.logits(taught).log_softmax(-1)  # [M, V]
+    teacher = parts.logits(teacher_states).log_softmax(-1)  # [M, V]
     total = torch.zeros((), device=states.device)
     for depth, counts in enumerate(is_draft):
         wanted = torch.roll(teacher, -depth, 0)

@@ -60,17 +60,17 @@ def run_check(name: str, check: Check) -> Row:
     """Runs one check. Any error makes it a failed row, so that the other checks still run."""
     started = time.perf_counter()
     try:
-        found = check()
+        finding = check()
     except Exception as error:
-        found = Finding(Outcome.failed, reason=f"{type(error).__name__}: {error}")
-    return Row(found.outcome, found.figure, found.bound, found.reason, name, time.perf_counter() - started)
+        finding = Finding(Outcome.failed, reason=f"{type(error).__name__}: {error}")
+    return Row(finding.outcome, finding.figure, finding.bound, finding.reason, name, time.perf_counter() - started)
 
 
 STYLES = {Outcome.passed: "green", Outcome.failed: "bold red", Outcome.skipped: "yellow"}
 
 
 def print_rows(rows: list[Row], title: str) -> None:
-    table = Table("check", "", "found", "allowed", "s", title=title)
+    table = Table("check", "", "measured", "allowed", "s", title=title)
     for row in rows:
         shown = row.figure if row.outcome is Outcome.passed else f"{row.figure} {row.reason}".strip()
         outcome = f"[{STYLES[row.outcome]}]{row.outcome}[/]"

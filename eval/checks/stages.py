@@ -16,7 +16,7 @@ from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import read_prompts
-from mtptrain.decoding.speculate import Sampler
+from mtptrain.decoding.sampler import Sampler
 from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.run_dir import python_module, quoted
 from mtptrain.serving.divergence import first_answer_divergence
@@ -34,15 +34,16 @@ from .processes import kill_tree
 from .rows import Finding, Outcome, at_most, judged, measured, skipped
 
 RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
-"""Takes a module, its arguments and a number of ranks, runs `python -m module arguments` on them, and returns when it has ended."""
+"""Takes a module, its arguments and a number of ranks, runs `python -m module arguments` on them, and returns when it
+has ended."""
 LIMIT_S = 600
 """Time limit of one program, so that a check that hangs does not keep the others from running."""
 COMPARED_DOCUMENTS = 8
 STORE_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
 """Relative error allowed in stored states, by the dtype that they were computed in. They are stored in bf16."""
 LOSS_ERROR = 0.02
-"""Relative error allowed in each loss of a resumed run on a GPU. FlashAttention's backward pass sums in an order that changes from
-run to run."""
+"""Relative error allowed in each loss of a resumed run on a GPU. FlashAttention's backward pass sums in an order that
+changes from run to run."""
 NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}
 """The gap of two logits, relative to the logit, up to which rounding may decide between them."""
 
@@ -84,8 +85,8 @@ class Stages:
         """Run a program and return what it printed.
 
         Raises:
-            RuntimeError: the program failed; the message has the last line of its errors. All that it printed is in `<module>.log`
-                next to the run folder.
+            RuntimeError: the program failed; the message has the last line of its errors. All that it printed is in
+                `<module>.log` next to the run folder.
         """
         result = self._run(module, [*self.overrides, f"run_dir={quoted(run_dir or self.directory)}", *overrides], num_ranks)
         log = self.directory.with_name(f"{module}.log")
@@ -136,7 +137,8 @@ class Stages:
         return judged(last < first, f"loss {first:.3f} to {last:.3f} in {len(found)} steps", "falls", "the loss did not fall")
 
     def resumed_training(self) -> Finding:
-        """Kills a run after a checkpoint, starts it again, and compares its losses with those of the undisturbed run."""
+        """Kills a run after a checkpoint, starts it again, and compares its losses with those of the undisturbed
+        run."""
         run_dir = self._sibling("resumed", "prompts", "hidden_states")
         arguments = [*self.overrides, f"run_dir={quoted(run_dir)}"]
         killed_at = kill_after_a_checkpoint(command_of("mtptrain.train", arguments, self.num_ranks), run_dir)
@@ -156,7 +158,8 @@ class Stages:
         return judged(length > 1.0, f"acceptance length {length:.3f}", "above 1", "no draft was accepted")
 
     def greedy(self, dtype: torch.dtype) -> Finding:
-        """Compares answers decoded with and without drafts. A difference is a fault unless the two logits are nearly equal."""
+        """Compares answers decoded with and without drafts. A difference is a fault unless the two logits are nearly
+        equal."""
         settings, target_dir = self.config.acceptance, self._target_dir()
         target = load_target(target_dir, dtype, self.device)
         head = trained_or_initial_head(self.directory / "train/best", self.config.head, target_dir, dtype, self.device).head

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Sampler, Verified
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Verified
 from mtptrain.heads.base import Head
 from mtptrain.hidden_states.store import MANIFEST, HiddenStore
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts

@@ -1,1 +1,1 @@
-"""The draft and verify path, and how acceptance is measured with it."""
+"""Speculative decoding: drafters, the draft and verify loop, and measures of acceptance."""

@@ -1,4 +1,4 @@
-"""Acceptance: prompts -> counts of rounds -> lengths, rates and their intervals."""
+"""Measures acceptance: decodes prompts, and turns the counts of rounds into lengths, rates and their intervals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-from mtptrain.decoding.speculate import Drafter, Generation, Round, Sampler, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Drafter, Generation, Round, speculate
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 
@@ -15,18 +16,19 @@ MAX_LOOP_PERIOD, MIN_LOOP_TOKENS = 64, 32
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What drafting was worth; counts are pooled over rounds and ranks, then divided once."""
+    """Measures of acceptance. Counts are pooled over rounds and ranks, then divided once."""
 
     acceptance_length: float
-    """Tokens of a round with drafts, bonus token included: 1 + accepted / rounds, vLLM's convention."""
+    """Tokens per round with drafts, including the bonus token: 1 + accepted / rounds, as in vLLM."""
     acceptance_rate: float
-    """Accepted over drafted tokens."""
+    """Accepted tokens over drafted tokens."""
     acceptance_rate_at: list[float]
-    """Rounds that accepted the draft at each position, over rounds: not conditional on the positions before."""
+    """Rounds that accepted the draft at each position, over all rounds with drafts: not conditional on earlier
+    positions."""
     acceptance_length_mean_of_prompts: float
-    """The same length by prompt, then averaged; beside the pooled one to show how far they lie apart."""
+    """The acceptance length of each prompt, averaged over prompts."""
     tokens_per_step: float
-    """Tokens per forward of the target, rounds without any draft included."""
+    """Tokens per forward of the target, including rounds without drafts."""
     rounds: int
     empty_rounds: int
     drafted: int
@@ -36,7 +38,7 @@ class Acceptance:
 
 
 def summarise(generations: Sequence[Generation]) -> Acceptance:
-    """Pool the counts of many sequences; a length without rounds is 1, a rate 0."""
+    """Pool the counts of many sequences. Without rounds the length is 1 and the rates are 0."""
     num_depths = max((len(generation.accepted_at) for generation in generations), default=0)
     accepted_at = [sum(generation.accepted_at[depth] for generation in generations) for depth in range(num_depths)]
     rounds = sum(generation.rounds for generation in generations)
@@ -60,7 +62,8 @@ def summarise(generations: Sequence[Generation]) -> Acceptance:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Of 95 %, low and high, by bootstrap over sources, files or conversations: they are drawn anew, with all rounds of each."""
+    """95 % intervals, low and high, by bootstrap over sources: files or conversations are resampled with all their
+    rounds."""
 
     acceptance_length: tuple[float, float]
     acceptance_rate_at: list[tuple[float, float]]
@@ -68,36 +71,37 @@ class Intervals:
 
 
 def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: int = 0) -> Intervals | None:
-    """How far the figures of `summarise` may lie from those of other prompts of the same kind.
+    """Returns intervals of the measures of `summarise`, for other prompts of the same kind.
 
     Args:
-        sources: answers of each. Prompts that were cut from one file do not say as much as prompts of several.
+        sources: the answers to the prompts of each source. Prompts from the same file are not independent.
 
     Returns:
-        None where there are fewer than two sources: every draw would be the same, an interval of no width.
+        None if there are fewer than two sources: every draw would be the same, and the interval would have no width.
     """
     if len(sources) < 2:
         return None
-    of_each = ([(each.rounds, each.empty_rounds, *each.accepted_at) for each in answers] for answers in sources)
-    counts = np.array([np.sum(rows, axis=0) for rows in of_each], dtype=np.float64)  # [S, 2 + K]
+    per_source = ([(each.rounds, each.empty_rounds, *each.accepted_at) for each in answers] for answers in sources)
+    counts = np.array([np.sum(rows, axis=0) for rows in per_source], dtype=np.float64)  # [S, 2 + K]
     weights = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), draws)  # [draws, S]
     rounds, empty_rounds, *accepted_at = (weights @ counts).T
     accepted = np.sum(accepted_at, axis=0)
 
-    def of(values: np.ndarray) -> tuple[float, float]:
+    def interval(values: np.ndarray) -> tuple[float, float]:
         low, high = np.quantile(values, (0.025, 0.975))
         return float(low), float(high)
 
     return Intervals(
-        acceptance_length=of(1 + accepted / np.maximum(rounds, 1)),
-        acceptance_rate_at=[of(count / np.maximum(rounds, 1)) for count in accepted_at],
-        tokens_per_step=of(1 + accepted / np.maximum(rounds + empty_rounds, 1)),
+        acceptance_length=interval(1 + accepted / np.maximum(rounds, 1)),
+        acceptance_rate_at=[interval(count / np.maximum(rounds, 1)) for count in accepted_at],
+        tokens_per_step=interval(1 + accepted / np.maximum(rounds + empty_rounds, 1)),
     )
 
 
 def has_loop(tokens: Sequence[int]) -> bool:
-    """Whether a block of at most 64 tokens follows itself at least twice, over 32 tokens or more: greedy decoding of a small model
-    gets caught in such loops, and drafting is easy there.
+    """Whether a block of at most 64 tokens repeats at least twice, over 32 tokens or more.
+
+    Greedy decoding of a small model gets caught in such loops, where drafting is easy.
     """
     array = np.asarray(tokens)
     for period in range(1, min(MAX_LOOP_PERIOD, len(array) // 3) + 1):
@@ -115,17 +119,17 @@ def token_batches(lengths: Sequence[int], max_new_tokens: int, batch_size: int, 
 
     Args:
         lengths: tokens of each prompt.
-        max_new_tokens: of each answer.
-        batch_size: prompts of a batch, at most.
-        batch_tokens: tokens of a batch, at most, where every prompt is padded to the longest and has room for its answer; a prompt
-            that is longer is alone. None sets no bound.
+        max_new_tokens: tokens of each answer.
+        batch_size: the most prompts of a batch.
+        batch_tokens: the most tokens of a batch, counting each prompt padded to the longest one, and its answer. A
+            prompt that exceeds it alone gets its own batch. None sets no bound.
 
     Returns:
-        Indices of the prompts of each batch.
+        The indices of the prompts in each batch.
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
-        size = len(batches[-1]) + 1 if batches else 0  # with this prompt, which is the longest so far
+        size = len(batches[-1]) + 1 if batches else 0  # including this prompt, the longest so far
         fits = batch_tokens is None or size * (lengths[index] + max_new_tokens) <= batch_tokens
         if batches and size <= batch_size and fits:
             batches[-1].append(index)
@@ -149,14 +153,14 @@ def generate_in_batches(
     clock: PhaseClock | None = None,
     observe: Callable[[Round], None] | None = None,
 ) -> list[Generation]:
-    """Decode many prompts, those of similar length together; results in the order of the prompts.
+    """Decode many prompts, those of similar length together, and return the results in the order of the prompts.
 
     Args:
-        batch_size: of `token_batches`.
-        batch_tokens: likewise.
-        description: of the progress bar; None shows none.
-        clock: of `speculate`.
-        observe: likewise.
+        batch_size: see `token_batches`.
+        batch_tokens: see `token_batches`.
+        description: text of the progress bar; None shows no bar.
+        clock: see `speculate`.
+        observe: see `speculate`.
     """
     batches = token_batches([len(prompt) for prompt in prompts], max_new_tokens, batch_size, batch_tokens)
     generations: dict[int, Generation] = {}

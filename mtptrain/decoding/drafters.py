@@ -1,11 +1,12 @@
-"""What proposes tokens to `speculate`: a head, a small language model, the text so far, or the text and a head together."""
+"""Drafters for `speculate`: a head, a small language model, prompt lookup, and prompt lookup combined with a head."""
 
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from mtptrain.decoding.speculate import Draft, Sampler, Verified
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Draft, Verified
 from mtptrain.heads.base import Head
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target
@@ -14,11 +15,11 @@ from mtptrain.target.position_cache import PositionCache, TreeRows
 
 @dataclass(frozen=True)
 class FirstDepth:
-    """Depth 0 of a head, behind the newest token of each sequence."""
+    """The outputs of a head's depth 0 at the row whose next token is the newest one."""
 
     logits: torch.Tensor  # [B, D]
-    recycled: torch.Tensor  # [B, H]
-    position: torch.Tensor  # [B], of the row
+    recycled: torch.Tensor  # [B, H], the state that depth 1 reads
+    position: torch.Tensor  # [B], position of the row
 
 
 class HeadDrafter:
@@ -29,7 +30,7 @@ class HeadDrafter:
         self.parts = parts
         self.num_speculative_tokens = num_speculative_tokens
         self.sample_drafts = sample_drafts
-        """Where the sampler is not greedy: sample drafts too, in place of the most likely tokens."""
+        """Sample drafts if the sampler is not greedy, instead of taking the most likely tokens."""
         self.cache = PositionCache(0)
 
     def start(self, batch_size: int, num_slots: int) -> None:
@@ -47,7 +48,7 @@ class HeadDrafter:
         return self.later_depths(self.first_depth(verified), sampler)
 
     def first_depth(self, verified: Verified) -> FirstDepth:
-        """Depth 0 over what the target has read: rebuilds the head's keys there."""
+        """Run depth 0 over the rows that the target has read. This rebuilds the head's keys there."""
         next_tokens = verified.tokens.gather(1, verified.positions + 1)  # [B, S]
         aux_hidden_states = verified.states.aux_hidden_states
         fused = self.head.fuse(verified.states.hidden_states if aux_hidden_states is None else aux_hidden_states)  # [B, S, H]
@@ -57,7 +58,7 @@ class HeadDrafter:
         return FirstDepth(logits, recycled[rows, verified.last_row], verified.num_tokens - 2)
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
-        """The other depths, each on the token and the state of the one before."""
+        """Run the other depths, each on the token and the state of the previous one."""
         is_sampled = self.sample_drafts and not sampler.is_greedy
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
@@ -85,8 +86,11 @@ class HeadDrafter:
 
 
 class TreeDrafter(HeadDrafter):
-    """Drafts a tree with a head: at each depth the `top_k` likeliest continuations of each of the `top_k` likeliest branches, then the
-    `num_nodes` likeliest of all of them. EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (arXiv 2406.16858).
+    """Drafts a tree with a head.
+
+    At each depth the `top_k` likeliest branches are continued by their `top_k` likeliest tokens each. The tree is made
+    of the `num_nodes` likeliest of all these candidates. EAGLE-2: Faster Inference of Language Models with Dynamic
+    Draft Trees (arXiv 2406.16858).
     """
 
     def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, num_nodes: int, top_k: int) -> None:
@@ -96,30 +100,33 @@ class TreeDrafter(HeadDrafter):
 
     @property
     def draft_slots(self) -> int:
-        """Of the target's cache, and of the head's, which holds `top_k` rows of each depth but the last."""
+        """Slots for the target's cache and for the head's, which holds `top_k` rows of each depth but the last."""
         return max(self.num_nodes, self.top_k * (self.num_speculative_tokens - 1))
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
-        """See `HeadDrafter.later_depths`; W is `top_k`, C counts the candidates of all depths."""
+        """Grow the tree depth by depth. W is `top_k`, C the number of candidates of all depths."""
         batch_size, width = len(first.logits), self.top_k
-        root = first.position + 1  # the first slot behind the keys of verified rows
-        scores, tokens = self._likeliest(first.logits, sampler)  # [B, W], of a branch its log-probability
+        root = first.position + 1  # the first slot after the keys of verified rows
+        scores, tokens = self._likeliest(first.logits, sampler)  # [B, W], log-probabilities of branches
         all_scores, all_tokens, all_parents = [scores], [tokens], [torch.full_like(tokens, -1)]
-        parents = torch.arange(width, device=tokens.device).repeat(batch_size, 1)  # [B, W], candidates that are continued
-        recycled = first.recycled[:, None].expand(-1, width, -1)  # [B, W, H], read beside `tokens`
+        parents = torch.arange(width, device=tokens.device).repeat(batch_size, 1)  # [B, W], candidates to continue
+        recycled = first.recycled[:, None].expand(-1, width, -1)  # [B, W, H], read with `tokens`
         sees = torch.zeros(batch_size, width, 0, dtype=torch.bool, device=tokens.device)  # [B, W, slots of the tree]
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
         for depth in range(1, self.num_speculative_tokens):
+            # 1. Run the head on the branches to continue; each row sees its ancestors and itself.
             sees = torch.cat([sees, own], dim=2)
             positions = (first.position + depth)[:, None].expand(-1, width)
             tree = TreeRows(root, (depth - 1) * width, sees)
             states, fed_back = self.head.decode(recycled, self.parts.embed(tokens), positions, self.cache, tree)
+            # 2. Their likeliest continuations become candidates.
             more_scores, more_tokens = self._likeliest(self.head.logits(states, self.parts), sampler)  # [B, W, W]
             more_scores = (scores[..., None] + more_scores).flatten(1)  # [B, W * W]
             num_before = sum(part.shape[1] for part in all_scores)
             all_scores.append(more_scores)
             all_tokens.append(more_tokens.flatten(1))
             all_parents.append(parents.repeat_interleave(width, dim=1))
+            # 3. Continue with the likeliest of these.
             scores, chosen = more_scores.topk(width)  # [B, W]
             branches = chosen // width
             parents, tokens = num_before + chosen, all_tokens[-1].gather(1, chosen)
@@ -128,23 +135,23 @@ class TreeDrafter(HeadDrafter):
         return self._best(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1))
 
     def _likeliest(self, logits: torch.Tensor, sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and the target's ids of the `top_k` likeliest tokens [..., W] from logits [..., D].
+        """Returns log-probabilities and target ids of the `top_k` likeliest tokens [..., W], from logits [..., D].
 
-        A step down costs a little more than it does: no child stands before its parent, not even one that is certain.
+        Each depth costs a little extra, so that a child never ranks before its parent, even if its probability is 1.
         """
         logprobs = logits.double() if sampler.is_greedy else logits.double() / sampler.temperature
-        found, tokens = logprobs.log_softmax(-1).topk(self.top_k)
-        return found - 1e-9, self.head.target_tokens(tokens)
+        scores, tokens = logprobs.log_softmax(-1).topk(self.top_k)
+        return scores - 1e-9, self.head.target_tokens(tokens)
 
     def _best(self, scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Draft:
-        """The likeliest of the candidates [B, C]: with a token its parents are among them, and before it."""
-        chosen = scores.topk(self.num_nodes).indices.sort(1).values  # [B, D]
-        places = torch.full_like(tokens, -1).scatter_(
+        """Returns the likeliest of the candidates [B, C] as a tree. The ancestors of a chosen token rank before it."""
+        chosen = scores.topk(self.num_nodes).indices.sort(1).values  # [B, P]
+        index_in_tree = torch.full_like(tokens, -1).scatter_(
             1, chosen, torch.arange(self.num_nodes, device=tokens.device).expand_as(chosen)
         )
-        above = parents.gather(1, chosen)  # among candidates
-        above = torch.where(above < 0, -1, places.gather(1, above.clamp(min=0)))
-        return Draft(tokens.gather(1, chosen), torch.ones_like(chosen, dtype=torch.bool), parents=above)
+        chosen_parents = parents.gather(1, chosen)  # [B, P], indices of candidates
+        tree_parents = torch.where(chosen_parents < 0, -1, index_in_tree.gather(1, chosen_parents.clamp(min=0)))
+        return Draft(tokens.gather(1, chosen), torch.ones_like(chosen, dtype=torch.bool), parents=tree_parents)
 
 
 class ModelDrafter:
@@ -155,7 +162,7 @@ class ModelDrafter:
     def __init__(self, model: Target, vocab_size: int, num_speculative_tokens: int, sample_drafts: bool = False) -> None:
         self.model = model
         self.vocab_size = vocab_size
-        """Of the target: checkpoints of one family pad the tokenizer's tokens to other sizes."""
+        """The target's vocabulary. Checkpoints of one family pad the tokenizer's tokens to different sizes."""
         self.own_vocab_size = len(model.parts.embed_tokens)
         self.draft_slots = num_speculative_tokens
         self.sample_drafts = sample_drafts
@@ -165,7 +172,7 @@ class ModelDrafter:
         self.cache = PositionCache(num_slots)
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        positions, last_row = verified.positions + 1, verified.last_row  # of tokens that the model has not read
+        positions, last_row = verified.positions + 1, verified.last_row  # the tokens that the model has not read
         if self.cache.get_seq_length() == 0:
             positions, last_row = F.pad(positions, (1, 0)), last_row + 1  # the first token too, at position 0
         logits = self._read(verified.tokens.gather(1, positions), positions, last_row)
@@ -182,10 +189,10 @@ class ModelDrafter:
         return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
 
     def _read(self, tokens: torch.Tensor, positions: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] behind one row of each sequence.
+        """Returns the logits [B, V] after one row of each sequence.
 
-        The target can produce ids that the model has no embedding for, its padding: the model reads them as token 0. They are in no
-        text, and a draft behind one is only more likely to be rejected.
+        The target can produce padding ids, for which the model may have no embedding; it reads them as token 0. No text
+        contains them, and the only effect is that the next draft is more likely to be rejected.
         """
         tokens = tokens.masked_fill(tokens >= self.own_vocab_size, 0)
         states = self.model.forward(tokens, positions, self.cache).hidden_states
@@ -209,12 +216,13 @@ class NoDrafter:
 
 
 class PromptLookupDrafter:
-    """Drafts what followed an earlier occurrence of the newest tokens: the baseline that needs no training.
+    """Drafts the tokens that followed an earlier occurrence of the newest tokens: the baseline that needs no training.
 
-    The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs before wins, and its first occurrence: vLLM's method `ngram`.
+    The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs earlier is continued as after its first
+    occurrence, like vLLM's method `ngram`.
 
     Args:
-        latest: take the latest occurrence that K tokens follow; a text goes on as it did last rather than as it did first.
+        latest: use the latest occurrence that K tokens follow instead; recent text is the better guide.
     """
 
     capture_layers: tuple[int, ...] = ()
@@ -230,10 +238,10 @@ class PromptLookupDrafter:
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         rows = [tokens[:count] for tokens, count in zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)]
-        found = [self._look_up(row) for row in rows]
-        missing = [self.draft_slots - len(tokens) for tokens in found]
-        tokens = [proposed + [0] * pad for proposed, pad in zip(found, missing, strict=True)]
-        is_proposed = [[True] * len(proposed) + [False] * pad for proposed, pad in zip(found, missing, strict=True)]
+        proposals = [self._look_up(row) for row in rows]
+        padding = [self.draft_slots - len(tokens) for tokens in proposals]
+        tokens = [proposed + [0] * pad for proposed, pad in zip(proposals, padding, strict=True)]
+        is_proposed = [[True] * len(proposed) + [False] * pad for proposed, pad in zip(proposals, padding, strict=True)]
         device = verified.tokens.device
         return Draft(torch.tensor(tokens, device=device), torch.tensor(is_proposed, device=device))
 
@@ -248,7 +256,8 @@ class PromptLookupDrafter:
 
 
 class HybridDrafter:
-    """What followed the latest occurrence of the newest `min_match` tokens that K tokens follow; a head's chain elsewhere."""
+    """Drafts by prompt lookup if the newest `min_match` tokens occur earlier with K tokens after them, otherwise by the
+    head."""
 
     def __init__(self, head: HeadDrafter, min_match: int) -> None:
         self.head = head
@@ -259,12 +268,13 @@ class HybridDrafter:
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         first, copied = self.head.first_depth(verified), self.look_up.draft(verified, sampler)
-        is_found = copied.is_proposed.all(1)  # [B]
-        if is_found.all():
+        is_copied = copied.is_proposed.all(1)  # [B]
+        if is_copied.all():
             return copied
         drafted = self.head.later_depths(first, sampler)
-        tokens = torch.where(is_found[:, None], copied.tokens, drafted.tokens)
+        tokens = torch.where(is_copied[:, None], copied.tokens, drafted.tokens)
         if drafted.probs is None:
             return replace(drafted, tokens=tokens, logits=None)
         certain = F.one_hot(copied.tokens, drafted.probs.shape[-1]).to(drafted.probs.dtype)
-        return replace(drafted, tokens=tokens, logits=None, probs=torch.where(is_found[:, None, None], certain, drafted.probs))
+        probs = torch.where(is_copied[:, None, None], certain, drafted.probs)
+        return replace(drafted, tokens=tokens, logits=None, probs=probs)

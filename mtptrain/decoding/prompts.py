@@ -1,4 +1,4 @@
-"""The prompts that acceptance is measured on: from held-out documents, or from a file of the user's."""
+"""Reads the prompts that acceptance is measured on, from held-out documents or from a file."""
 
 import hashlib
 import json
@@ -20,11 +20,12 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer
 
 CHOOSING_FRACTION = 0.25
-"""Of the held-out files or conversations, those by which training chooses its best head; reports are of the others."""
+"""Share of the held-out files or conversations by which training chooses its best head. Reports use the others."""
 
 
 class HeldOut(StrEnum):
-    """Parts of the held-out files or conversations; the first two share none, and no question."""
+    """Parts of the held-out files or conversations. `choosing` and `reporting` have no file, conversation or question
+    in common."""
 
     choosing = "choosing"
     reporting = "reporting"
@@ -33,29 +34,29 @@ class HeldOut(StrEnum):
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is asked, by id."""
+    """Prompts and what is known about them, by prompt id."""
 
     input_ids: dict[str, list[int]]
     sources: dict[str, str] = field(default_factory=dict)
-    """File or question that a prompt was cut from; of others the prompt is its own."""
+    """File or question that a prompt was cut from. A prompt without an entry is its own source."""
     categories: dict[str, str] = field(default_factory=dict)
     turns: dict[str, list[str]] = field(default_factory=dict)
-    """All that the user says in a conversation whose answers are the target's own."""
+    """All user turns of a conversation whose answers the target generates itself."""
     questions: dict[str, str] = field(default_factory=dict)
-    """Hash of what the user says first, of prompts from a file that says so."""
+    """Hash of the first user turn, for prompts from a file with turns or messages."""
 
     @property
     def sha256(self) -> str:
-        """Equal where the same is asked under the same ids."""
+        """Hash of ids, prompts and turns."""
         asked = json.dumps({"prompts": self.input_ids, "turns": self.turns}, sort_keys=True)
         return hashlib.sha256(asked.encode()).hexdigest()
 
 
 def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0) -> Prompts:
-    """The prompts of `acceptance`, every one checked against the target before it is loaded.
+    """Returns the prompts of `acceptance`, each checked against the target's config.
 
     Args:
-        spare_tokens: of the target's context that must be left behind prompt and answer.
+        spare_tokens: tokens of the target's context that must remain after prompt and answer.
     """
     settings, target_config = config.acceptance, read_target_config(target_dir)
     context_tokens = target_config.max_position_embeddings - spare_tokens
@@ -72,11 +73,12 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
 
 
 def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
-    """Warns where prompts of a file begin with the first user turn of a training conversation, whatever its system prompt is.
+    """Warn if prompts of a file begin with the first user turn of a training conversation, whatever its system prompt
+    is.
 
     Args:
         questions: hash of the first user turn by prompt id.
-        prompts_dir: output of stage 1; nothing is compared where it has not run.
+        prompts_dir: output of stage 1; nothing is compared if it does not exist.
     """
     if not (prompts_dir / DOCUMENTS_FILE).exists():
         return
@@ -92,8 +94,10 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
 
 
 def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
-    """Returns the held-out documents to cut prompts from: every window of texts, but of the conversations that ask the same question
-    one document with the first answer, so that no question weighs more than another and none begins in the middle of a turn.
+    """Returns the held-out documents to cut prompts from.
+
+    These are all windows of texts. Of the conversations that ask the same question, it is one document with the first
+    answer, so that all questions weigh the same and no prompt begins in the middle of a turn.
 
     Raises:
         FileNotFoundError: stage 1 has not run.
@@ -103,19 +107,19 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
     every_entry = DocumentEntry.read_all(prompts_dir)
     entries = [every_entry[document_id] for document_id in documents.document_ids]
     wanted = groups_of(part, {entry.group for entry in entries})
-    places = [place for place, entry in enumerate(entries) if entry.group in wanted]
+    indices = [index for index, entry in enumerate(entries) if entry.group in wanted]
     if not documents.loss_mask.all():
-        places = first_answers(documents, entries, places)
-    return Documents.from_list(
-        [(int(documents.document_ids[place]), documents.tokens(place), documents.mask(place)) for place in places]
-    )
+        indices = first_answers(documents, entries, indices)
+    return Documents.from_list([(int(documents.document_ids[i]), documents.tokens(i), documents.mask(i)) for i in indices])
 
 
 def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
-    """Returns the groups of a part: files, or conversations that ask the same question. Each falls to its part by its name alone.
+    """Returns the groups of a part. A group is a file, or the conversations that ask the same question.
+
+    A group's part depends on its name alone, except that no part is left empty.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the part would be empty.
     """
     if part is HeldOut.all:
         return groups
@@ -133,25 +137,29 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
 
 
 def _choosing_hash(group: str) -> float:
-    return name_hash(f"choosing {group}")  # another one than that which holds out
+    return name_hash(f"choosing {group}")  # must be independent of the hash that holds documents out
 
 
-def first_answers(documents: Documents, entries: list[DocumentEntry], places: list[int]) -> list[int]:
-    """Returns, for each group of conversations that ask the same question, the place of one document with the first answer.
+def first_answers(documents: Documents, entries: list[DocumentEntry], indices: list[int]) -> list[int]:
+    """Returns the index of one document with the first answer, for each group of conversations that ask the same
+    question.
+
+    Args:
+        indices: the documents to choose from.
 
     Raises:
         ValueError: no conversation has its first answer in its first window.
     """
     first: dict[str, int] = {}
-    prompt_tokens = {place: int(documents.mask(place).argmax()) for place in places}
-    for place in places:
-        group = entries[place].group
-        if entries[place].window == 0 and prompt_tokens[place] <= prompt_tokens[first.setdefault(group, place)]:
-            first[group] = place
+    prompt_tokens = {index: int(documents.mask(index).argmax()) for index in indices}
+    for index in indices:
+        group = entries[index].group
+        if entries[index].window == 0 and prompt_tokens[index] <= prompt_tokens[first.setdefault(group, index)]:
+            first[group] = index
     if not first:
         raise ValueError(
             f"prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but none of "
-            f"{len({entries[place].name for place in places})} does; raise it and run data_prep.prompts again, or set "
+            f"{len({entries[index].name for index in indices})} does; raise it and run data_prep.prompts again, or set "
             "prompts.validation_fraction higher"
         )
     return sorted(first.values())
@@ -160,10 +168,10 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], places: li
 def held_out_prompts(
     documents: Documents, num_prompts: int, prompt_tokens: int, max_new_tokens: int, context_tokens: int
 ) -> dict[str, list[int]]:
-    """Prompts from held-out documents, by document id, in an order fixed by its hash.
+    """Returns prompts from held-out documents by document id, ordered by the hash of the id.
 
-    A conversation is cut before its first answer, a document without turns behind `prompt_tokens` tokens; documents too short for
-    that, or too long for the context with their answer, are passed over.
+    A conversation is cut before its first answer, a document without turns after `prompt_tokens` tokens. Documents that
+    are too short for this, or too long for the context with their answer, are skipped.
 
     Raises:
         ValueError: no document gives a prompt.
@@ -186,12 +194,15 @@ def held_out_prompts(
 
 
 def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Prompts:
-    """Prompts of a jsonl file; each line has `id` (or Spec-Bench's `question_id`) and one of `input_ids`, `text`, `messages`,
-    `turns`, whose first turn is the prompt.
+    """Returns the prompts of a jsonl file.
+
+    Each line has `id` (or Spec-Bench's `question_id`) and one of `input_ids`, `text`, `messages` and `turns`. The first
+    of the turns is the prompt.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line is not of that form, an id stands twice, a token is not in the vocabulary, or there is no prompt.
+        FileNotFoundError: the file does not exist.
+        ValueError: a line does not have this form, an id occurs twice, a token is not in the vocabulary, or there is no
+            prompt.
     """
     if not path.is_file():
         raise FileNotFoundError(f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist; correct the path")
@@ -202,32 +213,32 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
         row, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer)
         prompt_id = str(row["id"] if "id" in row else row["question_id"])
         if prompt_id in prompts.input_ids:
-            raise ValueError(f"{path}:{number}: ids must be unique, but {prompt_id!r} stands twice; rename one")
+            raise ValueError(f"{path}:{number}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
         outside = [token for token in input_ids if not 0 <= token < vocab_size]
         if outside:
             raise ValueError(
-                f"{path}:{number}: tokens must lie in the target's vocabulary of {vocab_size}, but one is {outside[0]}; the file was "
-                "made for another target"
+                f"{path}:{number}: tokens must be in the target's vocabulary of {vocab_size}, but one is {outside[0]}; make the "
+                "file for this target"
             )
         prompts.input_ids[prompt_id] = input_ids
         if "category" in row:
             prompts.categories[prompt_id] = str(row["category"])
         if "turns" in row:
             prompts.turns[prompt_id] = row["turns"]
-        if (asked := _first_turn(row)) is not None:
-            prompts.questions[prompt_id] = text_hash(asked)
+        if (question := _first_turn(row)) is not None:
+            prompts.questions[prompt_id] = text_hash(question)
     if not prompts.input_ids:
         raise ValueError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
     return prompts
 
 
 def _first_turn(row: Mapping[str, Any]) -> str | None:
-    """Returns what the user says first; None where the row does not tell."""
+    """Returns the first user turn; None if the row has no turns."""
     if "turns" in row:
         return str(row["turns"][0])
     messages = row.get("messages", [])
-    place = first_user_turn([{"role": str(message.get("role"))} for message in messages])
-    return None if place is None else str(messages[place].get("content"))
+    index = first_user_turn([{"role": str(message.get("role"))} for message in messages])
+    return None if index is None else str(messages[index].get("content"))
 
 
 def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:

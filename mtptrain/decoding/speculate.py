@@ -1,21 +1,27 @@
-"""THE draft -> verify -> accept path: training validates with it, `eval.acceptance` measures with it, and there is no other.
+"""The only draft -> verify -> accept loop: training validates with it and `eval.acceptance` measures with it.
 
-A sequence holds n tokens of which the target has read n - 1. A round drafts a chain of K tokens, or a tree of them with branches up to
-K long; the target reads the last token and the drafts in one forward, and the longest branch that it agrees with is kept, with one
-more token of its own (the bonus token). The head then runs depth 0 over the K+1 verified rows of that branch with the target's own
-states, rejected rows included, which rebuilds its keys and gives the first draft of the next round.
+The target has read all tokens of a sequence but the newest. In each round,
 
-Caches keep position p in slot p, so that each row of a batch goes on from its own length and rejected slots are written over; only a
-tree takes slots of its own behind the sequence, until its accepted branch is moved to where it belongs.
+1. the drafter proposes a chain of K tokens, or a tree whose branches have at most K;
+2. the target reads the newest token and all proposed ones in one forward;
+3. the longest branch that the target agrees with is kept, with one more token of the target's own, the bonus token.
+
+In the next round a head first runs depth 0 over the K + 1 rows that were just verified, with the target's own states.
+This rebuilds the head's keys and gives the first draft; rows of rejected tokens are computed too, and have no effect.
+
+Caches store position p in slot p. Each sequence of a batch therefore continues from its own length, and rejected slots
+are overwritten. Only a tree occupies slots after the sequence, until its accepted branch is copied to the slots of its
+positions.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from mtptrain.decoding.sampler import Sampler
 from mtptrain.target.model import Target, TargetStates
 from mtptrain.target.position_cache import PositionCache, TreeRows
 from mtptrain.utils.clock import PhaseClock
@@ -23,40 +29,41 @@ from mtptrain.utils.clock import PhaseClock
 
 @dataclass(frozen=True)
 class Verified:
-    """Rows that the target has just read: the prompt, or the tokens of a round."""
+    """The rows that the target has just read: the prompts, or the tokens of a round."""
 
     tokens: torch.Tensor
-    """Every token so far, one row per sequence [B, slots]; valid below `num_tokens`."""
+    """All tokens so far, one row per sequence [B, slots]; valid below `num_tokens`."""
     num_tokens: torch.Tensor
-    """Tokens of each sequence, the last one not yet read by the target [B]."""
+    """Length of each sequence, including the newest token, which the target has not read [B]."""
     positions: torch.Tensor
-    """Positions of the rows read [B, S]; those from `num_tokens` - 1 on were rejected, or pad the batch or the branch."""
+    """Positions of the rows [B, S]. Those from `num_tokens` - 1 on were rejected or are padding."""
     states: TargetStates
-    """Of the rows [B, S, H], and what the drafter captures [B, S, L, H]."""
+    """The target's states of the rows [B, S, H], and those that the drafter captures [B, S, L, H]."""
 
     @property
     def last_row(self) -> torch.Tensor:
-        """Index [B] of the row whose next token is the newest."""
+        """Index [B] of the row whose next token is the newest one."""
         return self.num_tokens - 2 - self.positions[:, 0]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter proposes: a chain of K tokens, or a tree of D with branches up to K long; D = K for a chain."""
+    """P proposed tokens per sequence: a chain, where P = K, or a tree whose branches have at most K tokens."""
 
-    tokens: torch.Tensor  # [B, D]
+    tokens: torch.Tensor  # [B, P]
     is_proposed: torch.Tensor
-    """bool[B, D]: False from where a sequence has nothing more to propose."""
+    """bool[B, P]: False for padding, where a sequence has fewer proposals."""
     probs: torch.Tensor | None = None
-    """The distributions that the tokens of a chain were sampled from [B, K, V]; None where they were chosen with certainty."""
+    """Distributions that the tokens of a chain were sampled from [B, K, V]; None if they were chosen greedily."""
     parents: torch.Tensor | None = None
-    """Of a tree: which token each one follows, its index, lower than its own, or -1 for the newest token of the sequence [B, D]. A
-    parent's children are different tokens."""
+    """For a tree, the index of the token that each token follows [B, P]: lower than its own, or -1 for the newest token
+    of the sequence. The children of a token are all different. None for a chain."""
     logits: tuple[torch.Tensor, ...] | None = None
-    """Of a head's chain, what each depth's token was chosen by, in the head's own vocabulary: [B, D] each."""
+    """For a head's chain, the logits of each depth over the head's own vocabulary: K tensors [B, D]."""
 
     def ancestors(self) -> torch.Tensor:
-        """bool[B, 1 + D, 1 + D]: whether row i, the newest token or a draft, lies behind row j, or is it."""
+        """Returns bool[B, i, j]: whether row j is row i or an ancestor of it. Row 0 is the newest token, row 1 + p
+        draft p."""
         batch_size, num_drafts = self.tokens.shape
         device = self.tokens.device
         if self.parents is None:
@@ -71,119 +78,81 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Proposes tokens for a batch of sequences; keeps what it needs between rounds."""
+    """Proposes tokens for a batch of sequences and keeps its own state between rounds."""
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """Residual streams of the target that it reads."""
+        """The target's residual streams that the drafter reads."""
 
     @property
     def draft_slots(self) -> int:
-        """Slots of a cache that a draft takes behind the sequence: K of a chain, D of a tree at least."""
+        """Cache slots that a draft needs after the sequence: K for a chain, at least P for a tree."""
 
     def start(self, batch_size: int, num_slots: int) -> None:
-        """Forget the sequences before."""
+        """Forget all sequences and prepare for a new batch."""
 
-    def draft(self, verified: Verified, sampler: "Sampler") -> Draft:
-        """K tokens for each sequence, going on from the newest.
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        """Propose continuations of each sequence.
 
         Args:
             verified: what the target has just read.
-            sampler: the one that verifies too: drafts must not come from a copy of its random numbers.
+            sampler: also used for verification. A copy of it would draw the same random numbers twice.
         """
-
-
-@dataclass
-class Sampler:
-    """Greedy at temperature 0, else multinomial by a generator of its own."""
-
-    temperature: float = 0.0
-    seed: int = 0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps all tokens."""
-    generator: torch.Generator | None = field(default=None, repr=False)
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    def probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of the `top_k` likeliest tokens, and of these the first that hold `top_p` of their mass [..., V]."""
-        probs = (logits.float() / self.temperature).softmax(-1)
-        if self.top_k == 0 and self.top_p == 1.0:
-            return probs
-        ordered, order = probs.sort(-1, descending=True)
-        ordered[..., self.top_k or ordered.shape[-1] :] = 0.0
-        ordered = ordered / ordered.sum(-1, keepdim=True)
-        ordered = torch.where(ordered.cumsum(-1) - ordered < self.top_p, ordered, 0.0)
-        return torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))
-
-    def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The most likely token of each row of logits [..., V], or a sampled one [...]."""
-        return logits.argmax(-1) if self.is_greedy else self.sample(self.probs(logits).flatten(0, -2)).view(logits.shape[:-1])
-
-    def sample(self, probs: torch.Tensor) -> torch.Tensor:
-        """One token [B] per row of weights [B, V], which need not sum to one."""
-        return torch.multinomial(probs, 1, generator=self._generator(probs.device))[:, 0]
-
-    def uniform_like(self, like: torch.Tensor) -> torch.Tensor:
-        """Uniform numbers in [0, 1) in the shape of `like`."""
-        return torch.rand(like.shape, generator=self._generator(like.device), device=like.device, dtype=like.dtype)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if self.generator is None:
-            self.generator = torch.Generator(device).manual_seed(self.seed)
-        return self.generator
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """What verification keeps of a draft."""
+    """The part of a draft that verification keeps."""
 
     count: torch.Tensor
-    """Tokens [B]."""
+    """Number of accepted tokens [B]."""
     bonus: torch.Tensor
-    """The target's own token after them [B]."""
+    """The target's own next token after them [B]."""
     branch: torch.Tensor
-    """Rows of the verified ones [B, 1 + K] that are kept: 0 for the newest token, 1 + i for draft i; filled up behind `count` with any."""
+    """Rows of the accepted branch [B, 1 + K]: 0 for the newest token, 1 + p for draft p; arbitrary after `count`."""
+
+
+def accept(draft: Draft, target_logits: torch.Tensor, ancestors: torch.Tensor, num_depths: int, sampler: Sampler) -> Accepted:
+    """Keep what the target agrees with: sampled drafts by rejection sampling, all others by the target's own choice."""
+    if draft.probs is None or sampler.is_greedy:
+        return accept_chosen(draft, sampler.choose(target_logits), ancestors, num_depths)
+    return accept_sampled(draft, sampler.probs(target_logits), sampler)
 
 
 def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Tensor, num_depths: int) -> Accepted:
-    """Keep the longest branch of drafts that are the target's own choice, greedy or sampled.
+    """Keep the longest branch of drafts that equal the target's own choices, greedy or sampled.
 
-    A token that the target has sampled is accepted where the draft holds it, so that the output is the target's own whatever is
-    drafted: for drafts chosen with certainty this is the rule of arXiv 2211.17192, and over all children at once that of SpecInfer
-    (arXiv 2305.09781).
+    The target's choices do not depend on the draft, so the output is the target's own, whatever is drafted. For a chain
+    of greedy drafts this is the rule of arXiv 2211.17192; applied to all children of a token at once it is that of
+    SpecInfer (arXiv 2305.09781).
 
     Args:
-        draft: D proposed tokens per sequence.
-        target_tokens: the target's choice behind each row [B, 1 + D].
-        ancestors: of `Draft.ancestors`.
-        num_depths: K, the longest branch.
+        draft: P proposed tokens per sequence.
+        target_tokens: the target's choice after each row [B, 1 + P].
+        ancestors: the result of `Draft.ancestors`.
+        num_depths: K, the length of the longest branch.
     """
     row_above = torch.arange(draft.tokens.shape[1], device=draft.tokens.device) if draft.parents is None else draft.parents + 1
-    chosen_there = target_tokens.gather(1, row_above.expand_as(draft.tokens))  # [B, D]
-    is_wrong = F.pad((draft.tokens != chosen_there) | ~draft.is_proposed, (1, 0))  # [B, 1 + D]
+    chosen_there = target_tokens.gather(1, row_above.expand_as(draft.tokens))  # [B, P]
+    is_wrong = F.pad((draft.tokens != chosen_there) | ~draft.is_proposed, (1, 0))  # [B, 1 + P]
     is_kept = ~(ancestors & is_wrong[:, None]).any(2)
-    depths = ancestors.sum(2) - 1  # [B, 1 + D], of each row
+    depths = ancestors.sum(2) - 1  # [B, 1 + P], of each row
     count = torch.where(is_kept, depths, 0).amax(1)
-    at_depth = is_kept[:, None] & (
-        depths[:, None] == torch.arange(num_depths + 1, device=depths.device)[:, None]
-    )  # [B, 1 + K, 1 + D]
+    wanted_depths = torch.arange(num_depths + 1, device=depths.device)[:, None]
+    at_depth = is_kept[:, None] & (depths[:, None] == wanted_depths)  # [B, 1 + K, 1 + P]
     branch = at_depth.int().argmax(2)
     return Accepted(count, target_tokens.gather(1, branch.gather(1, count[:, None]))[:, 0], branch)
 
 
 def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
-    """Keep each sampled draft with probability min(1, target / draft) up to the first rejection, then sample from what is left.
+    """Keep each draft with probability min(1, target / draft) until the first rejection, then sample from the residual.
 
     The result follows the target's distribution exactly: Fast Inference from Transformers via Speculative Decoding
     (arXiv 2211.17192), algorithm 1.
 
     Args:
         draft: K proposed tokens per sequence, a chain, and the distributions that they were sampled from.
-        target_probs: at the newest token and at each draft [B, K+1, V].
+        target_probs: the target's distributions after the newest token and after each draft [B, K+1, V].
         sampler: draws the uniform numbers and the bonus token.
     """
     chosen, draft_probs = draft.tokens[..., None], draft.probs  # [B, K, 1]
@@ -191,25 +160,28 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
     ratio = target_probs[:, :-1].gather(2, chosen)[..., 0].double() / draft_probs.gather(2, chosen)[..., 0].double()
     is_kept = (sampler.uniform_like(ratio) < ratio) & draft.is_proposed
     num_accepted = is_kept.long().cumprod(1).sum(1)  # [B]
-    residual = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1]))[:, 0]  # [B, V]
-    # After the last proposed token nothing was rejected: a draft of no mass leaves the target's distribution as it is.
+    wanted = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1]))[:, 0]  # [B, V]
+    # Nothing was rejected after the last proposed token: zero draft probabilities leave the target's unchanged.
     rejected_probs = torch.cat([draft_probs * draft.is_proposed[..., None], torch.zeros_like(draft_probs[:, :1])], dim=1)
-    rejected = rejected_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, residual.shape[-1]))[:, 0]
-    left = (residual - rejected).clamp(min=0.0)
-    # Where draft and target are equal up to rounding, a rejection may leave nothing: then the target's own distribution serves.
-    bonus = sampler.sample(torch.where(left.sum(-1, keepdim=True) > 0, left, residual))
+    rejected = rejected_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, wanted.shape[-1]))[:, 0]
+    residual = (wanted - rejected).clamp(min=0.0)
+    # If draft and target are equal up to rounding, a rejection may leave no mass; then sample from the target.
+    bonus = sampler.sample(torch.where(residual.sum(-1, keepdim=True) > 0, residual, wanted))
     return Accepted(num_accepted, bonus, torch.arange(draft.tokens.shape[1] + 1, device=bonus.device).expand(len(bonus), -1))
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One sequence's new tokens, cut behind an end-of-sequence token and at the limit, and its counts over rounds."""
+    """The new tokens of one sequence, cut after an end-of-sequence token and at the limit, and its counts over rounds.
+
+    The round in which the sequence ends counts in full, as in vLLM's counters; rounds after it do not count.
+    """
 
     tokens: list[int]
     rounds: int
     """Rounds with at least one proposed token."""
     empty_rounds: int
-    """Rounds in which the drafter had nothing to propose."""
+    """Rounds without a proposed token."""
     drafted: int
     accepted_at: list[int]
     """Rounds that accepted the draft at each position [K]."""
@@ -217,18 +189,19 @@ class Generation:
 
 @dataclass(frozen=True)
 class Round:
-    """What one round did, for those who look on."""
+    """What happened in one round, for observers."""
 
     draft: Draft
     accepted: Accepted
     target_logits: torch.Tensor
-    """At the newest token and at each draft [B, 1+D, V]."""
+    """After the newest token and after each draft [B, 1+P, V]."""
     is_active: torch.Tensor
-    """bool[B]: sequences that count."""
+    """bool[B]: the sequences that are not finished."""
 
 
 PHASES = ("prompt", "draft", "verify", "choose", "cache")
-"""Of decoding: the target reads the prompts; drafts; their verification; acceptance and sampling; an accepted branch moves."""
+"""Phases of decoding: the target reads the prompts; drafting; the target reads the drafts; acceptance and sampling;
+moving the accepted branch of a tree in the cache."""
 
 
 @torch.no_grad()
@@ -246,79 +219,126 @@ def speculate(
 ) -> list[Generation]:
     """Decode a batch of prompts with drafts.
 
-    A round counts in full even where the end of the sequence falls among its accepted tokens, as in vLLM's counters; a finished
-    sequence counts no more.
-
     Args:
-        target: the whole model.
-        drafter: proposes a chain or a tree each round.
-        prompts: token ids, at least one each.
-        num_speculative_tokens: K, the longest branch of its drafts.
-        max_new_tokens: of each sequence.
-        sampler: temperature, and the source of random numbers.
-        eos_token_ids: tokens that end a sequence.
-        clock: is told what the time goes to, by the names of `PHASES`, and as `observe` what `observe` takes.
-        observe: is shown every round.
+        num_speculative_tokens: K, the length of the longest branch of a draft.
+        clock: accumulates seconds by the names of `PHASES`, and those of `observe` as `observe`.
+        observe: is called with every round.
 
     Raises:
-        ValueError: a prompt is empty, or longer with its answer than the target's context.
+        ValueError: a prompt is empty, or prompt and answer exceed the target's context.
     """
+    # 1. Allocate the sequences and a cache, with room for a round that goes past the last token.
     check_prompts(prompts, max_new_tokens, target.config.max_position_embeddings)
-    device, width = target.device, max(len(prompt) for prompt in prompts)
-    rows, depths = torch.arange(len(prompts), device=device), torch.arange(num_speculative_tokens + 1, device=device)
-    num_slots = width + max_new_tokens + 2 * (num_speculative_tokens + 1) + drafter.draft_slots
-    num_tokens = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
-    limit = num_tokens + max_new_tokens
-    tokens = torch.zeros(len(prompts), num_slots, dtype=torch.long, device=device)  # [B, slots]
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
-    eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
-    counts = torch.zeros(len(prompts), 3 + num_speculative_tokens, dtype=torch.long, device=device)
-
-    cache, clock = PositionCache(num_slots), clock or PhaseClock(device)
-    drafter.start(len(prompts), num_slots)
-    positions = torch.arange(width, device=device).expand(len(prompts), -1)  # [B, S]
+    batch = _Batch(prompts, max_new_tokens, num_speculative_tokens, drafter.draft_slots, eos_token_ids, target.device)
+    cache, clock = PositionCache(batch.num_slots), clock or PhaseClock(target.device)
+    drafter.start(len(prompts), batch.num_slots)
+    # 2. The target reads the prompts and chooses the first new token of each.
     with clock.phase("prompt"):
-        states = target.forward(tokens[:, :width], positions, cache, drafter.capture_layers)
-        first = sampler.choose(target.parts.logits(states.hidden_states[rows, num_tokens - 1]))
-    tokens[rows, num_tokens] = first
-    num_tokens = num_tokens + 1
-    is_active = (num_tokens < limit) & ~torch.isin(first, eos)
-
-    while bool(is_active.any()):
+        positions = batch.prompt_positions()  # [B, S]
+        states = target.forward(batch.tokens[:, : positions.shape[1]], positions, cache, drafter.capture_layers)
+        first = sampler.choose(target.parts.logits(states.hidden_states[batch.rows, batch.num_tokens - 1]))
+    batch.append_first(first)
+    while bool(batch.is_active.any()):
+        # 3. Draft after the newest token.
         with clock.phase("draft"):
-            draft = drafter.draft(Verified(tokens, num_tokens, positions, states), sampler)
+            draft = drafter.draft(Verified(batch.tokens, batch.num_tokens, positions, states), sampler)
+        # 4. The target reads the newest token and all drafts in one forward.
         with clock.phase("verify"):
-            root, ancestors = num_tokens - 1, draft.ancestors()
-            positions = root[:, None] + depths  # of the newest token and of a branch [B, K+1]
-            read = torch.cat([tokens.gather(1, root[:, None]), draft.tokens], dim=1)  # [B, 1+D]
+            root, ancestors = batch.num_tokens - 1, draft.ancestors()
+            read = torch.cat([batch.tokens.gather(1, root[:, None]), draft.tokens], dim=1)  # [B, 1+P]
             tree = None if draft.parents is None else TreeRows(root, 0, ancestors)
             states = target.forward(read, root[:, None] + ancestors.sum(2) - 1, cache, drafter.capture_layers, tree)
-            target_logits = target.parts.logits(states.hidden_states)  # [B, 1+D, V]
+            target_logits = target.parts.logits(states.hidden_states)  # [B, 1+P, V]
+        # 5. Accept the longest branch that the target agrees with, and take the bonus token.
         with clock.phase("choose"):
-            if draft.probs is None or sampler.is_greedy:
-                accepted = accept_chosen(draft, sampler.choose(target_logits), ancestors, num_speculative_tokens)
-            else:
-                accepted = accept_sampled(draft, sampler.probs(target_logits), sampler)
+            accepted = accept(draft, target_logits, ancestors, num_speculative_tokens, sampler)
         if observe is not None:
             with clock.phase("observe"):
-                observe(Round(draft, accepted, target_logits, is_active))
+                observe(Round(draft, accepted, target_logits, batch.is_active))
+        # 6. Move the accepted branch of a tree to the slots of its positions, then append its tokens.
+        positions = root[:, None] + batch.depths  # [B, K+1]
         if tree is not None:
             with clock.phase("cache"):
                 cache.keep(root[:, None] + accepted.branch, positions)
                 states = states.of_rows(accepted.branch)  # [B, K+1] rows
-        tokens.scatter_(1, positions, read.gather(1, accepted.branch))
-        tokens[rows, num_tokens + accepted.count] = accepted.bonus
-        counts += _count(draft, accepted.count, num_speculative_tokens) * is_active[:, None]
-        has_ended = (torch.isin(tokens.gather(1, positions + 1), eos) & (depths <= accepted.count[:, None])).any(1)
-        # A finished row keeps its length and its answer: what is decoded behind it until the batch is done has no effect.
-        num_tokens = torch.where(is_active, num_tokens + accepted.count + 1, num_tokens)
-        is_active = is_active & (num_tokens < limit) & ~has_ended
-    return _generations(tokens, num_tokens, prompts, max_new_tokens, eos_token_ids, counts)
+        batch.append(read, positions, draft, accepted)
+    return batch.generations()
+
+
+class _Batch:
+    """The sequences of a batch while they are decoded, and their counts."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        num_depths: int,
+        draft_slots: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.prompts, self.max_new_tokens, self.eos_token_ids = prompts, max_new_tokens, eos_token_ids
+        self.num_slots = max(map(len, prompts)) + max_new_tokens + 2 * (num_depths + 1) + draft_slots
+        self.rows, self.depths = torch.arange(len(prompts), device=device), torch.arange(num_depths + 1, device=device)
+        self.num_tokens = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
+        self.limit = self.num_tokens + max_new_tokens
+        self.tokens = torch.zeros(len(prompts), self.num_slots, dtype=torch.long, device=device)  # [B, slots]
+        for row, prompt in enumerate(prompts):
+            self.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
+        self.is_active = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
+        self._counts = torch.zeros(len(prompts), 3 + num_depths, dtype=torch.long, device=device)
+
+    def prompt_positions(self) -> torch.Tensor:
+        """Returns 0 .. S - 1 for each sequence, S the length of the longest prompt [B, S]."""
+        longest = max(map(len, self.prompts))
+        return torch.arange(longest, device=self.tokens.device).expand(len(self.prompts), -1)
+
+    def append_first(self, first: torch.Tensor) -> None:
+        """Append the token [B] that follows each prompt."""
+        self.tokens[self.rows, self.num_tokens] = first
+        self.num_tokens = self.num_tokens + 1
+        self.is_active = (self.num_tokens < self.limit) & ~torch.isin(first, self._eos)
+
+    def append(self, read: torch.Tensor, positions: torch.Tensor, draft: Draft, accepted: Accepted) -> None:
+        """Append the accepted tokens of a round and its bonus token, and count the round.
+
+        Args:
+            read: the newest token and the drafts [B, 1+P].
+            positions: of the newest token and of a branch after it [B, K+1].
+        """
+        num_depths = len(self.depths) - 1
+        self.tokens.scatter_(1, positions, read.gather(1, accepted.branch))
+        self.tokens[self.rows, self.num_tokens + accepted.count] = accepted.bonus
+        self._counts += _round_counts(draft, accepted.count, num_depths) * self.is_active[:, None]
+        is_end = torch.isin(self.tokens.gather(1, positions + 1), self._eos)
+        has_ended = (is_end & (self.depths <= accepted.count[:, None])).any(1)
+        # A finished sequence keeps its length, so tokens that are still decoded after it have no effect.
+        self.num_tokens = torch.where(self.is_active, self.num_tokens + accepted.count + 1, self.num_tokens)
+        self.is_active = self.is_active & (self.num_tokens < self.limit) & ~has_ended
+
+    def generations(self) -> list[Generation]:
+        generations = []
+        for row, prompt, end, (rounds, empty_rounds, drafted, *accepted_at) in zip(
+            self.tokens.tolist(), self.prompts, self.num_tokens.tolist(), self._counts.tolist(), strict=True
+        ):
+            new_tokens = row[len(prompt) : end][: self.max_new_tokens]
+            ends = [i for i, token in enumerate(new_tokens) if token in self.eos_token_ids]
+            new_tokens = new_tokens[: ends[0] + 1] if ends else new_tokens
+            generations.append(Generation(new_tokens, rounds, empty_rounds, drafted, accepted_at))
+        return generations
+
+
+def _round_counts(draft: Draft, num_accepted: torch.Tensor, num_depths: int) -> torch.Tensor:
+    """Returns (rounds, empty rounds, drafted, accepted at 0 .. K-1) of a single round for each sequence [B, 3+K]."""
+    num_drafted = draft.is_proposed.sum(1)  # [B]
+    has_draft = (num_drafted > 0).long()
+    accepted_at = torch.arange(num_depths, device=num_accepted.device) < num_accepted[:, None]  # [B, K]
+    return torch.cat([torch.stack([has_draft, 1 - has_draft, num_drafted], 1), accepted_at.long()], 1)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, context_tokens: int) -> None:
-    """Raises ValueError where a prompt is empty, or longer with its answer than the target's context."""
+    """Raises ValueError if a prompt is empty, or if prompt and answer exceed the target's context."""
     for index, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {index}: must hold at least one token, but is empty; leave it out")
@@ -327,31 +347,3 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, context
                 f"prompt {index}: prompt and answer must fit the target's context of {context_tokens} tokens, but are {len(prompt)} + "
                 f"{max_new_tokens}; shorten the prompt or lower max_new_tokens"
             )
-
-
-def _count(draft: Draft, num_accepted: torch.Tensor, num_depths: int) -> torch.Tensor:
-    """A round's [rounds, empty rounds, drafted, accepted at 0 .. K-1] of each sequence [B, 3+K]."""
-    num_drafted = draft.is_proposed.sum(1)  # [B]
-    has_draft = (num_drafted > 0).long()
-    accepted_at = torch.arange(num_depths, device=num_accepted.device) < num_accepted[:, None]  # [B, K]
-    return torch.cat([torch.stack([has_draft, 1 - has_draft, num_drafted], 1), accepted_at.long()], 1)
-
-
-def _generations(
-    tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int],
-    counts: torch.Tensor,
-) -> list[Generation]:
-    generations = []
-    for row, prompt, end, (rounds, empty_rounds, drafted, *accepted_at) in zip(
-        tokens.tolist(), prompts, num_tokens.tolist(), counts.tolist(), strict=True
-    ):
-        new_tokens = row[len(prompt) : end][:max_new_tokens]
-        ends = [i for i, token in enumerate(new_tokens) if token in eos_token_ids]
-        generations.append(
-            Generation(new_tokens[: ends[0] + 1] if ends else new_tokens, rounds, empty_rounds, drafted, accepted_at)
-        )
-    return generations

@@ -1,13 +1,12 @@
 """Estimates the time of a stage from tokens/s if they are given, otherwise from its costs per token and the hardware's
 rates."""
 
-import time
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from mtptrain.config import PlannerConfig
+from mtptrain.training.flops import matmul_peak
 
 MEMORY_SHARE = 0.78
 """The share of a GPU's memory bandwidth that elementwise kernels reach."""
@@ -100,22 +99,7 @@ def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -
     if planner.gpu_tflops:
         return gpus_at_work * planner.gpu_tflops * 1e12, f"{gpus_at_work} x {planner.gpu_tflops:g} TFLOP/s"
     if torch.cuda.is_available():
-        peak = matmul_flops_per_s(torch.device("cuda"), dtype)
+        peak = matmul_peak(torch.device("cuda"), dtype)
         return gpus_at_work * peak, f"{gpus_at_work} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
-    peak = matmul_flops_per_s(torch.device("cpu"), dtype)
+    peak = matmul_peak(torch.device("cpu"), dtype)
     return peak, f"{peak / 1e12:.2f} TFLOP/s measured on this CPU (planner.gpu_tflops plans for GPUs)"
-
-
-@cache
-def matmul_flops_per_s(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> float:
-    """Returns the peak FLOP/s of this device: that of the fastest matrix product in `seconds` of repeated runs."""
-    size = 8192 if device.type == "cuda" else 1024
-    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    fastest, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        started = time.perf_counter()
-        torch.mm(left, right)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        fastest = min(fastest, time.perf_counter() - started)
-    return 2 * size**3 / fastest

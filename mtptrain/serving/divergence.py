@@ -8,7 +8,8 @@ from itertools import zip_longest
 import torch
 
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Generation, Round, Sampler, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Generation, Round, speculate
 from mtptrain.heads.base import Head
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -53,6 +54,7 @@ class StepFlops:
         return self.per_token * batch.num_tokens + self.per_row * batch.num_rows + self.per_pair * batch.packing.num_pairs
 
 
+@cache
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of ten products of [2048, 2048] matrices, of [8192, 8192] on a GPU.
 

@@ -10,7 +10,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
-from mtptrain.decoding.speculate import Sampler
+from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, fill_head
 from mtptrain.target.families import eos_token_ids, read_target_config

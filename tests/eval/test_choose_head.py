@@ -1,4 +1,4 @@
-"""Heads that training has kept without measuring them, and the choice among them."""
+"""The choice among heads that training kept without measuring them."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from tests.conftest import run_program
 Run = tuple[Path, tuple[str, ...]]
 KEEPING = ("train.validation_prompts=0", "train.validate_every=5", "deepspeed=zero0")
 LEARNING = ("train.lr=3e-2", "train.validation_prompts=12", "train.validation_new_tokens=16")
-"""What gives heads of different steps different figures."""
+"""Settings with which heads of different steps have different acceptance."""
 
 
 def run(module: str, *overrides: str) -> str:

@@ -1,4 +1,4 @@
-"""Reports beside each other: only those that were measured in the same way."""
+"""Reports are compared if they were measured in the same way."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def write_report(path: Path, lengths: list[int], **settings: object) -> Path:
     return path
 
 
-def test_reports_stand_beside_each_other_in_a_table_and_on_a_page_without_a_network(
+def test_reports_are_compared_in_a_table_and_on_a_page_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [write_report(tmp_path / name / "acceptance/report.json", lengths) for name, lengths in (("a", [8, 6]), ("b", [4, 4]))]
@@ -85,8 +85,8 @@ MEASURED = {
 }
 
 
-def write_beside(run_dir: Path, place: str, content: dict[str, object]) -> None:
-    path = run_dir / place
+def write_other_report(run_dir: Path, name: str, content: dict[str, object]) -> None:
+    path = run_dir / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
     path.with_suffix(".svg").write_text("<?xml?><svg>a chart</svg>")
@@ -97,7 +97,7 @@ def page_of(run_dir: Path) -> str:
     return (run_dir / "acceptance/report.html").read_text()
 
 
-def test_an_engines_counters_stand_on_the_page_of_the_same_measurement_alone(tmp_path: Path) -> None:
+def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(tmp_path: Path) -> None:
     counts = {
         "rounds": 1020,
         "drafted": 3060,
@@ -108,16 +108,16 @@ def test_an_engines_counters_stand_on_the_page_of_the_same_measurement_alone(tmp
     served = {**MEASURED, "ours": counts, "theirs": {**counts, "rounds": 1021}, "engine": "vllm", "version": "0.32.0", "prompts": 2}
     served["command"] = "python -m eval.serving_check 'serving.python=<b>'"
     write_report(tmp_path / "acceptance/report.json", [8, 6], head_sha256="cc")
-    write_beside(tmp_path, "serving_check/report.json", served)
+    write_other_report(tmp_path, "serving_check/report.json", served)
     page = page_of(tmp_path)
     assert "<td>vllm 0.32.0</td><td>1,021</td><td>3,060</td><td>903</td><td>702</td><td>501</td><td>3.065</td><td>2</td>" in page
-    assert "<pre>python -m eval.serving_check &#x27;serving.python=&lt;b&gt;&#x27;</pre>" in page
+    assert "<pre>python -m eval.serving_check &#39;serving.python=&lt;b&gt;&#39;</pre>" in page
     for name, other in (("head_sha256", "dd"), ("prompts_sha256", "11"), ("max_new_tokens", 21), ("dtype", "bfloat16")):
-        write_beside(tmp_path, "serving_check/report.json", {**served, name: other})
+        write_other_report(tmp_path, "serving_check/report.json", {**served, name: other})
         assert "vllm" not in page_of(tmp_path)
 
 
-def test_speed_and_studies_of_the_run_stand_on_its_page_with_their_commands(tmp_path: Path) -> None:
+def test_speed_and_studies_of_the_run_are_shown_on_its_page_with_their_commands(tmp_path: Path) -> None:
     row = dict.fromkeys(
         ("tokens_per_s", "speed_up", "speed_up_with_prompt", "predicted_speed_up", "refilled_speed_up", "tokens_per_round"), 1.25
     )
@@ -134,8 +134,8 @@ def test_speed_and_studies_of_the_run_stand_on_its_page_with_their_commands(tmp_
     run = {"acceptance": {"128": 1.5}, "without_loops": {"128": 1.6}, "acceptance_rate_at": [0.3]}
     study = {"study": {"name": "norms", "prompt_tokens": [128]}, "measured": {"all": {"0": run, "1": None}}, "command": "study it"}
     write_report(tmp_path / "acceptance/report.json", [8, 6], head_sha256="cc", command="measure it")
-    write_beside(tmp_path, "bench_decode/report.json", decoding)
-    write_beside(tmp_path, "study/norms/study.json", study)
+    write_other_report(tmp_path, "bench_decode/report.json", decoding)
+    write_other_report(tmp_path, "study/norms/study.json", study)
     page = page_of(tmp_path)
     assert (
         "<td>8</td><td>3</td><td>1</td><td>1.25</td><td>1.25</td><td>1.25</td><td>1.25</td><td>1.25</td><td>2.00</td><td>3.00</td>"
@@ -143,7 +143,7 @@ def test_speed_and_studies_of_the_run_stand_on_its_page_with_their_commands(tmp_
     )
     assert "<td>all</td><td>1.500</td><td>2 seeds, 1 diverged</td>" in page and page.count("<svg>a chart</svg>") == 2
     assert all(f"<pre>{command}</pre>" in page for command in ("measure it", "bench it", "study it"))
-    write_beside(tmp_path, "bench_decode/report.json", {**decoding, "head_sha256": "dd"})
+    write_other_report(tmp_path, "bench_decode/report.json", {**decoding, "head_sha256": "dd"})
     assert "bench it" not in page_of(tmp_path) and "study it" in page_of(tmp_path)
     (tmp_path / "study/norms/study.json").write_text('{"study": {"name": "<norms>"}}')
     (tmp_path / "serving_check").mkdir()
@@ -163,17 +163,17 @@ def test_a_run_that_has_not_been_measured_gets_no_page(tmp_path: Path) -> None:
     [
         (
             {"prompts_sha256": "11"},
-            r"b/report.json: prompts_sha256 must be that of .*a/report.json, '00', but is '11'; such",
+            r"b/report.json: prompts_sha256 must be '00' as in .*a/report.json, but is '11'; measure",
         ),
-        ({"target_weights_sha256": "bb"}, "target_weights_sha256 must be that of"),
-        ({"sample_drafts": True}, "sample_drafts must be that of"),
-        ({"max_new_tokens": 21}, "max_new_tokens must be that of"),
-        ({"temperature": 1.0}, "temperature must be that of"),
-        ({"num_speculative_tokens": 4}, "num_speculative_tokens must be that of"),
-        ({"dtype": "bfloat16"}, "dtype must be that of"),
+        ({"target_weights_sha256": "bb"}, "target_weights_sha256 must be .* as in"),
+        ({"sample_drafts": True}, "sample_drafts must be .* as in"),
+        ({"max_new_tokens": 21}, "max_new_tokens must be .* as in"),
+        ({"temperature": 1.0}, "temperature must be .* as in"),
+        ({"num_speculative_tokens": 4}, "num_speculative_tokens must be .* as in"),
+        ({"dtype": "bfloat16"}, "dtype must be .* as in"),
     ],
 )
-def test_what_was_measured_otherwise_is_refused(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+def test_a_report_of_another_measurement_is_refused(tmp_path: Path, settings: dict[str, object], message: str) -> None:
     first = write_report(tmp_path / "a/report.json", [8, 6])
     with pytest.raises(ValueError, match=message):
         compare.read_reports([first, write_report(tmp_path / "b/report.json", [8, 6], **settings)])
@@ -189,12 +189,12 @@ def test_tokens_per_second_of_other_batches_are_left_out(
     assert page.count("<svg") == 4 and "<td>50</td>" not in page and " 50 " not in capsys.readouterr().out
 
 
-def test_no_report_is_lost_where_paths_are_alike(tmp_path: Path) -> None:
+def test_no_report_is_lost_if_paths_are_alike(tmp_path: Path) -> None:
     paths = [
         write_report(tmp_path / "x" / name, [8, 6]) for name in ("acceptance/report.json", "acceptance/acceptance/report.json")
     ]
     assert list(compare.read_reports(paths)) == [str(path) for path in paths]
-    with pytest.raises(ValueError, match="reports must be different ones, but this one stands twice"):
+    with pytest.raises(ValueError, match="reports must be different, but this one is given twice"):
         compare.read_reports([paths[0], paths[0]])
 
 
@@ -212,7 +212,7 @@ def test_no_report_is_lost_where_paths_are_alike(tmp_path: Path) -> None:
         ("speed", "head", "seconds", "all"),
     ],
 )
-def test_a_report_that_is_not_whole_is_refused(tmp_path: Path, keys: tuple[str, ...]) -> None:
+def test_an_incomplete_report_is_refused(tmp_path: Path, keys: tuple[str, ...]) -> None:
     path = write_report(tmp_path / "report.json", [8, 6])
     report = json.loads(path.read_text())
     part = report
@@ -220,7 +220,9 @@ def test_a_report_that_is_not_whole_is_refused(tmp_path: Path, keys: tuple[str, 
         part = part[key]
     del part[keys[-1]]
     path.write_text(json.dumps(report))
-    with pytest.raises(ValueError, match=r"report\.json: must be whole, as eval\.acceptance writes it, but lacks something \("):
+    with pytest.raises(
+        ValueError, match=r"report\.json: must be complete, as eval\.acceptance writes it, but something is missing \("
+    ):
         compare.read_reports([path])
 
 
@@ -232,7 +234,9 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"torn\.json: must be a report\.json of eval\.acceptance, but is not JSON"):
         compare.read_reports([tmp_path / "torn.json"])
     (tmp_path / "other.json").write_text('{"rounds": 3}')
-    with pytest.raises(ValueError, match=r"other\.json: must be a report\.json of eval\.acceptance, but is none, or an older one"):
+    with pytest.raises(
+        ValueError, match=r"other\.json: must be a report\.json of eval\.acceptance, but is not, or has an older format"
+    ):
         compare.read_reports([tmp_path / "other.json"])
     with pytest.raises(FileNotFoundError, match=r"must be a report\.json of eval\.acceptance, but does not"):
         compare.read_reports([tmp_path / "none.json"])
@@ -242,8 +246,8 @@ def test_a_report_of_one_source_shows_no_interval(tmp_path: Path, capsys: pytest
     paths = [write_report(tmp_path / name / "report.json", lengths) for name, lengths in (("one", [8]), ("two", [8, 6]))]
     reports = compare.read_reports(paths)
     assert reports["one"]["intervals"] is None
-    page = report_page.page_of(reports)
-    assert "2.200 <span class='ci'>one source</span>" in page and "2.050 <span class='ci'>1.90-2.20</span>" in page
+    page = report_page.render_page(reports)
+    assert '2.200 <span class="ci">one source</span>' in page and '2.050 <span class="ci">1.90-2.20</span>' in page
     compare.print_table(reports)
     assert "one source" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""What is said of a head's distributions: the overlap is the chance of acceptance, and confidence is put into the right tenth."""
+"""Figures of a head's distributions: overlap is the probability of acceptance, and confidence is binned correctly."""
 
 from pathlib import Path
 
@@ -8,7 +8,8 @@ import torch
 from eval.draft_quality import DraftQuality
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Accepted, Draft, Round, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Accepted, Draft, Round
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
@@ -16,8 +17,8 @@ from mtptrain.target.model import load_target
 from tests.conftest import make_target
 
 
-def test_figures_are_of_rounds_that_got_to_a_position_and_of_sequences_that_count(tmp_path: Path) -> None:
-    """A head that drafts two of the target's four tokens, by hand."""
+def test_figures_count_rounds_that_reach_a_position_and_active_sequences(tmp_path: Path) -> None:
+    """The expected figures are computed by hand, for a head that drafts two of the target's four tokens."""
     target = load_target(make_target(tmp_path / "target", vocab_size=4, eos_token_id=None), torch.float32, torch.device("cpu"))
     head = build_head(Eagle3Head.Config(capture_layers=[1], draft_vocab_size=2), target.config)
     assert head.d2t is not None
@@ -43,7 +44,7 @@ def test_figures_are_of_rounds_that_got_to_a_position_and_of_sequences_that_coun
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.9}])
 def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap(filters: dict[str, float], tmp_path: Path) -> None:
-    """The theorem of speculative sampling (arXiv 2211.17192), on a target and a random head: also a check of the acceptance rule."""
+    """The theorem of speculative sampling (arXiv 2211.17192), which also checks the acceptance rule."""
     directory = make_target(tmp_path / "target", vocab_size=12, eos_token_id=None, initializer_range=0.15)
     target = load_target(directory, torch.float32, torch.device("cpu"))
     torch.manual_seed(3)

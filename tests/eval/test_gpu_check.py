@@ -1,4 +1,4 @@
-"""The checks of a machine with GPUs, run on the CPU at a tiny size; that they can fail; and what a report says."""
+"""The checks for a machine with GPUs pass on a CPU at a tiny size, and can fail."""
 
 import json
 import subprocess
@@ -32,13 +32,13 @@ NEEDS_MORE = {
     "extraction by vLLM",
     "extraction by vLLM, tensor parallel",
     "served by vLLM",
-    "step beside vLLM Speculators",
+    "step compared with vLLM Speculators",
 }
-"""Rows that need another environment."""
+"""Checks that need another environment."""
 
 
 def run_quickly(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
-    """The bench of the step compiles, unless its own process is told not to; the others start faster as forks."""
+    """Forks start faster, but the bench of the step needs its own process, in which compilation is disabled."""
     return (run_in_process if module == "eval.bench.train" else run_ranks)(module, arguments, num_ranks)
 
 
@@ -64,7 +64,7 @@ def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
     assert report(rows, tmp_path / "gpu_check", CPU) == 0
     printed = capsys.readouterr().out
     assert "*** SKIPPED served by vLLM: vLLM IS NOT INSTALLED: serving.python: must be a Python with vLLM" in printed
-    assert "*** SKIPPED step beside vLLM Speculators: SPECULATORS IS NOT INSTALLED" in printed
+    assert "*** SKIPPED step compared with vLLM Speculators: SPECULATORS IS NOT INSTALLED" in printed
     written = json.loads((tmp_path / "gpu_check/report.json").read_text())
     assert written["failed"] == 0 and [row["name"] for row in written["rows"]] == [row.name for row in rows]
 
@@ -89,7 +89,7 @@ def test_attention_that_forgets_keys_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_loss_whose_teacher_is_shifted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = numerics.plain_kl
-    monkeypatch.setattr(numerics, "plain_kl", lambda states, parts, taught, *rest: plain(states, parts, taught.roll(1, 0), *rest))
+    monkeypatch.setattr(numerics, "plain_kl", lambda states, parts, teacher, *rest: plain(states, parts, teacher.roll(1, 0), *rest))
     assert numerics.check_loss(CPU, torch.float32).outcome is Outcome.failed
 
 

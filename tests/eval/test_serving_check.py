@@ -1,4 +1,4 @@
-"""What `eval.serving_check` refuses before it serves anything."""
+"""`eval.serving_check` refuses settings and exports that it cannot compare, before it serves anything."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Studies train and measure every variant and seed once, on prompts that end at the same places."""
+"""Studies train and measure every variant and seed once, on prompts that end at the same positions."""
 
 import json
 from pathlib import Path
@@ -34,20 +34,20 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     assert measured["wild"] == {"1": None} and "1 seeds, 1 diverged" in shown
     assert all(set(measured[name]["1"]["acceptance"]) == {"16", "48"} for name in ("short", "norms"))
     assert "<svg" in (directory / "study.svg").read_text()
-    # The variants share what stages 1 and 2 made where that is the same, and each is what it says.
+    # Variants with the same settings of stages 1 and 2 share their output, and each variant has its own settings.
     assert sorted(path.name for path in (directory / "data").iterdir()) == ["norms", "short"]
     head = json.loads((directory / "norms" / "seed_1" / "train" / "best" / "head.json").read_text())
     assert head["head"]["norms"] == ["norm"] and head["step"] == 20
     manifest = json.loads((directory / "short" / "seed_1" / "prompts" / "manifest.json").read_text())
     assert manifest["max_document_tokens"] == 64
-    # A prompt of fewer tokens is the end of the longer one at the same place.
+    # A shorter prompt is the end of the longer one from the same document.
     prompts = [json.loads(line) for line in next((directory / "held_out").glob("prompts_*.jsonl")).read_text().splitlines()]
     assert len(prompts) == 2 * 8
     for short, long in zip(prompts[::2], prompts[1::2], strict=True):
         assert short["id"].split()[0] == long["id"].split()[0] and len(short["input_ids"]) == 16 and len(long["input_ids"]) == 48
         assert long["input_ids"][-16:] == short["input_ids"]
 
-    # Nothing that is done is run again, diverged runs included; other prompts are measured beside, without training anew.
+    # Finished runs, including diverged ones, are not run again. Other prompts are measured without training again.
     logs = {path: path.stat().st_mtime_ns for path in directory.rglob("log.txt")}
     status, again, errors = study(tmp_path, overrides)
     assert status == 0 and again == shown, errors[-3000:]
@@ -58,7 +58,7 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     assert (directory / "norms" / "seed_1" / "train" / "best" / "head.safetensors").stat().st_mtime_ns == trained
     report = json.loads((directory / "study.json").read_text())
     assert set(report["measured"]["norms"]["1"]["acceptance"]) == {"48"}
-    # A variant that means something else now is refused.
+    # A variant whose settings have changed is refused.
     status, _, errors = study(tmp_path, overrides, "study.variants.norms=['head.norms=[hnorm]']")
     assert status != 0 and "head must be {" in errors and "; remove the folder, or set study.name" in errors
 

@@ -19,7 +19,8 @@ import torch
 
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Generation, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
 from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.vllm_client import EngineRun, GenerateJob

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from mtptrain.convert.formats import FORMATS, format_for
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Sampler, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import speculate
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from tests.serving.cases import BF16_CASES, CASES, EVERYWHERE, HEAD_CONFIGS, NOT_HERE, PROMPTS, is_served_here

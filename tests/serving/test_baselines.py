@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from mtptrain.decoding.acceptance import generate_in_batches, summarise
 from mtptrain.decoding.drafters import ModelDrafter, PromptLookupDrafter
-from mtptrain.decoding.speculate import Drafter, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Drafter
 from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.vllm_client import EngineRun
 from mtptrain.target.model import load_target

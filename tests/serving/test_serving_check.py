@@ -94,10 +94,7 @@ def test_an_export_that_is_not_the_head_ends_with_status_1_and_the_first_draft_t
 ) -> None:
     result = check(run, tmp_path, f"serving.head_dir={wrong_export}")
     assert result.returncode == 1
-    assert (
-        "serving check: vLLM 0.32.0 must count what we count and answer as plain greedy decoding does, but differs in"
-        in result.stderr
-    )
+    assert "serving check: vLLM 0.32.0 must equal our counters and plain greedy decoding, but differs in" in result.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert not report["is_equal"] and report["first_divergence"]["what"] == "draft"
     assert report["theirs"]["plain_greedy_answers"] == 12, "a wrong head makes no wrong answer"

@@ -10,7 +10,8 @@ from data_prep.text_files import STANDARD_LIBRARY, read_text_files
 from mtptrain.data.prompt_files import is_held_out
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
-from mtptrain.decoding.speculate import Drafter, Sampler
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Drafter
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.families import eos_token_ids

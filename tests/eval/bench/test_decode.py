@@ -1,4 +1,4 @@
-"""The bench of decoding runs to its end and fills its file; what it says of speed is not asserted."""
+"""The bench of decoding runs and writes all its figures. Speed is not asserted."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def answer(rounds: int, *accepted_at: int) -> Generation:
     return Generation([0] * 101, rounds, 0, rounds * len(accepted_at), list(accepted_at))
 
 
-def test_the_prediction_is_made_of_what_a_round_costs_elsewhere_and_of_the_acceptance_of_other_prompts() -> None:
+def test_the_prediction_uses_the_cost_of_random_rounds_and_the_acceptance_on_other_prompts() -> None:
     measured = {
         0: Spent(100, 100, (answer(100),), {"prompt": 5.0, "verify": 1.0}),  # 100 tokens/s
         2: Spent(100, 40, (answer(25, 20, 20),), {"draft": 0.1, "verify": 0.4}),  # 200 tokens/s
@@ -46,7 +46,7 @@ def test_the_prediction_is_made_of_what_a_round_costs_elsewhere_and_of_the_accep
     assert row["speed_up"] == pytest.approx(2.0)
     assert row["predicted_speed_up"] == pytest.approx(200 / (100.8 / 2.5 + (100 + 1 / 3) / 1.5) * 20 / 25)
     assert row["speed_up_with_prompt"] == pytest.approx(6 / 0.5)
-    assert row["refilled_speed_up"] == pytest.approx(4 * 10 / 12.5)  # 4 tokens in 12.5 ms, beside one in 10 ms
+    assert row["refilled_speed_up"] == pytest.approx(4 * 10 / 12.5)  # 4 tokens in 12.5 ms, against one in 10 ms
     assert row["tokens_per_round"] == 2.5 and row["draft_ms"] == pytest.approx(2.5) and row["verify_ms"] == pytest.approx(10.0)
     assert recommended([describe(1, 0, measured, costs, others), row], 1) == 2
     both = describe(2, 2, measured, costs, [[*others[0], *others[1]]])

@@ -1,4 +1,4 @@
-"""The bench of extraction runs to its end and fills its file; what it says of speed is not asserted."""
+"""The bench of extraction runs and writes all its figures. Speed is not asserted."""
 
 import json
 from pathlib import Path

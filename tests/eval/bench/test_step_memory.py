@@ -1,4 +1,4 @@
-"""What a step takes is counted as its tensors come and go."""
+"""The memory of a step is the peak of its tensors."""
 
 import torch
 
@@ -12,11 +12,11 @@ def filled() -> torch.Tensor:
     return torch.ones(MEGABYTES, 1_000_000, dtype=torch.uint8)
 
 
-def test_tensors_that_live_at_once_are_added_up() -> None:
+def test_tensors_that_are_alive_together_are_added_up() -> None:
     assert tensor_bytes(lambda: (filled(), filled()), CPU) == 2 * MEGABYTES * 1_000_000
 
 
-def test_tensors_behind_each_other_are_not() -> None:
+def test_consecutive_tensors_are_not() -> None:
     kept = filled()
 
     def step() -> None:

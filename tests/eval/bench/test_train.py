@@ -1,4 +1,4 @@
-"""The bench of training runs to its end and fills its file; what it says of speed is not asserted, what it compares is."""
+"""The bench of training runs and writes all its figures. Speed is not asserted; the compared formulas must agree."""
 
 import json
 import os
@@ -76,7 +76,7 @@ for head, depths, draft_vocab_size in bench_train.GPU_CASES:
 
 
 def test_what_runs_on_a_gpu_runs_here_at_a_tiny_size() -> None:
-    """In a process of its own: an engine leaves its process group and the variables of torchrun behind."""
+    """Uses its own process, because an engine leaves a process group and the variables of torchrun."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     result = subprocess.run(
         [sys.executable, "-c", AS_ON_A_GPU], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

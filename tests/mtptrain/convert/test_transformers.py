@@ -14,7 +14,8 @@ from mtptrain.convert.base import Format
 from mtptrain.convert.formats import format_for
 from mtptrain.convert.transformers import link_or_copy
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Sampler, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import speculate
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head

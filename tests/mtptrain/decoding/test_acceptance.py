@@ -1,4 +1,4 @@
-"""Counts to lengths and rates, and loops."""
+"""Lengths, rates and intervals from counts; detection of loops; batches."""
 
 import numpy as np
 import pytest
@@ -45,8 +45,8 @@ def test_a_loop_is_a_block_that_follows_itself_twice_over_32_tokens(tokens: list
     assert has_loop(tokens) is is_loop
 
 
-def test_intervals_hold_the_figure_and_are_those_of_drawing_prompts_anew() -> None:
-    """The mean of n lengths has a standard error of sd / sqrt(n): where rounds are equal, the interval is 1.96 of it to each side."""
+def test_intervals_contain_the_length_and_match_the_standard_error() -> None:
+    """With equal rounds, the interval is 1.96 standard errors, sd / sqrt(n), to each side of the mean of n lengths."""
     rng = np.random.default_rng(1)
     generations = [Generation([], 10, 0, 20, [int(count), 0]) for count in rng.binomial(10, 0.6, size=200)]
     alone = [[generation] for generation in generations]
@@ -67,7 +67,7 @@ def test_intervals_hold_the_figure_and_are_those_of_drawing_prompts_anew() -> No
 
 
 def test_one_source_gives_no_interval() -> None:
-    """Drawing from one conversation gives that one each time: an interval of no width would claim to know all."""
+    """Resampling one conversation always gives the same one, and an interval without width."""
     answers = [generation(10, [9, 6]), generation(10, [3, 0])]
     assert intervals([answers]) is None
     found = intervals([[answer] for answer in answers])
@@ -84,7 +84,7 @@ def test_one_source_gives_no_interval() -> None:
         (8, 1, [[1], [3], [0], [4], [2]]),  # a prompt too long for any batch is decoded alone
     ],
 )
-def test_batches_hold_so_many_prompts_and_tokens_at_most(
+def test_batches_respect_the_bounds_on_prompts_and_tokens(
     batch_size: int, batch_tokens: int | None, batches: list[list[int]]
 ) -> None:
     lengths = [10, 5, 50, 8, 20]

@@ -1,4 +1,4 @@
-"""Drafting by head against a loop without caches: every proposed token, every count."""
+"""Drafts and counts equal those of a loop without caches."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mtptrain.decoding.drafters import HeadDrafter, ModelDrafter, TreeDrafter
-from mtptrain.decoding.speculate import Draft, Sampler, Verified, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Draft, Verified, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
@@ -20,8 +21,11 @@ Plain = tuple[list[int], int, list[int], list[list[int]]]
 
 @torch.no_grad()
 def plain_speculation(target: Target, head: Head, prompt: list[int], depths: int, max_new_tokens: int, eos: set[int]) -> Plain:
-    """New tokens, rounds, accepted by position and every draft: the whole text is read anew for every token, and drafts come from the
-    head's *training* forward over the tokens that the target has read."""
+    """Returns new tokens, rounds, accepted by position and every draft.
+
+    The whole text is read again for every token, and drafts come from the head's *training* forward over the tokens
+    that the target has read.
+    """
     tokens = [*prompt, int(target.model(torch.tensor([prompt])).logits[0, -1].argmax())]
     rounds, accepted_at, proposals = 0, [0] * depths, []
     while len(tokens) < len(prompt) + max_new_tokens and not eos & set(tokens[len(prompt) :]):
@@ -45,10 +49,10 @@ def plain_speculation(target: Target, head: Head, prompt: list[int], depths: int
 
 
 def next_draft(target: Target, head: Head, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Logits [D] behind a text, from the head's training forward.
+    """Returns the logits [D] after a text, from the head's training forward.
 
-    The last of the target's states drafts, so that its depths read the tokens behind the one that the target gave; states of those tokens
-    are not there, and no row that counts sees theirs.
+    The row of the target's last state drafts; its depths read the tokens after the newest one. The target's states of
+    those tokens do not exist: they are filled with zeros, which the row does not see.
     """
     depth = len(tokens) - 1 - len(states)
     packed = torch.cat([states, states.new_zeros(depth, *states.shape[1:])])
@@ -81,7 +85,7 @@ class RecordingDrafter(HeadDrafter):
 
 
 def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target, Head, list[list[int]]]:
-    """Random ones with a vocabulary of 5, so that drafts are accepted now and then, and prompts."""
+    """Returns a random target and head, and prompts. With a vocabulary of 5, some drafts are accepted."""
     directory = make_target(
         tmp_path,
         model_type,
@@ -132,7 +136,7 @@ Branch = tuple[int, ...]
 
 @torch.no_grad()
 def plain_tree(target: Target, head: Head, tokens: list[int], depths: int, num_nodes: int, top_k: int) -> dict[Branch, float]:
-    """Branches of the tree and their log-probabilities; each one is computed anew from the head's *training* forward."""
+    """Returns the branches of the tree with their log-probabilities, each from the head's *training* forward."""
     output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
     states = output.last_hidden_state[0]
     if head.capture_layers:
@@ -151,7 +155,7 @@ def plain_tree(target: Target, head: Head, tokens: list[int], depths: int, num_n
 
 
 class RecordingTrees(TreeDrafter):
-    """Keeps each sequence's tokens and the tree that was drafted behind them."""
+    """Keeps the tokens of each sequence and the tree that was drafted after them."""
 
     found: list[tuple[list[int], Draft, int]]
 
@@ -188,13 +192,13 @@ def test_trees_equal_those_of_a_loop_without_caches(tmp_path: Path, case: str, d
         branches, expected = branches_of(draft, row), plain_tree(target, head, tokens, depths, num_nodes, top_k)
         assert len(set(branches)) == len(branches) == len(expected)
         lowest = min(expected.values())
-        assert {branch for branch, score in expected.items() if score > lowest + 1e-4} <= set(branches)  # at the end may be ties
+        assert {branch for branch, score in expected.items() if score > lowest + 1e-4} <= set(branches)  # ties at the end
         assert all(branch[:-1] in {(), *branches} for branch in branches)
 
 
 @pytest.mark.parametrize("sample_drafts", [False, True])
-def test_a_draft_model_with_fewer_ids_than_the_target_drafts_behind_any_of_them(tmp_path: Path, sample_drafts: bool) -> None:
-    """As Qwen2.5's: all have the tokens of one tokenizer, larger ones more padding. Random weights choose padding too."""
+def test_a_draft_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_path: Path, sample_drafts: bool) -> None:
+    """Qwen2.5's sizes share a tokenizer, but pad it differently. Random weights choose padding too."""
     paths = [
         make_target(tmp_path / name, vocab_size=size, seed=seed) for name, size, seed in (("large", 324, 0), ("small", 260, 1))
     ]

@@ -22,14 +22,14 @@ DOCUMENTS = Documents.from_list(
 )
 
 
-def test_a_conversation_is_cut_before_its_first_answer_and_a_text_behind_the_prompt_length() -> None:
+def test_a_conversation_is_cut_before_its_first_answer_and_a_text_after_the_prompt_length() -> None:
     prompts = held_out_prompts(DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
     assert {name: len(prompt) for name, prompt in prompts.items()} == {"0": 64, "2": 12}  # 1 is too short, 3 too long
     assert prompts == held_out_prompts(DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
 
 
 def write_held_out(directory: Path, *documents: tuple[str, int, int, list[int]]) -> Path:
-    """A held-out split of (name, window, turn, loss mask)."""
+    """Writes a held-out split from (name, window, turn, loss mask)."""
     directory.mkdir(exist_ok=True)
     entries = [DocumentEntry(i, name, Split.validation, len(mask), w, t) for i, (name, w, t, mask) in enumerate(documents)]
     DocumentEntry.write_all(directory, entries)
@@ -62,7 +62,7 @@ def test_no_prompt_begins_in_the_middle_of_a_conversation(tmp_path: Path) -> Non
     assert held_out_documents(prompts_dir).document_ids.tolist() == [0]
 
 
-def test_conversations_whose_answers_all_lie_behind_their_first_window_are_refused_with_the_setting_that_helps(
+def test_conversations_without_an_answer_in_their_first_window_are_refused_with_the_setting_that_helps(
     tmp_path: Path,
 ) -> None:
     prompts_dir = write_held_out(tmp_path, ("long question", 1, 0, [0] * 5 + [1] * 20), ("another", 2, 0, [0, 1]))
@@ -91,7 +91,7 @@ def test_the_best_head_is_not_chosen_on_the_files_that_are_reported(tmp_path: Pa
 
 
 def test_a_question_is_asked_once_and_in_one_half(tmp_path: Path) -> None:
-    """Copies under other ids weighed as much as other questions, and the best head could be chosen by a question of the report."""
+    """Copies of a question must not weigh more, nor be both in the choice of the best head and in the report."""
     entries = [DocumentEntry(i, f"abc_{i}", Split.validation, 20, 0, 0, f"question {i % 40}") for i in range(400)]
     DocumentEntry.write_all(tmp_path, entries)
     Documents.from_list([(i, np.arange(20), [0] * 10 + [1] * 10) for i in range(400)]).save(tmp_path / "validation.safetensors")
@@ -141,7 +141,7 @@ def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> Non
 
 
 def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """Trap 14: benchmark prompts in the training data."""
+    """Benchmark prompts may be in the training data."""
     path = tmp_path / "prompts.jsonl"
     rows = [
         {"id": "turns", "turns": ["Trained  ON?", "more"]},
@@ -176,8 +176,8 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(tmp_pat
         ('{"id": 1, "turns": []}', r":1: turns must be a list of at least one string, but is \[\]; correct it"),
         ('{"id": 1, "turns": ["a", 2]}', r":1: turns must be a list of at least one string, but is \['a', 2\]; correct it"),
         ('{"id": 1, "input_ids": "abc"}', r":1: input_ids must be a list of integers, but is abc"),
-        ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must lie in the target's vocabulary of 260, but one is 999"),
-        ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' stands twice"),
+        ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must be in the target's vocabulary of 260, but one is 999"),
+        ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' occurs twice"),
     ],
 )
 def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path, content: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The decoding path: greedy output is plain greedy decoding's, sampled output follows the target's law."""
+"""Greedy speculation gives the tokens of plain greedy decoding; sampled speculation has the target's distribution."""
 
 import itertools
 import math
@@ -12,7 +12,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import mtptrain.decoding.speculate as speculate_module
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
-from mtptrain.decoding.speculate import Accepted, Draft, Drafter, Generation, Sampler, Verified, accept_chosen, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Accepted, Draft, Drafter, Generation, Verified, accept_chosen, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
@@ -51,7 +52,7 @@ def plain_greedy(target: Target, prompt: list[int], max_new_tokens: int, eos_tok
 
 
 class TargetCopy:
-    """A draft model that is the target itself, with a cache of its own."""
+    """A draft model that is the target itself."""
 
     capture_layers = ()
 
@@ -76,7 +77,7 @@ class TargetCopy:
 
 
 class BranchingCopy:
-    """A tree whose second branch at each depth is the target's own choice, and whose first one and its child are not."""
+    """A tree with two branches at each depth: a wrong one of two tokens, and the target's own choice."""
 
     capture_layers = ()
 
@@ -86,7 +87,7 @@ class BranchingCopy:
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         right = self.copy.draft(verified, sampler).tokens  # [B, K]
-        tokens = torch.stack([(right + 1) % 7, (right + 2) % 7, right], 2).flatten(1)  # a wrong branch of two, and the right one
+        tokens = torch.stack([(right + 1) % 7, (right + 2) % 7, right], 2).flatten(1)
         parents = torch.tensor([[3 * depth - 1, 3 * depth, 3 * depth - 1] for depth in range(right.shape[1])]).flatten()
         return Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), parents=parents.expand_as(tokens))
 
@@ -163,16 +164,16 @@ def test_one_new_token_needs_no_round(target: Target) -> None:
     assert len(generation.tokens) == 1 and generation.rounds == generation.empty_rounds == 0
 
 
-def test_what_is_not_proposed_is_not_accepted_even_where_it_is_right() -> None:
+def test_padding_of_a_draft_is_not_accepted_even_if_it_is_right() -> None:
     draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[True, False, False]]))
     accepted = accept_chosen(draft, torch.zeros(1, 4, dtype=torch.long), draft.ancestors(), 3)
     assert (accepted.count.item(), accepted.bonus.item()) == (1, 0)
 
 
-def test_of_a_tree_the_branch_of_the_targets_choices_is_kept() -> None:
-    """Tokens 5 and 6 first; behind 6 stand 7 and 8, behind 8 9: the target says 6, 8, then 3."""
+def test_the_branch_of_a_tree_that_the_target_chooses_is_kept() -> None:
+    """The tree is 5 | 6 (7 | 8 (9)), and the target chooses 6, 8, then 3."""
     draft = Draft(torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.bool), parents=torch.tensor([[-1, -1, 1, 1, 3]]))
-    chosen = torch.tensor([[6, 0, 8, 0, 3, 4]])  # behind the newest token, 5, 6, 7, 8, 9
+    chosen = torch.tensor([[6, 0, 8, 0, 3, 4]])  # after the newest token, 5, 6, 7, 8, 9
     accepted = accept_chosen(draft, chosen, draft.ancestors(), 3)
     assert (accepted.count.item(), accepted.bonus.item()) == (2, 3)
     assert accepted.branch[0, :3].tolist() == [0, 2, 4]
@@ -191,7 +192,7 @@ def test_prompt_lookup_proposes_what_followed_the_longest_match_and_its_first_oc
     look_up = PromptLookupDrafter(3)._look_up
     assert look_up(tokens) == [9, 8, 2]  # after 1 2 3
     assert look_up(tokens[1:]) == [9, 8, 2]  # after the first 2 3
-    assert look_up([9] * 6) == [9, 9]  # behind four of them stand two
+    assert look_up([9] * 6) == [9, 9]  # two tokens follow the first four
     assert look_up([1, 2, 3, 4]) == []
     latest = PromptLookupDrafter(3, latest=True)._look_up
     assert latest(tokens[1:]) == [7, 6, 5]  # after the last 2 3
@@ -210,7 +211,7 @@ def test_a_prompt_that_cannot_be_decoded_is_refused(target: Target, prompt: list
         decode(target, PromptLookupDrafter(3), [prompt])
 
 
-# The law of sampled output: the joint law of tokens 2, 3 and 4 behind a prompt, over a vocabulary of 6.
+# The distribution of sampled output: the joint distribution of tokens 2, 3 and 4 after a prompt, over a vocabulary of 6.
 
 VOCAB, PROMPT, SAMPLES = 6, [3, 1, 4, 1, 5], 24_000
 Accept = Callable[[Draft, torch.Tensor, Sampler], Accepted]
@@ -223,7 +224,7 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 class CertainDrafts:
-    """Drafts chosen greedily, where the target samples."""
+    """Drafts greedily while the target samples."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.start, self.capture_layers = drafter, drafter.start, drafter.capture_layers
@@ -237,7 +238,7 @@ Filters = dict[str, float]
 
 
 def filtered(logits: torch.Tensor, temperature: float, filters: Filters) -> torch.Tensor:
-    """Probabilities [..., V] by transformers' own code."""
+    """Returns probabilities [..., V] computed by transformers."""
     warpers = [TemperatureLogitsWarper(temperature)]
     warpers += [TopKLogitsWarper(int(filters["top_k"]))] if "top_k" in filters else []
     warpers += [TopPLogitsWarper(filters["top_p"])] if "top_p" in filters else []
@@ -254,8 +255,8 @@ def test_filters_keep_the_tokens_that_transformers_keeps(filters: Filters) -> No
     torch.testing.assert_close(found, filtered(logits, 0.7, filters))
 
 
-def joint_law(target: Target, temperature: float, filters: Filters) -> torch.Tensor:
-    """Probability of every (token 2, token 3, token 4), by enumeration [V, V, V]."""
+def joint_distribution(target: Target, temperature: float, filters: Filters) -> torch.Tensor:
+    """Returns the probability of every (token 2, token 3, token 4) by enumeration [V, V, V]."""
     sequences = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=4)])
     logits = target.model(sequences).logits[:, len(PROMPT) - 1 : -1]
     probs = filtered(logits, temperature, filters).gather(2, sequences[:, len(PROMPT) :, None])[..., 0].prod(1)
@@ -263,7 +264,8 @@ def joint_law(target: Target, temperature: float, filters: Filters) -> torch.Ten
 
 
 def chi_square_p_value(target: Target, temperature: float, kind: str = "sampled drafts", filters: Filters | None = None) -> float:
-    """Of sampled speculation against the law, by Wilson and Hilferty's normal approximation; rare cells are pooled."""
+    """Returns the p-value of sampled speculation, by Wilson and Hilferty's normal approximation. Rare cells are
+    pooled."""
     filters = filters or {}
     sampler = Sampler(temperature, 1, **filters)  # type: ignore[arg-type]
     sampled, num_speculative_tokens = HeadDrafter(random_head(target, seed=5), target.parts, 2, sample_drafts=True), 2
@@ -286,7 +288,7 @@ def chi_square_p_value(target: Target, temperature: float, kind: str = "sampled 
             sampler=sampler,
         ):
             counts[tuple(generation.tokens[1:])] += 1
-    expected = joint_law(target, temperature, filters).flatten() * SAMPLES
+    expected = joint_distribution(target, temperature, filters).flatten() * SAMPLES
     assert not counts.flatten()[expected == 0].any()
     counts, expected = counts.flatten()[expected > 0], expected[expected > 0]
     rare = expected < 8
@@ -301,17 +303,19 @@ def chi_square_p_value(target: Target, temperature: float, kind: str = "sampled 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("kind", ["sampled drafts", "greedy drafts", "tree", "hybrid", "model"])
-def test_sampled_speculation_follows_the_targets_joint_law(small_vocabulary: Target, temperature: float, kind: str) -> None:
+def test_sampled_speculation_follows_the_targets_joint_distribution(
+    small_vocabulary: Target, temperature: float, kind: str
+) -> None:
     assert chi_square_p_value(small_vocabulary, temperature, kind) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["sampled drafts", "greedy drafts", "tree", "hybrid", "model"])
-def test_sampled_speculation_follows_the_law_of_top_p_and_top_k(small_vocabulary: Target, kind: str) -> None:
+def test_sampled_speculation_follows_the_distribution_of_top_p_and_top_k(small_vocabulary: Target, kind: str) -> None:
     assert chi_square_p_value(small_vocabulary, 1.0, kind, {"top_k": 5, "top_p": 0.9}) > 1e-3
 
 
 def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
-    """A wrong rule: keep a draft whenever the target gives it at least half the draft's probability."""
+    """A wrong rule that keeps a draft if the target gives it at least half the draft's probability."""
     assert draft.probs is not None
     chosen = draft.tokens[..., None]
     kept = 2 * target_probs[:, :-1].gather(2, chosen) >= draft.probs.gather(2, chosen)
@@ -321,7 +325,7 @@ def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: 
 
 
 def accept_without_residual(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
-    """A wrong rule: right uniform numbers, but the token after a rejection comes from the target's whole distribution."""
+    """A wrong rule that samples the token after a rejection from the target's whole distribution."""
     accepted = real_accept_sampled(draft, target_probs, sampler)
     return replace(accepted, bonus=sampler.sample(target_probs[torch.arange(len(draft.tokens)), accepted.count]))
 
@@ -336,7 +340,7 @@ def test_a_wrong_acceptance_rule_is_caught(small_vocabulary: Target, wrong_rule:
 
 
 def accept_first_child(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Tensor, num_depths: int) -> Accepted:
-    """A wrong rule of trees: where the target has chosen none of a row's children, every other time its first one is taken for it."""
+    """A wrong rule for trees: if the target chose none of a row's children, the first one is taken every other time."""
     assert draft.parents is not None
     biased = target_tokens.clone()
     for row in range(target_tokens.shape[1]):

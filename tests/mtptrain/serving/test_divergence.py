@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Generation, Sampler, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Generation, speculate
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead

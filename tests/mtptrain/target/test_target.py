@@ -22,7 +22,8 @@ from transformers import (
 
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
-from mtptrain.decoding.speculate import Drafter, Sampler, speculate
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Drafter, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.layers import Rope
 from mtptrain.target.families import SUPPORTED_MODEL_TYPES, head_rope_parameters, read_target_config

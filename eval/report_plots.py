@@ -1,0 +1,133 @@
+"""The plots of a report page, as SVG."""
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mtptrain.decoding.speculate import PHASES
+
+Drafters = Mapping[str, Mapping[str, Any]]
+"""The figures of each drafter, by the name to show."""
+
+
+def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
+    """Returns the plots that have something to show, by their titles."""
+    plots: dict[str, Callable[[Axes, Drafters], bool]] = {
+        "Share of rounds that accept the draft at each position, with 95 % intervals": plot_positions,
+        "Acceptance length by prompt length": lambda axes, each: plot_groups(axes, each, "by_prompt_tokens", "from"),
+        "Acceptance length by category": lambda axes, each: plot_groups(axes, each, "by_category", ""),
+        "Acceptance length of each prompt": plot_prompts,
+        "Overlap of the head's and the target's distributions, and acceptance, over rounds that reach a position": plot_overlap,
+        "Calibration: are drafts accepted as often as the head predicts?": plot_calibration,
+    }
+    if has_speed:
+        plots["Time per new token"] = plot_costs
+    drawn = {title: draw(plot, drafters) for title, plot in plots.items()}
+    return {title: svg for title, svg in drawn.items() if svg}
+
+
+def draw(plot: Callable[[Axes, Drafters], bool], drafters: Drafters) -> str:
+    """Returns a plot as SVG, or nothing if it has no content."""
+    figure, buffer = Figure(figsize=(11, 4), layout="constrained"), io.StringIO()
+    has_content = plot(figure.subplots(), drafters)
+    figure.savefig(buffer, format="svg")
+    svg = buffer.getvalue()
+    return svg[svg.index("<svg") :] if has_content else ""
+
+
+def put_legend(axes: Axes) -> None:
+    """Place the legend next to the plot; many drafters leave no room inside."""
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+
+
+def plot_positions(axes: Axes, drafters: Drafters) -> bool:
+    for name, each in drafters.items():
+        rates = each["acceptance_rate_at"]
+        if each["drafted"]:
+            positions = range(len(rates))
+            (line,) = axes.plot(positions, rates, marker="o", label=name)
+            if each["intervals"] is not None:
+                low, high = zip(*each["intervals"]["acceptance_rate_at"], strict=True)
+                axes.fill_between(positions, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            axes.set_xticks(positions)
+    axes.set(xlabel="draft position", ylabel="accepted", ylim=(0, 1))
+    put_legend(axes)
+    return True
+
+
+def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
+    groups = list(dict.fromkeys(name for each in drafters.values() for name in each[key]))
+    shown = {name: each for name, each in drafters.items() if each["drafted"]}
+    width = 0.8 / max(len(shown), 1)
+    for index, (name, each) in enumerate(shown.items()):
+        centers = [i + (index - (len(shown) - 1) / 2) * width for i, group in enumerate(groups) if group in each[key]]
+        lengths = [each[key][group]["acceptance_length"] for group in groups if group in each[key]]
+        axes.bar(centers, lengths, width * 0.92, label=name)
+    counts = {group: max(each[key][group]["prompts"] for each in drafters.values() if group in each[key]) for group in groups}
+    axes.set_xticks(range(len(groups)), [f"{prefix} {group}\n{counts[group]} prompts".strip() for group in groups], fontsize=9)
+    axes.set(ylabel="acceptance length", ylim=(1, None))
+    put_legend(axes)
+    return len(groups) > 0
+
+
+def plot_prompts(axes: Axes, drafters: Drafters) -> bool:
+    """Share of prompts with at least this acceptance length, as curves: bars of many drafters would hide each other."""
+    for name, each in drafters.items():
+        if lengths := sorted(each["acceptance_length_of_prompts"], reverse=True):
+            axes.step(lengths, [(i + 1) / len(lengths) for i in range(len(lengths))], where="post", label=name)
+    axes.set(xlabel="acceptance length of at least", ylabel="share of prompts", ylim=(0, 1))
+    put_legend(axes)
+    return True
+
+
+def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
+    """Solid: sum min(p, q), the probability that a sampled draft is accepted. Dashed: the share that was accepted."""
+    shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
+    for name, quality in shown.items():
+        positions = range(len(quality["overlap_at"]))
+        (line,) = axes.plot(
+            positions, quality["overlap_at"], marker="o", label=f"{name}: sum min(p, q) at {quality['temperature']:g}"
+        )
+        axes.plot(positions, quality["accepted_at"], marker="x", linestyle="--", color=line.get_color(), label=f"{name}: accepted")
+        axes.set_xticks(positions)
+    axes.set(xlabel="draft position", ylabel="mean over rounds", ylim=(0, 1))
+    if shown:
+        put_legend(axes)
+    return bool(shown)
+
+
+def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
+    """Acceptance against confidence. Greedy output takes the likeliest token, so it accepts drafts more often than
+    predicted."""
+    shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality") and each["quality"]["calibration"]}
+    for name, quality in shown.items():
+        label = f"{name}: off by {quality['calibration_error']:.3f}"
+        confidence = [tenth["confidence"] for tenth in quality["calibration"]]
+        axes.plot(confidence, [tenth["accepted"] for tenth in quality["calibration"]], marker="o", label=label)
+    axes.plot([0, 1], [0, 1], color="#999", linewidth=0.8)
+    axes.set(xlabel="the head's probability for its draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
+    if shown:
+        put_legend(axes)
+    return bool(shown)
+
+
+def plot_costs(axes: Axes, drafters: Drafters) -> bool:
+    """Milliseconds per new token in each phase, on the first rank."""
+    names = list(drafters)[::-1]
+    left = [0.0] * len(names)
+    for phase in (*PHASES, "rest"):
+        spent = []
+        for name in names:
+            seconds, per_token = drafters[name]["seconds"], 1e3 / drafters[name]["tokens_per_s"]
+            named = sum(seconds.get(each, 0.0) for each in PHASES)
+            spent.append((seconds["all"] - named if phase == "rest" else seconds.get(phase, 0.0)) / seconds["all"] * per_token)
+        axes.barh(names, spent, left=left, label=phase)
+        left = [a + b for a, b in zip(left, spent, strict=True)]
+    for name, total in zip(names, left, strict=True):
+        axes.text(total, names.index(name), f" {drafters[name]['tokens_per_s']:,.0f} tokens/s", va="center", fontsize=9)
+    axes.set(xlabel="ms per new token", xlim=(0, max(left) * 1.2))
+    axes.legend(fontsize=9, ncols=len(PHASES) + 1, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    return True

@@ -1,0 +1,50 @@
+"""How tokens are chosen from logits: greedily, or at random with a temperature, top-k and top-p."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Sampler:
+    """Chooses tokens: greedily at temperature 0, otherwise at random with its own generator."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    generator: torch.Generator | None = field(default=None, repr=False)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the distribution [..., V] over the `top_k` likeliest tokens, and of these the first that hold
+        `top_p`."""
+        probs = (logits.float() / self.temperature).softmax(-1)
+        if self.top_k == 0 and self.top_p == 1.0:
+            return probs
+        ordered, order = probs.sort(-1, descending=True)
+        ordered[..., self.top_k or ordered.shape[-1] :] = 0.0
+        ordered = ordered / ordered.sum(-1, keepdim=True)
+        ordered = torch.where(ordered.cumsum(-1) - ordered < self.top_p, ordered, 0.0)
+        return torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the most likely token of each row of logits [..., V], or a sampled one [...]."""
+        return logits.argmax(-1) if self.is_greedy else self.sample(self.probs(logits).flatten(0, -2)).view(logits.shape[:-1])
+
+    def sample(self, probs: torch.Tensor) -> torch.Tensor:
+        """Draws one token [B] per row of weights [B, V], which need not sum to one."""
+        return torch.multinomial(probs, 1, generator=self._generator(probs.device))[:, 0]
+
+    def uniform_like(self, like: torch.Tensor) -> torch.Tensor:
+        """Draws uniform numbers in [0, 1) in the shape of `like`."""
+        return torch.rand(like.shape, generator=self._generator(like.device), device=like.device, dtype=like.dtype)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if self.generator is None:
+            self.generator = torch.Generator(device).manual_seed(self.seed)
+        return self.generator
