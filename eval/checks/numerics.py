@@ -63,7 +63,7 @@ def dense_attention(
     is_seen = (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])  # [M, N]
     itself = torch.eye(len(query), dtype=torch.bool, device=key.device)
     mask = torch.cat([is_seen, *[itself] * len(own_keys)], dim=1)
-    keys, values = torch.cat([key[packing.places], *own_keys]), torch.cat([value[packing.places], *own_values])
+    keys, values = torch.cat([key[packing.key_indices], *own_keys]), torch.cat([value[packing.key_indices], *own_values])
     query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))  # [1, heads, ..., head_dim]
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 

@@ -16,7 +16,7 @@ def dense_depth_attention(
     packing: Packing,
 ) -> torch.Tensor:
     """`depth_attention` with one mask over all pairs of rows and tokens."""
-    key, value = key[packing.places], value[packing.places]
+    key, value = key[packing.key_indices], value[packing.key_indices]
     groups = query.shape[1] // key.shape[1]
     key, value, *own = (x.repeat_interleave(groups, dim=1) for x in (key, value, *own_keys, *own_values))
     keys, values = own[: len(own_keys)], own[len(own_keys) :]
