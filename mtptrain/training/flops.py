@@ -10,10 +10,8 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.layers import RmsNorm
 from mtptrain.training.batches import Batch
 
-INPUT_PROJECTIONS = ("eh_proj", "fc")
-"""Of the target's states: read at depth 0 by every token."""
 INPUT_NORMS = ("enorm", "hnorm", "fc_norm", "input_norm")
-"""Before an input projection, in the heads that have them."""
+"""Norms before an input projection, in the heads that have them."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,9 @@ class StepFlops:
         weights = {name: module.weight.numel() for name, module in head.named_modules() if isinstance(module, nn.Linear)}
         hidden_size = int(head.self_attn.o_proj.out_features)
         own_vocab = weights.pop("lm_head", None)
-        first = sum(weights.pop(name, 0) for name in INPUT_PROJECTIONS)
+        first = sum(
+            weights.pop(name) for name in list(weights) if not name.startswith(("self_attn.", "mlp."))
+        )  # of `combine` or `fuse`
         keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
         is_fused = bool(head.capture_layers)  # the input projection runs at depth 0 only
         has_bare_input = not any(isinstance(getattr(head, norm, None), (RmsNorm, nn.ModuleList)) for norm in INPUT_NORMS)
