@@ -1,7 +1,7 @@
 """The base class of all heads: training over depths, decoding, and the map from draft tokens to target tokens.
 
-Shapes, here and everywhere: B batch, S sequence, N packed tokens, M draft positions, H hidden size, L captured layers, V target
-vocabulary, W draft vocabulary, K drafted tokens, T depths (`ttt_steps`).
+Shapes, here and everywhere: B batch, S sequence, N packed tokens, M draft positions, H hidden size, L captured layers,
+V target vocabulary, W draft vocabulary, K drafted tokens, T depths (`ttt_steps`).
 """
 
 from abc import ABC, abstractmethod
@@ -26,10 +26,11 @@ R = TypeVar("R")
 
 
 class Head(nn.Module, ABC):
-    """A draft head: one decoder layer that is applied once per depth. Each class has a file of its own and an entry in `HEADS`.
+    """A draft head: one decoder layer that is applied once per depth. Each class has its own file and is listed in `HEADS`.
 
-    A subclass builds its layers in `__init__` and implements `combine` (before attention) and `finish` (after it); `fuse` and
-    `layers_to_capture` are optional. `forward` (training) and `decode` (inference) run exactly these methods. See docs/add_a_head.md.
+    A subclass builds its layers in `__init__` and implements `combine` (before attention) and `finish` (after it);
+    `fuse` and `layers_to_capture` are optional. `forward` (training) and `decode` (inference) run exactly these
+    methods. See docs/add_a_head.md.
     """
 
     Config: ClassVar[type[Any]]
@@ -53,7 +54,7 @@ class Head(nn.Module, ABC):
 
     @classmethod
     def layers_to_capture(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Return which residual streams of the target the head reads, in this order: id k is the stream after k decoder layers.
+        """Return the residual streams of the target that the head reads, in order: id k is the stream after k layers.
 
         A head that captures none reads the target's last hidden states, after the final norm.
         """
@@ -63,7 +64,8 @@ class Head(nn.Module, ABC):
         """Return the hidden states that depth 0 reads [..., H].
 
         Args:
-            target_states: captured streams [..., L, H], or the target's last hidden states [..., H] if the head captures none.
+            target_states: captured streams [..., L, H], or the target's last hidden states [..., H] if the head
+                captures none.
         """
         return target_states
 
@@ -72,7 +74,7 @@ class Head(nn.Module, ABC):
         """Combine hidden states and embeddings into the inputs of the decoder layer.
 
         Args:
-            hidden_states: `fuse`d states of the target at depth 0, then the states fed back by the previous depth [..., H].
+            hidden_states: `fuse`d states of the target at depth 0, then those fed back by the previous depth [..., H].
             embeddings: embedding of the token after each position [..., H].
 
         Returns:
@@ -94,8 +96,8 @@ class Head(nn.Module, ABC):
     def forward(self, target_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states of all depths at the draft positions.
 
-        At depth k, draft position t reads the embedding of the token after t + k, and attends as it will in serving: to the depth-0
-        keys of its document up to t, and to its own keys of depths 1 .. k.
+        At depth k, draft position t reads the embedding of the token after t + k, and attends as it will in serving: to
+        the depth-0 keys of its document up to t, and to its own keys of depths 1 .. k.
 
         Args:
             target_states: input of `fuse` for N packed tokens [N, H] or [N, L, H].
@@ -104,8 +106,8 @@ class Head(nn.Module, ABC):
             ttt_steps: T.
 
         Returns:
-            States [T, M, H]. `logits` of depth k at position t predict token t + 2 + k; they are meaningless if the span ends before
-            t + k.
+            States [T, M, H]. `logits` of depth k at position t predict token t + 2 + k; they are meaningless if the
+            span ends before t + k.
         """
         # 1. Split the tokens into draft positions and prompt tokens, which only provide keys and values at depth 0.
         hidden_states, prompt_states = packing.split(self._run(self._fuse, target_states))  # [M, H], [N - M, H]
@@ -141,10 +143,10 @@ class Head(nn.Module, ABC):
         cache: PositionCache,
         tree: TreeRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inference: run one depth for S tokens of each sequence and write their keys to the cache slots of their positions.
+        """Inference: run one depth for S tokens of each sequence, and write their keys to the slots of their positions.
 
         Args:
-            hidden_states: `fuse`d states of the target at depth 0, then the states fed back by the previous depth [B, S, H].
+            hidden_states: `fuse`d states of the target at depth 0, then those fed back by the previous depth [B, S, H].
             embeddings: embedding of the token after each position [B, S, H].
             positions: i64[B, S].
             cache: this head's cache.

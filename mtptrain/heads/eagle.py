@@ -1,7 +1,7 @@
 """Head `eagle`: EAGLE-1 as published, for ablation and old deployments.
 
-x = fc[e; h], a Llama layer without its input norm, and the target's frozen lm_head on the residual stream, which is also fed back.
-EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv 2401.15077).
+x = fc[e; h], a Llama layer without its input norm, and the target's frozen lm_head on the residual stream, which is
+also fed back. EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv 2401.15077).
 """
 
 from dataclasses import dataclass

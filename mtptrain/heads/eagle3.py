@@ -1,8 +1,8 @@
 """Head `eagle3`: fuses three captured layers of the target, and optionally has a smaller draft vocabulary.
 
-g = fc[streams], one layer whose attention reads [input_layernorm(e); hidden_norm(g)], and a final norm before lm_head. The residual
-stream before that norm is fed back. EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test
-(arXiv 2503.01840). With `fc_norm` and `norm_output` it is EAGLE-3.1 (arXiv 2605.09992).
+g = fc[streams], one layer whose attention reads [input_layernorm(e); hidden_norm(g)], and a final norm before lm_head.
+The residual stream before that norm is fed back. EAGLE-3: Scaling up Inference Acceleration of Large Language Models
+via Training-Time Test (arXiv 2503.01840). With `fc_norm` and `norm_output` it is EAGLE-3.1 (arXiv 2605.09992).
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class Eagle3Head(Head):
         head_dim: int | None = None
         """Head dim; hidden size / heads by default."""
         capture_layers: list[int] | None = None
-        """Residual streams to read, as the number of decoder layers before each. By default 2, half of the target's layers and all but 3,
-        as in the engines."""
+        """Residual streams to read, as the number of decoder layers before each. By default 2, half of the target's
+        layers and all but 3, as in the engines."""
         draft_vocab_size: int | None = None
-        """Size W of the head's own vocabulary, chosen by `data_prep.draft_vocab`, for which it trains its own lm_head. By default the
-        head uses the target's vocabulary and frozen lm_head."""
+        """Size W of the head's own vocabulary, chosen by `data_prep.draft_vocab`, for which it trains its own lm_head.
+        By default the head uses the target's vocabulary and frozen lm_head."""
         norm_before_fc: bool = False
         """Apply one norm to the concatenated streams before fc."""
         fc_norm: bool = False
@@ -95,7 +95,8 @@ class Eagle3Head(Head):
         return normed if self.norm_before_residual else hidden_states, x
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the MLP; `logits` reads the normed residual stream, and the stream itself is fed back unless `norm_output` is set."""
+        """Apply the MLP; `logits` reads the normed residual stream, and the stream itself is fed back unless
+        `norm_output` is set."""
         x = residual + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
         normed = self.norm(x)

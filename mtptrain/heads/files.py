@@ -50,7 +50,7 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
 
 
 def remove_later_heads(stage_dir: Path, step: int) -> None:
-    """Remove the kept heads after `step`, which a run that resumes there trains again, and the choice that measured them."""
+    """Remove the kept heads after `step`, which a run that resumes there retrains, and the choice that measured them."""
     later = [directory for kept_step, directory in kept_heads(stage_dir).items() if kept_step > step]
     if later or step == 0:
         (stage_dir / CHOICE).unlink(missing_ok=True)

@@ -28,7 +28,7 @@ class RmsNorm(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply a rotary embedding with cos and sin [..., 1, head_dim] to x [..., heads, head_dim], in the half-split layout."""
+    """Rotate x [..., heads, head_dim] by cos and sin [..., 1, head_dim], in the half-split layout."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -90,7 +90,8 @@ def head_dims(config: HeadConfig, target_config: PreTrainedConfig, head_dim: int
     """Return the layer sizes of a head for a target.
 
     Args:
-        head_dim: the head dim, if the head's file format can store one. Otherwise hidden size / heads, as engines derive it.
+        head_dim: the head dim, if the head's file format can store one. Otherwise hidden size / heads, as engines
+            derive it.
 
     Raises:
         ValueError: no engine serves a head with these sizes.
@@ -137,7 +138,7 @@ class Attention(nn.Module):
         self.rope = Rope(dims.head_dim, target_config)
 
     def queries_keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project x [..., input size] at positions [...] to rotated queries, rotated keys, and values [..., (kv) heads, head_dim]."""
+        """Return rotated queries, rotated keys, and values [..., (kv) heads, head_dim] of x [..., input size]."""
         return self._rotated(self.q_proj(x), positions), *self.keys_values(x, positions)
 
     def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Head `mtp`: one decoder layer with all its RMSNorms, shared by all depths.
 
-x = eh_proj[enorm(e); hnorm(h)], a full pre-norm Llama layer, a final norm and the target's frozen lm_head. The state after the final
-norm is fed back. DeepSeek-V3 Technical Report (arXiv 2412.19437), section 2.2, with one module for all depths.
+x = eh_proj[enorm(e); hnorm(h)], a full pre-norm Llama layer, a final norm and the target's frozen lm_head. The state
+after the final norm is fed back. DeepSeek-V3 Technical Report (arXiv 2412.19437), section 2.2, with one module for all.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class MtpHead(Head):
     class Config(HeadConfig):
         name: str = "mtp"
         norms: list[RestoredNorm] = field(default_factory=lambda: list(RestoredNorm))
-        """The norms to include. Engines serve the head with all of them; `recipes/study/norms.yaml` trains it with fewer."""
+        """The norms to include. Engines serve heads with all norms; `recipes/study/norms.yaml` trains with fewer."""
 
         def __post_init__(self) -> None:
             self.norms = [norm for norm in RestoredNorm if norm in self.norms]

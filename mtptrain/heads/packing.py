@@ -27,7 +27,7 @@ class Segments:
 
     @staticmethod
     def of(spans: Sequence[tuple[range, range]], key_indices: NDArray[np.int64], is_causal: bool) -> "Segments":
-        """Build segments from the draft positions and tokens of each, and the index of each token among the keys i64[N]."""
+        """Build segments from their draft positions and tokens, and the index of each token among the keys i64[N]."""
         lengths = tuple((len(rows), len(tokens)) for rows, tokens in spans)
         return Segments(
             queries=_as_indices(_concatenated([rows for rows, _ in spans])),
@@ -48,8 +48,9 @@ class Packing:
     prompts: torch.Tensor  # i64[N - M], all other tokens, which only provide keys and values; those that nothing sees come last
     key_indices: torch.Tensor  # i64[N], index of each token in the order of the keys: draft positions, then prompt tokens
     segments: tuple[Segments, ...]
-    """First the causal segments inside each span; then, for spans that do not start their document, segments over all tokens of the
-    document before the span. Each of the latter `Segments` has one span per document, so that no kernel reads more than N keys."""
+    """First the causal segments inside each span; then, for spans that do not start their document, segments over all
+    tokens of the document before the span. Each of the latter `Segments` has one span per document, so that no kernel
+    reads more than N keys."""
 
     @property
     def num_pairs(self) -> float:
@@ -62,7 +63,7 @@ class Packing:
 
         Args:
             lengths: tokens of each document.
-            spans: (document, first token in it, number of tokens) of the draft positions, in order. All tokens by default.
+            spans: (document, first token in it, number of tokens) of the draft positions, in order; by default all.
         """
         spans = [(i, 0, length) for i, length in enumerate(lengths)] if spans is None else spans
         starts = [0, *accumulate(lengths)]
@@ -94,7 +95,7 @@ class Packing:
         )
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split values of all tokens [N, ...] into those of draft positions [M, ...] and of prompt tokens [N - M, ...]."""
+        """Split values per token [N, ...] into those of draft positions [M, ...] and prompt tokens [N - M, ...]."""
         if not len(self.prompts):
             return x, x[:0]
         order = torch.cat([self.rows, self.prompts])
@@ -115,7 +116,7 @@ def _as_indices(indices: NDArray[np.int64]) -> Indices:
 
 
 class _Reorder(torch.autograd.Function):
-    """x[order] for a permutation; the gradient is gathered in the inverse order, while that of indexing is added up row by row."""
+    """x[order] for a permutation. Its gradient is gathered, while that of plain indexing is added up row by row."""
 
     @staticmethod
     def forward(

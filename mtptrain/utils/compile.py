@@ -1,7 +1,8 @@
 """Functions that torch.compile fuses when the trainer asks for it, and that run eagerly otherwise.
 
-The switch is a module variable, because these functions are called deep inside autograd functions, some on autograd's own threads,
-where neither an argument nor a context variable would reach them without appearing in every signature in between.
+The switch is a module variable, because these functions are called deep inside autograd functions, some on autograd's
+own threads, where neither an argument nor a context variable would reach them without appearing in every signature in
+between.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ def fuse(on: bool) -> None:
 
 @contextmanager
 def fused_through(call: Callable[..., Any]) -> Iterator[None]:
-    """Run `fused` functions as `call(function, *args)` inside this context, for example to count their cost if compiled."""
+    """Run `fused` functions as `call(function, *args)` inside this context, for example to count their cost."""
     global _through
     _through = call
     try:
@@ -40,7 +41,7 @@ def fused_through(call: Callable[..., Any]) -> Iterator[None]:
 
 
 def uses_gpu_kernels(x: torch.Tensor) -> bool:
-    """Return whether x is computed with GPU kernels. A fake bf16 tensor is part of a plan for GPUs, whatever its device."""
+    """Return whether x is computed with GPU kernels. Fake bf16 tensors belong to plans for GPUs, whatever their device."""
     return x.is_cuda or (isinstance(x, FakeTensor) and x.dtype == torch.bfloat16)
 
 

@@ -11,7 +11,8 @@ HAS_TILES = bool(torch.cpu.get_capabilities().get("amx_bf16"))
 def keep_freed_memory() -> None:
     """Make the C library reuse freed memory for large tensors instead of returning it to the system.
 
-    Otherwise every step faults in new pages, which costs up to a fifth of its time on a CPU. Does nothing without glibc.
+    Otherwise every step faults in new pages, which costs up to a fifth of its time on a CPU. Does nothing without
+    glibc.
     """
     m_trim_threshold, m_mmap_threshold = -1, -3  # from malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

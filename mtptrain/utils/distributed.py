@@ -82,7 +82,7 @@ class StopSignal:
         self._received = number
 
     def agreed(self) -> signal.Signals | None:
-        """Return a signal that any rank has received, or None. All ranks must call this together and get the same answer."""
+        """Return a signal that any rank has received, or None. All ranks must call this together and agree."""
         received = torch.tensor([self._received])
         if self._has_others:  # on the CPU, so that it does not wait for work queued on the GPU
             dist.all_reduce(received, dist.ReduceOp.MAX, group=_waiting_group)
@@ -113,7 +113,7 @@ def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
 
 
 def _set_default_timeout(timeout: timedelta) -> None:
-    """Set the timeout of groups created without one, such as DeepSpeed's group of all ranks; torch's default is 10 minutes."""
+    """Set the timeout of groups created without one, such as DeepSpeed's; torch's default is 10 minutes."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(distributed_c10d, name, timeout)
 
@@ -121,7 +121,8 @@ def _set_default_timeout(timeout: timedelta) -> None:
 def _close_at_exit(group: dist.ProcessGroup | None) -> None:
     """Destroy a gloo group, or the default group if None, before the interpreter ends.
 
-    Otherwise its threads may abort the process at exit: right after a collective, 3 of 8 runs with two ranks ended in SIGABRT.
+    Otherwise its threads may abort the process at exit: right after a collective, 3 of 8 runs with two ranks ended in
+    SIGABRT.
     """
     atexit.register(dist.destroy_process_group, group)
 

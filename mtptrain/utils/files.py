@@ -1,4 +1,4 @@
-"""Atomic file writes: after a kill or the loss of a node, the path holds either the old file or the complete new one."""
+"""Atomic file writes: after a kill or a lost node, the path holds either the old file or the complete new one."""
 
 import hashlib
 import json
@@ -29,7 +29,8 @@ def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
     """Write a text file atomically.
 
     Args:
-        temporary: path of the incomplete file, `path`.tmp by default. Processes that write the same file need different ones.
+        temporary: path of the incomplete file, `path`.tmp by default. Processes that write the same file need different
+            ones.
 
     Raises:
         OSError: the file could not be written, for example because the disk is full. The temporary file is removed.
@@ -56,7 +57,7 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file with the permissions of the umask; safetensors alone makes it readable only by its owner."""
+    """Write a safetensors file with the permissions of the umask; safetensors itself lets only the owner read it."""
     path.touch()
     mode = path.stat().st_mode
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})

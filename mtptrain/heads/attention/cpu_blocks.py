@@ -1,9 +1,9 @@
-"""Attention of packed segments on a CPU: `attend_on_cpu` and its backward pass choose between blocks of matrix products and torch's
-flash kernel.
+"""Attention of packed segments on a CPU: `attend_on_cpu` and its backward pass choose between blocks of matrix products
+and torch's flash kernel.
 
-A CPU's flash kernel reaches only a tenth to a third of the matmul peak; products of blocks that fit into the cache are usually faster.
-In a causal segment, which has as many keys as queries, query i sees keys 0 .. i; in other segments each query sees all keys.
-Functions of batches of segments take queries [segments, heads, rows, ...] and keys [segments, kv heads, keys, ...].
+A CPU's flash kernel reaches only a tenth to a third of the matmul peak; products of blocks that fit into the cache are
+usually faster. In a causal segment, which has as many keys as queries, query i sees keys 0 .. i; in other segments each
+query sees all keys. Functions of batches take queries [segments, heads, rows, ...] and keys [segments, kv heads, keys, ...].
 """
 
 import math
@@ -23,11 +23,13 @@ ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 SHORT_TOKENS = 1024
 """Longest causal segment that blocks compute faster than flash kernels."""
 BATCH_TOKENS = 2048
-"""Maximum tokens of segments that are computed together, so that their scores stay small compared to the rest of a step."""
+"""Maximum tokens of segments that are computed together, which bounds the memory of their scores."""
 MAX_FLASH_OFFSET = 32
-"""Largest gap between a raw score and its subtracted row maximum at which bf16, whose steps are a quarter there, is accurate enough."""
+"""Largest gap between a raw score and its subtracted row maximum at which bf16, whose steps are a quarter there, is
+accurate enough."""
 BLOCK_ROWS, KEY_MULTIPLE = 128, 32
-"""Rows of a block of a causal segment, and the multiple to which its keys are padded: products with odd sizes take up to twice as long."""
+"""Rows of a block of a causal segment, and the multiple to which its keys are padded: products with odd sizes take up
+to twice as long."""
 BLOCK_SCORES, MIN_BLOCK_ROWS = 2**22, 256
 """Maximum scores and minimum rows of a forward block without a mask, over all heads."""
 BLOCK_KEYS, BACKWARD_ROWS = 1024, 1024
@@ -38,7 +40,7 @@ def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     """Attend from each segment's queries [Q, heads, head_dim] to its keys [S, kv heads, head_dim].
 
     Returns:
-        The output [Q, heads, head_dim], its log-sum-exp, and each row's approximate maximum raw score, both f32[Q, heads].
+        The output [Q, heads, head_dim], its log-sum-exp, and each row's approximate maximum raw score, f32[Q, heads] each.
     """
     out, lse, row_max = query.new_empty(query.shape), *query.new_empty(2, *query.shape[:2], dtype=torch.float32).unbind()
     for queries, keys in _batches(segments):
@@ -102,7 +104,7 @@ def _uses_blocks(segments: Segments, keys: Batch) -> bool:
 
 
 def _has_fast_flash(query: torch.Tensor, keys: Batch) -> bool:
-    """Return whether flash is faster than blocks in the forward pass: with tiles it takes half the time. Its backward does not use them."""
+    """Return whether flash is faster than blocks, as with tiles: half the time. Its backward pass does not use them."""
     if not HAS_TILES or query.dtype != torch.bfloat16:
         return False
     return math.log(keys[2]) / 2 * query.shape[-1] ** 0.5 < MAX_FLASH_OFFSET
@@ -111,8 +113,8 @@ def _has_fast_flash(query: torch.Tensor, keys: Batch) -> bool:
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> ThreeTensors:
     """Compute `block_attention` with a flash kernel, which returns no row maximum.
 
-    If all scores of n keys are equal, they are log n below the lse; a single large score equals the lse. The approximate maximum is
-    halfway, rounded to the dtype of the query so that a single large score is not rounded.
+    If all scores of n keys are equal, they are log n below the lse; a single large score equals the lse. The
+    approximate maximum is halfway, rounded to the dtype of the query so that a single large score is not rounded.
     """
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_repeat_groups(query, key, value), 0.0, is_causal)
     num_keys = torch.arange(1 if is_causal else key.shape[2], key.shape[2] + 1)  # seen by each row, or by all rows
@@ -139,8 +141,8 @@ def _repeat_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 def block_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> ThreeTensors:
     """Attend in blocks of rows.
 
-    A product in bf16 is rounded to bf16. It is therefore computed twice: the first time to find each row's maximum, the second time
-    with this maximum subtracted inside the product, so that only the distance to the maximum is rounded.
+    A product in bf16 is rounded to bf16. It is therefore computed twice: the first time to find each row's maximum, the
+    second time with this maximum subtracted inside the product, so that only the distance to the maximum is rounded.
 
     Returns:
         The output, its lse, and each row's approximate maximum raw score, both f32[segments, heads, rows].
@@ -202,7 +204,8 @@ def block_attention_backward(
     grad_query = torch.zeros_like(
         wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32
     )  # causal: one block a row
-    # These are transposed [..., head_dim, keys]: a CPU's products take up to a third longer if the larger matrix is read across.
+    # These are transposed [..., head_dim, keys]: a CPU's products take up to a third longer if the larger matrix is
+    # read across.
     grad_key, grad_value = (x.new_zeros(x.mT.shape, dtype=torch.float32) for x in (key, value))
     for rows, keys in _blocks(query.shape[2], num_keys, groups, is_causal):
         # 2. Recompute the probabilities, and the gradients of the scores.
@@ -232,12 +235,12 @@ def _blocks(num_rows: int, num_keys: int, groups: int, is_causal: bool) -> Itera
 
 
 def _padded(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Return contiguous keys or values; those of causal segments are padded to a multiple with keys that no row sees."""
+    """Return contiguous keys or values; those of causal segments are padded to a multiple which no row sees."""
     return (F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)) if is_causal else x).contiguous()
 
 
 def _causal_mask(scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
-    """Return the mask [rows, keys] of a block that starts at row `first`: -inf for keys that a row does not see, else 0."""
+    """Return the mask [rows, keys] of a block that starts at row `first`: 0 for keys that a row sees, else -inf."""
     return scores.new_full((scores.shape[2] // groups, scores.shape[3]), -torch.inf).triu(first + 1)
 
 
@@ -253,7 +256,8 @@ def _flat_rows(x: torch.Tensor) -> torch.Tensor:
 def _with_subtracted(x: torch.Tensor, subtracted: torch.Tensor) -> torch.Tensor:
     """Append two columns that, in a product with `_with_ones`, subtract a value per row [..., head_dim + 2].
 
-    The value is split into two values of x's dtype. This is not fused: the compiler would leave out the rounding, which is intended.
+    The value is split into two values of x's dtype. This is not fused: the compiler would leave out the rounding, which
+    is intended.
     """
     high = (-subtracted).to(x.dtype)
     low = (-subtracted - high).to(x.dtype)
@@ -313,6 +317,6 @@ def _score_grads(
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-    """Return scores plus mask in fp32. For why `num_heads` is an argument see `mtptrain.training.losses._rows_and_grad`."""
+    """Return scores plus mask in fp32. See `mtptrain.training.losses._rows_and_grad` for why `num_heads` is passed."""
     wide = scores.float()
     return wide if mask is None else wide + mask.expand(num_heads, -1, -1).reshape(wide.shape)

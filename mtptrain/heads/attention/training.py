@@ -1,6 +1,6 @@
 """Attention of heads in training: over the depth-0 keys of a document and the keys of later depths.
 
-`_MergedAttention` is the formula; `_attend` and `_attend_backward` are FlashAttention on a GPU and `cpu_blocks` on a CPU.
+`_MergedAttention` is the formula. `_attend` and its backward pass use FlashAttention on a GPU, `cpu_blocks` on a CPU.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ def depth_attention(
 ) -> torch.Tensor:
     """Attend at one depth to what an engine has cached when it drafts at that depth.
 
-    A draft position sees the depth-0 keys of its document up to its own position, which come from the target's states, and its own
-    keys of the depths since. Documents do not see each other.
+    A draft position sees the depth-0 keys of its document up to its own position, which come from the target's states,
+    and its own keys of the depths since. Documents do not see each other.
 
     Args:
         query: rotated queries of depth k [M, heads, head_dim].
@@ -47,8 +47,9 @@ def depth_attention(
 class _MergedAttention(torch.autograd.Function):
     """Attention to the depth-0 keys, merged with the few own keys by log-sum-exp. Memory is linear in N.
 
-    The backward pass is exact: FlashAttention's backward computes P = exp(QK - lse) and dS = P * (dO V - rowsum(dO * O)), so calling
-    it with the *merged* output and lse gives the gradients of each part of the merged softmax. The own keys use the same formula.
+    The backward pass is exact: FlashAttention's backward computes P = exp(QK - lse) and dS = P * (dO V -
+    rowsum(dO * O)), so calling it with the *merged* output and lse gives the gradients of each part of the merged
+    softmax. The own keys use the same formula.
     """
 
     @staticmethod
