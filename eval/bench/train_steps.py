@@ -103,12 +103,12 @@ def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
     keys, values, loss = [], [], torch.zeros((), device=positions.device)
     for depth in range(len(batch.is_draft)):
         read = torch.roll(batch.next_ids, -depth)
-        residual, x = head.attention_inputs(recycled, parts.embed(read))
+        residual, x = head.combine(recycled, parts.embed(read))
         query, key, value = attention.queries_keys_values(x, positions + depth)
         keys.append(key)
         values.append(value)
         attended = dense_attention(query, keys, values, is_seen)
-        states, recycled = head.outputs(residual, attended.flatten(-2))
+        states, recycled = head.finish(residual, attention.o_proj(attended.flatten(-2)))
         logprobs = F.linear(states, parts.lm_head).float().log_softmax(-1)  # [N, V]
         wanted = torch.roll(teacher, -1 - depth, 0)
         is_draft = torch.zeros(num_tokens, device=positions.device).index_copy_(

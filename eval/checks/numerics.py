@@ -62,7 +62,7 @@ def dense_depth_attention(
     document = (packing.positions == 0).cumsum(0)  # [N]
     tokens = torch.arange(len(key), device=key.device)
     is_seen = (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])  # [M, N]
-    return dense_attention(query, [key[packing.places], *own_keys], [value[packing.places], *own_values], is_seen)
+    return dense_attention(query, [key[packing.key_indices], *own_keys], [value[packing.key_indices], *own_values], is_seen)
 
 
 def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:

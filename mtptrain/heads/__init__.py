@@ -1,4 +1,4 @@
-"""Every head by its name: one head is one file and one line."""
+"""All heads by name. To add one, see docs/add_a_head.md."""
 
 from mtptrain.heads.base import Head
 from mtptrain.heads.eagle import EagleHead

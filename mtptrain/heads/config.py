@@ -1,21 +1,22 @@
-"""Settings that every head has."""
+"""Settings that all heads share."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class HeadConfig:
-    """Settings that every head has."""
+    """Settings that all heads share."""
 
     name: str = ""
     ttt_steps: int = 4
-    """Depths T that are trained: the head drafts this many tokens on its own states, as in serving."""
+    """Number of depths T to train: the head drafts this many tokens, reading its own states as it does in serving."""
     num_attention_heads: int | None = None
-    """Sizes are the target's unless set; heads so that the head dim is 64 or 128, else hidden size / 128 or / 64."""
+    """Sizes are the target's by default, but hidden size / 128 or / 64 heads if its head dim is not 64 or 128."""
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
     init_from: str | None = None
-    """Start from a published head, one's own (`run_dir/train/best`) or the MTP layer of a checkpoint: a directory or a hub name; see
-    `mtptrain.convert.warm_start`. Random weights unless set."""
+    """Directory or hub name of the weights to start from: a published head, a trained one (`run_dir/train/best`) or a
+    checkpoint with an MTP layer; see `mtptrain.convert.warm_start`. Random weights by default."""
     start_from_target: bool = False
-    """Start the layer as the target's last one, and let it pass the target's states on: trains several times faster at first."""
+    """Start the layer as a copy of the target's last one that passes the target's states through. Trains several times
+    faster at first."""

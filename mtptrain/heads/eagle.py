@@ -1,7 +1,7 @@
 """Head `eagle`: EAGLE-1 as published, for ablation and old deployments.
 
-x = fc[e; h], a Llama layer without its input norm, the target's frozen lm_head on the bare residual stream, which is also fed
-back. EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv 2401.15077).
+x = fc[e; h], a Llama layer without its input norm, and the target's frozen lm_head on the residual stream, which is
+also fed back. EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv 2401.15077).
 """
 
 from dataclasses import dataclass
@@ -16,34 +16,30 @@ from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initial
 
 
 class EagleHead(Head):
-    """EAGLE-1 head: one norm only, before the MLP."""
+    """EAGLE-1 head, whose only norm is the one before the MLP."""
 
     @dataclass
     class Config(HeadConfig):
         name: str = "eagle"
         head_dim: int | None = None
-        """Hidden size / heads unless set."""
+        """Head dim; hidden size / heads by default."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config, config.head_dim)
-        self.fc = nn.Linear(2 * dims.hidden_size, dims.hidden_size, bias=False)  # columns of the embedding first
+        self.fc = nn.Linear(2 * dims.hidden_size, dims.hidden_size, bias=False)  # columns: embedding, then hidden state
         self.self_attn = Attention(dims.hidden_size, dims, target_config)
         self.post_attention_layernorm = RmsNorm(dims.hidden_size, target_config.rms_norm_eps)
         self.mlp = SwiGlu(dims.hidden_size, dims.intermediate_size)
         initialise(self, dims.hidden_size, target_config.num_hidden_layers)
 
-    @property
-    def joint_layers(self) -> tuple[nn.Linear, ...]:
-        """See `Head.joint_layers`."""
-        return (self.fc,)
+    def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return fc[e; h], both as the residual stream and as the attention's input."""
+        x = self.fc(torch.cat([embeddings, hidden_states], dim=-1))
+        return x, x
 
-    def layer_inputs(self, hidden_states: torch.Tensor, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Head.layer_inputs`."""
-        return joint, joint
-
-    def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Head.outputs`."""
-        x = residual + self.self_attn.o_proj(attended)
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply the MLP; `logits` reads the residual stream, which is also fed back."""
+        x = residual + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
         return x, x

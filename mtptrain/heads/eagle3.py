@@ -1,8 +1,8 @@
-"""Head `eagle3`: three captured layers of the target, fused; a vocabulary of its own where asked for.
+"""Head `eagle3`: fuses three captured layers of the target, and optionally has a smaller draft vocabulary.
 
-g = fc[streams], then one layer whose attention reads [input_layernorm(e); hidden_norm(g)], a final norm before lm_head; the bare
-residual stream is fed back. EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test
-(arXiv 2503.01840). With `fc_norm` and `norm_output` it is EAGLE-3.1 (arXiv 2605.09992).
+g = fc[streams], one layer whose attention reads [input_layernorm(e); hidden_norm(g)], and a final norm before lm_head.
+The residual stream before that norm is fed back. EAGLE-3: Scaling up Inference Acceleration of Large Language Models
+via Training-Time Test (arXiv 2503.01840). With `fc_norm` and `norm_output` it is EAGLE-3.1 (arXiv 2605.09992).
 """
 
 from dataclasses import dataclass
@@ -13,30 +13,31 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.layers import JointAttention, RmsNorm, SwiGlu, head_dims, initialise
+from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
 
 class Eagle3Head(Head):
-    """EAGLE-3 head; the defaults are what every engine serves."""
+    """EAGLE-3 head. Every engine serves its default settings."""
 
     @dataclass
     class Config(HeadConfig):
         name: str = "eagle3"
         head_dim: int | None = None
-        """Hidden size / heads unless set."""
+        """Head dim; hidden size / heads by default."""
         capture_layers: list[int] | None = None
-        """Residual streams after so many decoder layers; 2, half and all but 3 of the target's unless set, the engines' default."""
+        """Residual streams to read, as the number of decoder layers before each. By default 2, half of the target's
+        layers and all but 3, as in the engines."""
         draft_vocab_size: int | None = None
-        """Tokens that the head can draft, chosen by `data_prep.draft_vocab`, with an lm_head of its own; the target's whole
-        vocabulary and its frozen lm_head unless set."""
+        """Size W of the head's own vocabulary, chosen by `data_prep.draft_vocab`, for which it trains its own lm_head.
+        By default the head uses the target's vocabulary and frozen lm_head."""
         norm_before_fc: bool = False
-        """One norm over all captured streams together before fc."""
+        """Apply one norm to the concatenated streams before fc."""
         fc_norm: bool = False
-        """A norm for each captured stream before fc."""
+        """Apply a separate norm to each captured stream before fc."""
         norm_output: bool = False
-        """Feed back the state behind the final norm."""
+        """Feed back the state after the final norm."""
         norm_before_residual: bool = False
-        """The residual goes on from the normed state; vLLM only."""
+        """Start the residual stream from the normed hidden state. Only vLLM serves this."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
@@ -48,7 +49,7 @@ class Eagle3Head(Head):
         self.fc = nn.Linear(num_captured * hidden_size, hidden_size, bias=False)
         self.input_layernorm = RmsNorm(hidden_size, eps)
         self.hidden_norm = RmsNorm(hidden_size, eps)
-        self.self_attn = JointAttention(2 * hidden_size, dims, target_config)  # columns of the embedding first
+        self.self_attn = Attention(2 * hidden_size, dims, target_config)  # columns: embedding, then hidden state
         self.post_attention_layernorm = RmsNorm(hidden_size, eps)
         self.mlp = SwiGlu(hidden_size, dims.intermediate_size)
         self.norm = RmsNorm(hidden_size, eps)
@@ -60,10 +61,10 @@ class Eagle3Head(Head):
 
     @classmethod
     def layers_to_capture(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """See `Head.layers_to_capture`.
+        """Return the configured layers, or the engines' default.
 
         Raises:
-            ValueError: the layers are not distinct layers of the target.
+            ValueError: the layers are not distinct layers of the target in rising order.
         """
         num_layers = target_config.num_hidden_layers
         layers = (2, num_layers // 2, num_layers - 3) if config.capture_layers is None else tuple(config.capture_layers)
@@ -77,7 +78,7 @@ class Eagle3Head(Head):
         return layers
 
     def fuse(self, target_states: torch.Tensor) -> torch.Tensor:
-        """Captured streams [..., L, H] -> [..., H]."""
+        """Project the captured streams [..., L, H] to one hidden state [..., H]."""
         streams = target_states.flatten(-2)  # [..., L * H]
         if self.input_norm is not None:
             streams = self.input_norm(streams)
@@ -87,28 +88,16 @@ class Eagle3Head(Head):
         fused: torch.Tensor = self.fc(streams)
         return fused
 
-    @property
-    def joint_layers(self) -> tuple[nn.Linear, ...]:
-        """See `Head.joint_layers`."""
-        return self.self_attn.q_proj, *self.key_layers
+    def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden state as the residual stream, and [input_layernorm(e); hidden_norm(g)] [..., 2 H]."""
+        normed = self.hidden_norm(hidden_states)
+        x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        return normed if self.norm_before_residual else hidden_states, x
 
-    @property
-    def key_layers(self) -> tuple[nn.Linear, ...]:
-        """See `Head.key_layers`."""
-        return self.self_attn.k_proj, self.self_attn.v_proj
-
-    @property
-    def joint_norms(self) -> tuple[RmsNorm | None, RmsNorm | None]:
-        """See `Head.joint_norms`."""
-        return self.input_layernorm, self.hidden_norm
-
-    def layer_inputs(self, hidden_states: torch.Tensor, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Head.layer_inputs`."""
-        return self.hidden_norm(hidden_states) if self.norm_before_residual else hidden_states, joint
-
-    def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Head.outputs`."""
-        x = residual + self.self_attn.o_proj(attended)
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply the MLP; `logits` reads the normed residual stream, and the stream itself is fed back unless
+        `norm_output` is set."""
+        x = residual + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
-        states = self.norm(x)
-        return states, states if self.norm_output else x
+        normed = self.norm(x)
+        return normed, normed if self.norm_output else x

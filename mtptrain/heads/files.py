@@ -1,4 +1,4 @@
-"""A head on disk: `head.safetensors` and `head.json`, its config and the target that it belongs to."""
+"""A head on disk: its weights in `head.safetensors`; its config and the identity of its target in `head.json`."""
 
 import json
 import shutil
@@ -18,20 +18,20 @@ from mtptrain.utils.files import save_tensors, write_json
 
 TARGET_WEIGHTS = "target_weights_sha256"
 CHOICE = "choice.json"
-"""File of `run_dir/train` in which `eval.choose_head` writes what it measured."""
+"""File in `run_dir/train` with the measurements of `eval.choose_head`."""
 
 
 def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
-    """A new head for a target, initialised from torch's global generator."""
+    """Build a new head for a target, with weights drawn from torch's global generator."""
     return HEADS[config.name](config, target_config)
 
 
 def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, object]) -> None:
-    """Write a head whole or not at all: weights first under a temporary name, `head.json` last.
+    """Write a head to a directory. `head.json` comes last, so a directory that has one is complete.
 
     Args:
-        state: weights by name, in the dtype they were trained in.
-        facts: what else to keep with it, such as the step and its acceptance.
+        state: weights by name, in their training dtype.
+        facts: more entries of `head.json`, such as the step and its acceptance.
     """
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(directory / "head.safetensors", state)
@@ -39,14 +39,14 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
 
 
 def kept_head(stage_dir: Path, step: int) -> Path:
-    """Returns the directory in `run_dir/train` of the head of a step, which is kept to be measured later."""
+    """Return the directory in `run_dir/train` for the head of a step that is kept to be measured later."""
     return stage_dir / "heads" / f"step_{step:08d}"
 
 
 def kept_heads(stage_dir: Path) -> dict[int, Path]:
-    """Returns the directories of the heads that were kept whole, by step, the earliest first."""
-    found = sorted(facts.parent for facts in stage_dir.glob("heads/step_*/head.json"))
-    return {int(directory.name.removeprefix("step_")): directory for directory in found}
+    """Return the directories of all complete kept heads by step, in rising order."""
+    directories = sorted(facts.parent for facts in stage_dir.glob("heads/step_*/head.json"))
+    return {int(directory.name.removeprefix("step_")): directory for directory in directories}
 
 
 def remove_later_heads(stage_dir: Path, step: int) -> None:
@@ -60,20 +60,20 @@ def remove_later_heads(stage_dir: Path, step: int) -> None:
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """A head's settings as they were written, and the defaults of those that did not exist yet."""
+    """Return stored settings of a head, with defaults for settings added since."""
     return {**asdict(HEADS[settings["name"]].Config()), **settings}
 
 
 START = ("init_from", "start_from_target")
-"""Settings that say where a head started from, which is no part of what it is."""
+"""Settings for the initial weights, which may differ between a stored head and the config."""
 
 
 def check_head_target(directory: Path, target_dir: Path) -> None:
-    """Refuse a head that was trained for other weights than the target's.
+    """Check that a head was trained for this target's weights.
 
     Raises:
-        FileNotFoundError: there is no head.
-        ValueError: naming both hashes.
+        FileNotFoundError: the directory has no head.
+        ValueError: the head belongs to other weights; the message has both hashes.
     """
     stored, found = _read_facts(directory)[TARGET_WEIGHTS], weights_fingerprint(target_dir)
     if stored != found:
@@ -86,11 +86,11 @@ def check_head_target(directory: Path, target_dir: Path) -> None:
 def load_head(
     directory: Path, config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype | None, device: torch.device
 ) -> Head:
-    """The head in a directory, ready to draft; in the dtype that it was trained in where `dtype` is None.
+    """Load a head for inference, in its stored dtype if `dtype` is None.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is of another config or for another target.
+        FileNotFoundError: the directory has no head.
+        ValueError: the head has other settings or belongs to another target.
     """
     stored, wanted = (json.loads(json.dumps(each)) for each in (with_defaults(_read_facts(directory)["head"]), asdict(config)))
     different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key) and key not in START)
@@ -114,14 +114,14 @@ def load_head(
 
 
 def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device) -> Head:
-    """The head with these weights, ready to draft; in the dtype that they have where `dtype` is None."""
+    """Load weights into a head and prepare it for inference, in the dtype of the weights if `dtype` is None."""
     stored_dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     head.to(stored_dtype).load_state_dict(state)
     return head.to(device, dtype).eval().requires_grad_(False)
 
 
 def _read_facts(directory: Path) -> dict[str, Any]:
-    """What `save_head` kept in `head.json`."""
+    """Read the `head.json` that `save_head` wrote."""
     if not (directory / "head.json").is_file():
         raise FileNotFoundError(f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first")
     facts: dict[str, Any] = json.loads((directory / "head.json").read_text())

@@ -1,4 +1,4 @@
-"""Layers that heads are made of: RMSNorm, RoPE, attention with its projections, SwiGLU."""
+"""Layers of the heads: RMSNorm, RoPE, attention projections, SwiGLU, and their sizes and initial weights."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,15 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mtptrain.heads.attention.training import rotate
 from mtptrain.heads.config import HeadConfig
 from mtptrain.target.families import check_static_rope, head_rope_parameters
 
 SERVED_HEAD_DIMS = (64, 128)
-"""Head dims that attention backends of the engines have kernels for."""
+"""Head dims for which the engines' attention backends have kernels."""
 
 
 class RmsNorm(nn.Module):
-    """Root mean square norm with a plain weight; the mean square is taken in fp32, as engines do."""
+    """RMSNorm that computes the mean square in fp32, as engines do."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -25,11 +24,13 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * self.unit(x)
+        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
-    def unit(self, x: torch.Tensor) -> torch.Tensor:
-        """Without the weight."""
-        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [..., heads, head_dim] by cos and sin [..., 1, head_dim], in the half-split layout."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class SwiGlu(nn.Module):
@@ -47,9 +48,9 @@ class SwiGlu(nn.Module):
 
 
 class Rope:
-    """The target's rotary embedding, scaling included, for the head dim of the head.
+    """The target's rotary embedding, including its scaling, with the head's own head dim.
 
-    No module and no buffer: casting a head to bf16 must not round its frequencies.
+    This is neither a module nor a buffer, so that casting a head to bf16 does not round its frequencies.
     """
 
     def __init__(self, head_dim: int, target_config: PreTrainedConfig) -> None:
@@ -67,7 +68,7 @@ class Rope:
         self.inv_freq, self.scaling = rotary.inv_freq.float(), float(rotary.attention_scaling)  # f32[head_dim / 2]
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [..., 1, head_dim] of positions [...]."""
+        """Return cos and sin [..., 1, head_dim] for positions [...]."""
         self.inv_freq = self.inv_freq.to(positions.device, non_blocking=True)
         angles = positions[..., None, None].float() * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
@@ -76,7 +77,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class HeadDims:
-    """Sizes of a head's layer."""
+    """Sizes of a head's decoder layer."""
 
     hidden_size: int
     num_attention_heads: int
@@ -86,13 +87,14 @@ class HeadDims:
 
 
 def head_dims(config: HeadConfig, target_config: PreTrainedConfig, head_dim: int | None = None) -> HeadDims:
-    """Sizes of a head for a target.
+    """Return the layer sizes of a head for a target.
 
     Args:
-        head_dim: where the head's file format names it; else hidden size / heads, as engines derive it.
+        head_dim: the head dim, if the head's file format can store one. Otherwise hidden size / heads, as engines
+            derive it.
 
     Raises:
-        ValueError: no engine serves a head of these sizes.
+        ValueError: no engine serves a head with these sizes.
     """
     hidden_size = target_config.hidden_size
     heads = config.num_attention_heads or _default_heads(hidden_size, target_config.num_attention_heads)
@@ -123,7 +125,7 @@ def _default_heads(hidden_size: int, target_heads: int) -> int:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention without biases: projections and RoPE; which keys a query sees is the caller's."""
+    """Projections and RoPE of grouped-query attention, without biases. The caller decides which keys a query sees."""
 
     def __init__(self, input_size: int, dims: HeadDims, target_config: PreTrainedConfig) -> None:
         super().__init__()
@@ -136,11 +138,11 @@ class Attention(nn.Module):
         self.rope = Rope(dims.head_dim, target_config)
 
     def queries_keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated queries [..., heads, head_dim] of rows [..., input size] at positions [...]; rotated keys and values."""
+        """Return rotated queries, rotated keys, and values [..., (kv) heads, head_dim] of x [..., input size]."""
         return self._rotated(self.q_proj(x), positions), *self.keys_values(x, positions)
 
     def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated keys and values [..., kv heads, head_dim], likewise."""
+        """Return only the rotated keys and the values [..., kv heads, head_dim]."""
         return self._rotated(self.k_proj(x), positions), self._heads(self.v_proj(x))
 
     def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -150,22 +152,11 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
-class JointAttention(Attention):
-    """Attention whose projections are the head's joint layers: rows are what those give, queries, keys and values behind each other."""
-
-    def queries_keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of rows [..., query size + 2 key sizes], as `Attention.queries_keys_values`."""
-        query, key, value = x.split([layer.out_features for layer in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
-        return self._rotated(query, positions), self._rotated(key, positions), self._heads(value)
-
-    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows without queries [..., 2 key sizes], as `Attention.keys_values`."""
-        key, value = x.chunk(2, dim=-1)
-        return self._rotated(key, positions), self._heads(value)
-
-
 def initialise(head: nn.Module, hidden_size: int, target_layers: int) -> None:
-    """Normal of H ** -0.5, and residual writes smaller by the depth of the whole stack, as GPT-2's."""
+    """Draw all linear weights from normal distributions with std H ** -0.5.
+
+    Layers that write to the residual stream get GPT-2's smaller std instead, for a stack of `target_layers` + 1 layers.
+    """
     for name, module in head.named_modules():
         if isinstance(module, nn.Linear):
             is_residual_write = name.endswith(("o_proj", "down_proj"))

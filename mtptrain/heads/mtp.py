@@ -1,7 +1,7 @@
-"""Head `mtp`: one decoder layer with every RMSNorm in place, reused at all depths.
+"""Head `mtp`: one decoder layer with all its RMSNorms, shared by all depths.
 
-x = eh_proj[enorm(e); hnorm(h)], a full pre-norm Llama layer, final norm, the target's frozen lm_head; the post-norm state is fed
-back. DeepSeek-V3 Technical Report (arXiv 2412.19437), section 2.2, with one module for all depths.
+x = eh_proj[enorm(e); hnorm(h)], a full pre-norm Llama layer, a final norm and the target's frozen lm_head. The state
+after the final norm is fed back. DeepSeek-V3 Technical Report (arXiv 2412.19437), section 2.2, with one module for all.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initial
 
 
 class RestoredNorm(StrEnum):
-    """RMSNorms that EAGLE-1 left out."""
+    """The RMSNorms that EAGLE-1 does not have."""
 
     enorm = "enorm"
     hnorm = "hnorm"
@@ -26,13 +26,13 @@ class RestoredNorm(StrEnum):
 
 
 class MtpHead(Head):
-    """RMSNorm-restored multi-token-prediction head."""
+    """Multi-token-prediction head with all RMSNorms."""
 
     @dataclass
     class Config(HeadConfig):
         name: str = "mtp"
         norms: list[RestoredNorm] = field(default_factory=lambda: list(RestoredNorm))
-        """Those that it has; engines serve it with all of them, fewer are for `recipes/study/norms.yaml`."""
+        """The norms to include. Engines serve heads with all norms; `recipes/study/norms.yaml` trains with fewer."""
 
         def __post_init__(self) -> None:
             self.norms = [norm for norm in RestoredNorm if norm in self.norms]
@@ -44,7 +44,7 @@ class MtpHead(Head):
         restored = {name: RmsNorm(hidden_size, eps) if name in config.norms else nn.Identity() for name in RestoredNorm}
         self.enorm = restored[RestoredNorm.enorm]
         self.hnorm = restored[RestoredNorm.hnorm]
-        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)  # columns of the embedding first
+        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)  # columns: embedding, then hidden state
         self.input_layernorm = restored[RestoredNorm.input_layernorm]
         self.self_attn = Attention(hidden_size, dims, target_config)
         self.post_attention_layernorm = RmsNorm(hidden_size, eps)
@@ -52,24 +52,14 @@ class MtpHead(Head):
         self.norm = restored[RestoredNorm.norm]
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
-    @property
-    def joint_layers(self) -> tuple[nn.Linear, ...]:
-        """See `Head.joint_layers`."""
-        return (self.eh_proj,)
+    def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return eh_proj[enorm(e); hnorm(h)] as the residual stream, and its norm."""
+        x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden_states)], dim=-1))
+        return x, self.input_layernorm(x)
 
-    @property
-    def joint_norms(self) -> tuple[RmsNorm | None, RmsNorm | None]:
-        """See `Head.joint_norms`."""
-        of_embeddings, of_states = (norm if isinstance(norm, RmsNorm) else None for norm in (self.enorm, self.hnorm))
-        return of_embeddings, of_states
-
-    def layer_inputs(self, hidden_states: torch.Tensor, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Head.layer_inputs`."""
-        return joint, self.input_layernorm(joint)
-
-    def outputs(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Head.outputs`."""
-        x = residual + self.self_attn.o_proj(attended)
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply the MLP and the final norm; `logits` reads the normed states, which are also fed back."""
+        x = residual + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
         normed = self.norm(x)
-        return normed, normed  # read by lm_head, and fed back
+        return normed, normed

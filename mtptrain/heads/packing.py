@@ -1,4 +1,4 @@
-"""Where documents of a batch lie, and which of their tokens draft."""
+"""Packed documents: which tokens are draft positions, and which keys they see."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -9,29 +9,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Places = slice | torch.Tensor
-"""Of some rows or tokens: i64 unless they lie behind each other, for then they are read without a copy."""
+Indices = slice | torch.Tensor
+"""Indices of rows or keys: a slice if they are consecutive, which avoids a copy, else i64."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Queries and keys of one attention kernel: the queries of segment i see the keys of segment i."""
+    """Input of one attention kernel: the queries of segment i see the keys of segment i."""
 
-    queries: Places  # Q of the M rows
-    keys: Places  # S of the N tokens, rows first and prompts behind them
-    lengths: tuple[tuple[int, int], ...]  # of each segment: queries, keys
+    queries: Indices  # Q of the M draft positions
+    keys: Indices  # S of the N keys, draft positions first, then prompt tokens
+    lengths: tuple[tuple[int, int], ...]  # queries and keys of each segment
     query_offsets: torch.Tensor  # i32[segments + 1]
     key_offsets: torch.Tensor  # i32[segments + 1]
     is_causal: bool
-    """Query i of a segment sees its keys 0 .. i; all of them otherwise."""
+    """Whether query i of a segment sees only its keys 0 .. i, rather than all of them."""
 
     @staticmethod
-    def of(spans: Sequence[tuple[range, range]], places: NDArray[np.int64], is_causal: bool) -> "Segments":
-        """From rows and tokens of each segment, and where each token lies among the keys i64[N]."""
+    def of(spans: Sequence[tuple[range, range]], key_indices: NDArray[np.int64], is_causal: bool) -> "Segments":
+        """Build segments from their draft positions and tokens, and the index of each token among the keys i64[N]."""
         lengths = tuple((len(rows), len(tokens)) for rows, tokens in spans)
         return Segments(
-            queries=_as_places(_indices([rows for rows, _ in spans])),
-            keys=_as_places(places[_indices([tokens for _, tokens in spans])]),
+            queries=_as_indices(_concatenated([rows for rows, _ in spans])),
+            keys=_as_indices(key_indices[_concatenated([tokens for _, tokens in spans])]),
             lengths=lengths,
             query_offsets=torch.tensor([0, *accumulate(queries for queries, _ in lengths)], dtype=torch.int32),
             key_offsets=torch.tensor([0, *accumulate(keys for _, keys in lengths)], dtype=torch.int32),
@@ -41,71 +41,74 @@ class Segments:
 
 @dataclass(frozen=True)
 class Packing:
-    """N packed tokens, of which M rows draft: those of one span lie behind each other, spans in order."""
+    """N packed tokens, of which M are draft positions: consecutive tokens of each span, spans in order."""
 
-    positions: torch.Tensor  # i64[N], of each token in its document
-    rows: torch.Tensor  # i64[M], tokens from which drafts start
-    prompts: torch.Tensor  # i64[N - M], the others, which give keys and values alone; those that no row sees come last
-    places: torch.Tensor  # i64[N], where each token lies among the rows with the prompts behind them
+    positions: torch.Tensor  # i64[N], position of each token in its document
+    rows: torch.Tensor  # i64[M], tokens that are draft positions
+    prompts: torch.Tensor  # i64[N - M], all other tokens, which only provide keys and values; those that nothing sees come last
+    key_indices: torch.Tensor  # i64[N], index of each token in the order of the keys: draft positions, then prompt tokens
     segments: tuple[Segments, ...]
-    """Inside each span, causal; then all of its document before it, for spans that have something before: one span of each document
-    at a time, so that no kernel takes more than N keys."""
+    """First the causal segments inside each span; then, for spans that do not start their document, segments over all
+    tokens of the document before the span. Each of the latter `Segments` has one span per document, so that no kernel
+    reads more than N keys."""
 
     @property
     def num_pairs(self) -> float:
-        """Of a row and a token that it sees."""
-        seen = ((q * (k + 1) / 2 if part.is_causal else q * k) for part in self.segments for q, k in part.lengths)
-        return sum(seen)
+        """Number of pairs of a draft position and a token that it sees."""
+        return sum((q * (k + 1) / 2 if part.is_causal else q * k) for part in self.segments for q, k in part.lengths)
 
     @staticmethod
     def of(lengths: Sequence[int], spans: Sequence[tuple[int, int, int]] | None = None) -> "Packing":
-        """Of documents of these lengths.
+        """Pack documents.
 
         Args:
             lengths: tokens of each document.
-            spans: (document, first token in it, number of tokens) whose rows draft, in order; every token unless given.
+            spans: (document, first token in it, number of tokens) of the draft positions, in order; by default all.
         """
         spans = [(i, 0, length) for i, length in enumerate(lengths)] if spans is None else spans
         starts = [0, *accumulate(lengths)]
         first_rows = [0, *accumulate(count for *_, count in spans)]
+        # 1. For each span, its draft positions with its own tokens, and with the tokens of its document before it.
         inside, before = [], defaultdict[int, list[tuple[range, range]]](list)
-        turns = Counter[int]()  # of each document, its spans with something before them
+        num_before = Counter[int]()  # spans of each document that have tokens before them
         is_row, is_seen = np.zeros((2, starts[-1]), dtype=bool)
         for row, (document, first, count) in zip(first_rows, spans, strict=False):
-            of_span, token = range(row, row + count), starts[document] + first
-            inside.append((of_span, range(token, token + count)))
+            rows, token = range(row, row + count), starts[document] + first
+            inside.append((rows, range(token, token + count)))
             is_row[token : token + count] = True
             if first:
-                before[turns[document]].append((of_span, range(starts[document], token)))
-                turns[document] += 1
+                before[num_before[document]].append((rows, range(starts[document], token)))
+                num_before[document] += 1
                 is_seen[starts[document] : token] = True
-        rows, *prompts = (np.flatnonzero(part) for part in (is_row, is_seen & ~is_row, ~is_seen & ~is_row))
-        places = np.concatenate([rows, *prompts]).argsort()
+        # 2. The order of keys: draft positions, prompt tokens that some span sees, prompt tokens that none sees.
+        row_tokens, *prompt_tokens = (np.flatnonzero(part) for part in (is_row, is_seen & ~is_row, ~is_seen & ~is_row))
+        key_indices = np.concatenate([row_tokens, *prompt_tokens]).argsort()
         return Packing(
-            positions=torch.from_numpy(_indices([range(length) for length in lengths])),
-            rows=torch.from_numpy(rows),
-            prompts=torch.from_numpy(np.concatenate(prompts)),
-            places=torch.from_numpy(places),
+            positions=torch.from_numpy(_concatenated([range(length) for length in lengths])),
+            rows=torch.from_numpy(row_tokens),
+            prompts=torch.from_numpy(np.concatenate(prompt_tokens)),
+            key_indices=torch.from_numpy(key_indices),
             segments=(
-                Segments.of(inside, places, is_causal=True),
-                *(Segments.of(turn, places, is_causal=False) for turn in before.values()),
+                Segments.of(inside, key_indices, is_causal=True),
+                *(Segments.of(part, key_indices, is_causal=False) for part in before.values()),
             ),
         )
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What belongs to the tokens [N, ...], as what belongs to the rows [M, ...] and to the prompts [N - M, ...]."""
+        """Split values per token [N, ...] into those of draft positions [M, ...] and prompt tokens [N - M, ...]."""
         if not len(self.prompts):
             return x, x[:0]
-        reordered: torch.Tensor = _Reorder.apply(x, torch.cat([self.rows, self.prompts]), self.places)  # type: ignore[no-untyped-call]
-        of_rows, of_prompts = reordered.split([len(self.rows), len(self.prompts)])
-        return of_rows, of_prompts
+        order = torch.cat([self.rows, self.prompts])
+        reordered: torch.Tensor = _Reorder.apply(x, order, self.key_indices)  # type: ignore[no-untyped-call]
+        rows, prompts = reordered.split([len(self.rows), len(self.prompts)])
+        return rows, prompts
 
 
-def _indices(ranges: Sequence[range]) -> NDArray[np.int64]:
+def _concatenated(ranges: Sequence[range]) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.start, part.stop) for part in ranges)])
 
 
-def _as_places(indices: NDArray[np.int64]) -> Places:
+def _as_indices(indices: NDArray[np.int64]) -> Indices:
     if (np.diff(indices) != 1).any():
         return torch.from_numpy(indices)
     first = int(indices[0]) if len(indices) else 0
@@ -113,7 +116,7 @@ def _as_places(indices: NDArray[np.int64]) -> Places:
 
 
 class _Reorder(torch.autograd.Function):
-    """x[order]; the gradient is read in the inverse order, where that of indexing is added up row by row."""
+    """x[order] for a permutation. Its gradient is gathered, while that of plain indexing is added up row by row."""
 
     @staticmethod
     def forward(

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from mtptrain.heads.base import Head
+from mtptrain.heads.layers import RmsNorm
 from mtptrain.training.batches import Batch
 
-INPUT_PROJECTIONS = ("eh_proj", "fc")
-"""Of the target's states: read at depth 0 by every token."""
+INPUT_NORMS = ("enorm", "hnorm", "fc_norm", "input_norm")
+"""Norms before an input projection, in the heads that have them."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,22 @@ class StepFlops:
     def of(head: Head, vocab_size: int, depths: int) -> "StepFlops":
         """Of a head for a target with V tokens, trained over T depths: 2 FLOPs per weight forward, 4 backward.
 
-        Embeddings and the target's states need no gradient, so the weights that read them cost 2 fewer, behind a norm or not; `fc` of
-        eagle3 behind its norms is computed as any other.
+        The target's states need no gradient, so an input projection that reads them without a norm in between costs 2 fewer.
         """
         weights = {name: module.weight.numel() for name, module in head.named_modules() if isinstance(module, nn.Linear)}
         hidden_size = int(head.self_attn.o_proj.out_features)
         own_vocab = weights.pop("lm_head", None)
-        first = sum(weights.pop(name, 0) for name in INPUT_PROJECTIONS)
+        first = sum(
+            weights.pop(name) for name in list(weights) if not name.startswith(("self_attn.", "mlp."))
+        )  # of `combine` or `fuse`
         keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
-        joint = sum(layer.weight.numel() for layer in head.joint_layers)  # half of it reads embeddings, once for all depths
-        is_fused = bool(head.capture_layers)  # at depth 0 alone; what reads them then is read anew at each depth
-        has_bare_input = all(getattr(head, norm, None) is None for norm in ("fc_norm", "input_norm"))
+        is_fused = bool(head.capture_layers)  # the input projection runs at depth 0 only
+        has_bare_input = not any(isinstance(getattr(head, norm, None), (RmsNorm, nn.ModuleList)) for norm in INPUT_NORMS)
         draft = (own_vocab * 6) if own_vocab else vocab_size * hidden_size * 4
         return StepFlops(
-            per_token=first * (4 if has_bare_input else 6) + keys * (5 if is_fused else 6),
+            per_token=first * (4 if has_bare_input else 6) + keys * 6,
             per_row=depths * (6 * (sum(weights.values()) - keys) + draft)
-            - ((joint - keys) if is_fused else 0)
-            + (depths - 1) * 6 * ((0 if is_fused else first) + keys - joint // 2)
+            + (depths - 1) * 6 * ((0 if is_fused else first) + keys)
             + 2 * vocab_size * hidden_size,
             per_pair=depths * 12 * int(head.self_attn.o_proj.in_features),
         )

@@ -1,6 +1,5 @@
 """The training step: a head in a DeepSpeed engine, the frozen parts of the target beside it."""
 
-import ctypes
 import math
 import warnings
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from mtptrain.training.batches import Batch
 from mtptrain.training.losses import LossSettings, LossSums, draft_losses
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import fuse
+from mtptrain.utils.cpu import keep_freed_memory
 from mtptrain.utils.distributed import Ranks, prepare_single_process
 
 
@@ -230,16 +230,6 @@ def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
     return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def keep_freed_memory() -> None:
-    """Have the C library serve large tensors from memory that was freed before: each step's pages are fresh ones otherwise, which
-    costs up to a fifth of a step on a CPU. Does nothing without glibc."""
-    m_trim_threshold, m_mmap_threshold = -1, -3  # of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(m_mmap_threshold, 2**30) or mallopt(m_mmap_threshold, 2**25)  # the most that older ones take
-        mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def with_fp32_sums(config: dict[str, Any], num_added: int, warn: bool = True) -> dict[str, Any]:

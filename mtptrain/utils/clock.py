@@ -1,4 +1,4 @@
-"""What a program's time goes to."""
+"""Time per phase of a program."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 
 
 class PhaseClock:
-    """Seconds of each phase since the last reading; on a GPU by events, so that nothing waits before it is read."""
+    """Accumulates seconds per phase until they are read. On a GPU it records events, so only `read` synchronizes."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -17,6 +17,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside this context to a phase."""
         if self._on_gpu:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -29,7 +30,7 @@ class PhaseClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def read(self) -> dict[str, float]:
-        """Starts anew."""
+        """Return the seconds of each phase since the last call, and reset them."""
         for name, start, end in self._events:
             end.synchronize()
             self._seconds[name] = self._seconds.get(name, 0.0) + start.elapsed_time(end) / 1e3

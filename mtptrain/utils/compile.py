@@ -1,4 +1,9 @@
-"""Elementwise work fused by torch.compile, where the trainer asks for it; the same functions run plainly everywhere else."""
+"""Functions that torch.compile fuses when the trainer asks for it, and that run eagerly otherwise.
+
+The switch is a module variable, because these functions are called deep inside autograd functions, some on autograd's
+own threads, where neither an argument nor a context variable would reach them without appearing in every signature in
+between.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,21 +17,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 RECOMPUTE = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 100}
-"""Options of Inductor with which it computes a value again wherever it is read, rather than write it to memory."""
+"""Options that make Inductor recompute a value wherever it is read instead of writing it to memory."""
 
 _is_on = False
 _through: Callable[..., Any] | None = None
 
 
 def fuse(on: bool) -> None:
-    """Run `fused` functions compiled from now on, or plainly."""
+    """Set whether `fused` functions are compiled or run eagerly from now on."""
     global _is_on
     _is_on = on
 
 
 @contextmanager
 def fused_through(call: Callable[..., Any]) -> Iterator[None]:
-    """Within, `fused` functions are run by `call(function, *args)`, which may count what a compiler would make of them."""
+    """Run `fused` functions as `call(function, *args)` inside this context, for example to count their cost."""
     global _through
     _through = call
     try:
@@ -36,21 +41,14 @@ def fused_through(call: Callable[..., Any]) -> Iterator[None]:
 
 
 def uses_gpu_kernels(x: torch.Tensor) -> bool:
-    """Returns whether work on x is done the way of a GPU. A bf16 tensor without data belongs to a plan for GPUs, whatever its device."""
+    """Return whether x is computed with GPU kernels. Fake bf16 tensors belong to plans for GPUs, whatever their device."""
     return x.is_cuda or (isinstance(x, FakeTensor) and x.dtype == torch.bfloat16)
 
 
-def mark_static(x: torch.Tensor) -> torch.Tensor:
-    """The same, whose sizes are constants of the functions that are compiled for it, as those of a module's weights are."""
-    if _is_on:
-        torch._dynamo.mark_static(x)
-    return x
-
-
 def mark_width_static(x: torch.Tensor) -> torch.Tensor:
-    """Returns x, whose last size is a constant of the functions that are compiled for it on a GPU.
+    """Mark the last size of x as a constant for functions compiled for a GPU, and return x.
 
-    Inductor finds the largest value and the sum of exponentials in one pass over a row only where it knows the row's length.
+    Inductor computes the maximum and the sum of exponentials of a row in one pass only if it knows the row's length.
     """
     if _is_on and x.is_cuda:
         torch._dynamo.mark_static(x, x.dim() - 1)
@@ -58,19 +56,19 @@ def mark_width_static(x: torch.Tensor) -> torch.Tensor:
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of tensors without side effects; results differ by rounding at most."""
+    """Decorate a function of tensors without side effects. Compiled and eager results differ only by rounding."""
     return _fused(function, gpu_options=None)
 
 
 def fused_by_recomputing(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate as `fused` does; on a GPU, what memory traffic bounds computes values again rather than write them."""
+    """Decorate as `fused` does, but on a GPU recompute values instead of writing them to memory."""
     return _fused(function, gpu_options=RECOMPUTE)
 
 
 def _fused(function: Callable[P, R], gpu_options: dict[str, Any] | None) -> Callable[P, R]:
     @cache
     def compiled(options: tuple[tuple[str, Any], ...]) -> Callable[P, R]:
-        """Is not called at import: torch.compile loads its compiler, which takes seconds."""
+        """Compile on first use: loading the compiler takes seconds, too long for an import."""
         return torch.compile(function, dynamic=True, options=dict(options) or None)
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Ranks and devices: one place that reads torchrun's environment; and signals, as all ranks see them."""
+"""Ranks and devices, read from torchrun's environment, and stop signals on which all ranks agree."""
 
 import atexit
 import os
@@ -16,22 +16,22 @@ from torch.distributed import distributed_c10d
 T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What a batch system sends before it takes the machine away."""
+"""Signals that a batch system sends before it ends a job."""
 EXIT_STOPPED = 75
-"""Exit code of a program that has saved its work and ended because a signal asked for it: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a program that saved its work and ended because of a signal: EX_TEMPFAIL in sysexits.h."""
 
 TIMEOUT_HOURS = 24.0
-"""The default of `distributed_timeout_hours`: ranks that extract differ by hours."""
+"""Default of `distributed_timeout_hours`: extraction may finish hours earlier on one rank than on another."""
 
 _waiting_group: dist.ProcessGroup | None = None
-"""A gloo group of all ranks: who waits in it sleeps, for hours if need be, where NCCL's barrier keeps the GPU busy."""
+"""A gloo group of all ranks. Ranks that wait in it sleep, while NCCL's barrier would keep the GPU busy."""
 
 _SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that torchrun started; rank 0 of 1 without torchrun."""
+    """This process among those started by torchrun; rank 0 of 1 without torchrun."""
 
     rank: int
     world_size: int
@@ -46,12 +46,12 @@ class Ranks:
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
     def barrier(self) -> None:
-        """Wait for all ranks, without keeping a GPU busy."""
+        """Wait for all ranks without keeping a GPU busy."""
         if self.world_size > 1:
             dist.barrier(group=_waiting_group)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank; on the CPU, whatever the device."""
+        """Return the values of all ranks on every rank. Values travel through the CPU."""
         if self.world_size == 1:
             return [value]
         gathered: list[T] = [value] * self.world_size
@@ -59,7 +59,7 @@ class Ranks:
         return gathered
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place."""
+        """Sum a tensor over all ranks in place and return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -70,7 +70,7 @@ def device_name(device: torch.device) -> str:
 
 
 class StopSignal:
-    """A SIGTERM or SIGUSR1 to any of the ranks: noted when it comes, acted on where all ranks have agreed on it."""
+    """Remembers a SIGTERM or SIGUSR1 to any rank until all ranks ask for it together."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._received = 0
@@ -82,18 +82,18 @@ class StopSignal:
         self._received = number
 
     def agreed(self) -> signal.Signals | None:
-        """The signal that any rank has received so far; all ranks ask together and get one answer."""
+        """Return a signal that any rank has received, or None. All ranks must call this together and agree."""
         received = torch.tensor([self._received])
-        if self._has_others:  # on the CPU, whatever the device: asking never waits for work that is queued there
+        if self._has_others:  # on the CPU, so that it does not wait for work queued on the GPU
             dist.all_reduce(received, dist.ReduceOp.MAX, group=_waiting_group)
         return signal.Signals(int(received)) if received else None
 
 
 def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
-    """Join the process groups of torchrun, where it started more than one rank.
+    """Join the process groups if torchrun started more than one rank.
 
     Args:
-        timeout_hours: how long ranks wait for each other in any group.
+        timeout_hours: how long ranks wait for each other, in all groups.
     """
     global _waiting_group
     ranks = Ranks(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")))
@@ -113,28 +113,29 @@ def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
 
 
 def _set_default_timeout(timeout: timedelta) -> None:
-    """Set what groups get that are made without a timeout: DeepSpeed makes one of all ranks, which would have torch's 10 minutes."""
+    """Set the timeout of groups created without one, such as DeepSpeed's; torch's default is 10 minutes."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(distributed_c10d, name, timeout)
 
 
 def _close_at_exit(group: dist.ProcessGroup | None) -> None:
-    """Take down a group of gloo, None for the default one, before the interpreter ends.
+    """Destroy a gloo group, or the default group if None, before the interpreter ends.
 
-    Its threads abort a process that leaves it up: right behind a collective, 3 of 8 runs of two ranks ended in SIGABRT.
+    Otherwise its threads may abort the process at exit: right after a collective, 3 of 8 runs with two ranks ended in
+    SIGABRT.
     """
     atexit.register(dist.destroy_process_group, group)
 
 
 def prepare_single_process() -> None:
-    """Set torchrun's variables for a process started without it: DeepSpeed looks for MPI where they are missing."""
+    """Set torchrun's variables in a process started without it; DeepSpeed looks for MPI if they are missing."""
     for name, value in _SINGLE_PROCESS.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
 
 
 def free_port() -> int:
-    """Of this machine, for the next that asks."""
+    """Return a port of this machine that is free at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

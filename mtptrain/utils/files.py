@@ -1,4 +1,4 @@
-"""Writes files atomically: after a kill or the loss of a node, either the old file or the whole new one is there."""
+"""Atomic file writes: after a kill or a lost node, the path holds either the old file or the complete new one."""
 
 import hashlib
 import json
@@ -10,14 +10,14 @@ from safetensors.torch import save_file
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Flush a finished file to the disk, rename it to `path`, and flush the directory entry too."""
+    """Flush a finished file to disk, rename it to `path`, and flush the directory entry."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a directory, to the disk."""
+    """Flush a file or a directory's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -26,14 +26,14 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
-    """Write a text file completely or not at all.
+    """Write a text file atomically.
 
     Args:
-        temporary: the file's name until it is complete, `path`.tmp by default. Processes that may write the same file need names
-            of their own.
+        temporary: path of the incomplete file, `path`.tmp by default. Processes that write the same file need different
+            ones.
 
     Raises:
-        OSError: the file could not be written, for instance because the disk is full. The temporary file is removed.
+        OSError: the file could not be written, for example because the disk is full. The temporary file is removed.
     """
     temporary = temporary or path.with_name(path.name + ".tmp")
     try:
@@ -45,19 +45,19 @@ def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a file whole or not at all, as `publish` does."""
+    """Write a safetensors file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     write_tensors(temporary, tensors)
     publish(temporary, path)
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a file that whoever shares the run may read, as the umask says: safetensors makes it the owner's alone."""
+    """Write a safetensors file with the permissions of the umask; safetensors itself lets only the owner read it."""
     path.touch()
     mode = path.stat().st_mode
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})

@@ -1,1 +1,1 @@
-"""Attention of heads: in training over all depths, in decoding over the cache."""
+"""Attention of heads, in training and in decoding."""

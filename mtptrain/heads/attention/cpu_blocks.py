@@ -1,102 +1,180 @@
-"""Attention on a CPU in blocks: products that stay in the cache, where a CPU's flash kernel reaches a tenth to a third of the matmul peak.
+"""Attention of packed segments on a CPU: `attend_on_cpu` and its backward pass choose between blocks of matrix products
+and torch's flash kernel.
 
-Queries, and what belongs to them, are of [segments, heads, rows, ...]; keys and values of [segments, kv heads, keys, head_dim]. In a causal
-segment, of as many keys as rows, row i sees keys 0 .. i; all of them otherwise.
+A CPU's flash kernel reaches only a tenth to a third of the matmul peak; products of blocks that fit into the cache are
+usually faster. In a causal segment, which has as many keys as queries, query i sees keys 0 .. i; in other segments each
+query sees all keys. Functions of batches take queries [segments, heads, rows, ...] and keys [segments, kv heads, keys, ...].
 """
 
+import math
 from collections.abc import Iterator
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 
+from mtptrain.heads.packing import Segments
 from mtptrain.utils.compile import fused
+from mtptrain.utils.cpu import HAS_TILES
 
+aten = torch.ops.aten
+ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+SHORT_TOKENS = 1024
+"""Longest causal segment that blocks compute faster than flash kernels."""
+BATCH_TOKENS = 2048
+"""Maximum tokens of segments that are computed together, which bounds the memory of their scores."""
+MAX_FLASH_OFFSET = 32
+"""Largest gap between a raw score and its subtracted row maximum at which bf16, whose steps are a quarter there, is
+accurate enough."""
 BLOCK_ROWS, KEY_MULTIPLE = 128, 32
-"""Of a causal segment, whose keys are filled up: a CPU's products of odd numbers of keys take up to twice as long."""
-BLOCK_SCORES, LEAST_ROWS = 2**22, 256
-"""Of a block with all keys, forward where all are seen: of all heads together."""
-BLOCK_KEYS, ROWS_OF_KEYS = 1024, 1024
-"""Of a block in the backward pass where all keys are seen; rows of all groups."""
+"""Rows of a block of a causal segment, and the multiple to which its keys are padded: products with odd sizes take up
+to twice as long."""
+BLOCK_SCORES, MIN_BLOCK_ROWS = 2**22, 256
+"""Maximum scores and minimum rows of a forward block without a mask, over all heads."""
+BLOCK_KEYS, BACKWARD_ROWS = 1024, 1024
+"""Keys and rows of a backward block without a mask; the rows of all query heads of a group count."""
 
 
-def block_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the queries find, its lse, and about the largest score of each row before scaling, both in fp32 [segments, heads, rows].
+def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments) -> ThreeTensors:
+    """Attend from each segment's queries [Q, heads, head_dim] to its keys [S, kv heads, head_dim].
 
-    A product in bf16 is rounded to it. So there are two: what the second one rounds is how far a score lies below the largest of its row.
+    Returns:
+        The output [Q, heads, head_dim], its log-sum-exp, and each row's approximate maximum raw score, f32[Q, heads] each.
+    """
+    out, lse, row_max = query.new_empty(query.shape), *query.new_empty(2, *query.shape[:2], dtype=torch.float32).unbind()
+    for queries, keys in _batches(segments):
+        inputs = _batch(query, queries), _batch(key, keys), _batch(value, keys)
+        if _uses_blocks(segments, keys) and not _has_fast_flash(query, keys):
+            results = block_attention(*inputs, segments.is_causal)
+        else:
+            results = _flash(*inputs, segments.is_causal)
+        for packed, result in zip((out, lse, row_max), results, strict=True):
+            _batch(packed, queries).copy_(result)
+    return out, lse, row_max
+
+
+def attend_on_cpu_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    row_max: torch.Tensor,
+    segments: Segments,
+) -> ThreeTensors:
+    """Return the gradients of query, key and value, given the output and lse of the whole softmax."""
+    grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    for queries, keys in _batches(segments):
+        batch_grad, batch_out, batch_lse, batch_max = (_batch(x, queries) for x in (grad_out, out, lse, row_max))
+        inputs = _batch(query, queries), _batch(key, keys), _batch(value, keys)
+        if _uses_blocks(segments, keys):
+            results = block_attention_backward(batch_grad, *inputs, batch_out, batch_lse, batch_max, segments.is_causal)
+        else:
+            results = _flash_backward(batch_grad, *inputs, batch_out, batch_lse)
+        for packed, batch, result in zip(grads, (queries, keys, keys), results, strict=True):
+            _batch(packed, batch).copy_(result)
+    return grads
+
+
+Batch = tuple[int, int, int]
+"""Consecutive segments of equal length: first row, number of segments, rows of each."""
+
+
+def _batches(segments: Segments) -> Iterator[tuple[Batch, Batch]]:
+    """Yield all segments in order, as batches of queries and of keys that one call computes."""
+    first_query = first_key = 0
+    for (queries, keys), equal in groupby(segments.lengths):
+        left, largest = len(list(equal)), max(1, BATCH_TOKENS // max(queries, keys, 1))
+        while left:
+            count = min(left, largest)
+            yield (first_query, count, queries), (first_key, count, keys)
+            first_query, first_key, left = first_query + count * queries, first_key + count * keys, left - count
+
+
+def _batch(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """View a batch of packed rows [Q, heads, ...] as [segments, heads, rows, ...]."""
+    first, count, length = batch
+    return x[first : first + count * length].unflatten(0, (count, length)).transpose(1, 2)
+
+
+def _uses_blocks(segments: Segments, keys: Batch) -> bool:
+    return not segments.is_causal or keys[2] <= SHORT_TOKENS
+
+
+def _has_fast_flash(query: torch.Tensor, keys: Batch) -> bool:
+    """Return whether flash is faster than blocks, as with tiles: half the time. Its backward pass does not use them."""
+    if not HAS_TILES or query.dtype != torch.bfloat16:
+        return False
+    return math.log(keys[2]) / 2 * query.shape[-1] ** 0.5 < MAX_FLASH_OFFSET
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> ThreeTensors:
+    """Compute `block_attention` with a flash kernel, which returns no row maximum.
+
+    If all scores of n keys are equal, they are log n below the lse; a single large score equals the lse. The
+    approximate maximum is halfway, rounded to the dtype of the query so that a single large score is not rounded.
+    """
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_repeat_groups(query, key, value), 0.0, is_causal)
+    num_keys = torch.arange(1 if is_causal else key.shape[2], key.shape[2] + 1)  # seen by each row, or by all rows
+    gap = (num_keys.log() / 2 * query.shape[-1] ** 0.5).to(query.dtype)
+    return out, lse, lse * query.shape[-1] ** 0.5 - gap
+
+
+def _flash_backward(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> ThreeTensors:
+    """Return the gradients of query, key and value of causal segments."""
+    tensors = [x.contiguous() for x in (grad_out, *_repeat_groups(query, key, value), out, lse)]
+    grad_query, *grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, True)
+    grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in grads)
+    return grad_query, grad_key, grad_value
+
+
+def _repeat_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ThreeTensors:
+    """Repeat keys and values for each query head: a CPU's flash kernel has no grouped queries."""
+    groups = query.shape[1] // key.shape[1]
+    return query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+
+
+def block_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> ThreeTensors:
+    """Attend in blocks of rows.
+
+    A product in bf16 is rounded to bf16. It is therefore computed twice: the first time to find each row's maximum, the
+    second time with this maximum subtracted inside the product, so that only the distance to the maximum is rounded.
+
+    Returns:
+        The output, its lse, and each row's approximate maximum raw score, both f32[segments, heads, rows].
     """
     groups, scale, num_keys = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5, key.shape[2]
-    num_heads = query.shape[0] * query.shape[1]  # of all segments, each with the same mask
+    num_heads = query.shape[0] * query.shape[1]  # of all segments, which share one mask
     grouped = query.unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim]
-    key, value = (_filled(x, is_causal) for x in (key, value))
-    wide_key = _with_ones(key)
-    out, of_rows = grouped.new_empty(grouped.shape), grouped.new_empty(2, *grouped.shape[:-1], dtype=torch.float32)
-    of_all_heads = max(LEAST_ROWS, BLOCK_SCORES // num_keys)
-    num_together = BLOCK_ROWS if is_causal else max(1, of_all_heads // num_heads)
-    for first in range(0, query.shape[2], num_together):
-        rows = slice(first, first + num_together)
-        keys = slice(first + num_together) if is_causal else slice(num_keys)
+    key, value = (_padded(x, is_causal) for x in (key, value))
+    key_and_ones = _with_ones(key)
+    out, row_stats = grouped.new_empty(grouped.shape), grouped.new_empty(2, *grouped.shape[:-1], dtype=torch.float32)
+    all_heads_rows = max(MIN_BLOCK_ROWS, BLOCK_SCORES // num_keys)
+    num_rows = BLOCK_ROWS if is_causal else max(1, all_heads_rows // num_heads)
+    for first in range(0, query.shape[2], num_rows):
+        # 1. The first product gives each row's maximum.
+        rows = slice(first, first + num_rows)
+        keys = slice(first + num_rows) if is_causal else slice(num_keys)
         block_query = grouped[..., rows, :].flatten(2, 3)
         scores = block_query @ key[..., keys, :].mT
-        mask = _mask(scores, groups, first) if is_causal else None
-        largest = _largest(_rows_of_all(scores), mask, num_heads).view(scores.shape[:3])
+        mask = _causal_mask(scores, groups, first) if is_causal else None
+        row_max = _row_max(_flat_rows(scores), mask, num_heads).view(scores.shape[:3])
+        # 2. The second product subtracts it.
         if scores.dtype == torch.float32:
-            scores -= largest[..., None]
+            scores -= row_max[..., None]
         else:
-            scores = _widened(block_query, largest) @ wide_key[..., keys, :].mT
-        found = _probs(_rows_of_all(scores), mask, num_heads, scale)
-        probs, total = (x.view(*scores.shape[:3], *x.shape[1:]) for x in found)
+            scores = _with_subtracted(block_query, row_max) @ key_and_ones[..., keys, :].mT
+        # 3. Softmax and output.
+        flat_probs, flat_total = _probs(_flat_rows(scores), mask, num_heads, scale)
+        probs, total = flat_probs.view(scores.shape), flat_total.view(scores.shape[:3])
         out[..., rows, :] = (probs @ value[..., keys, :]).unflatten(2, (groups, -1))
-        of_rows[..., rows] = torch.stack([largest * scale + total.log(), largest]).unflatten(3, (groups, -1))
-    lse, largest = of_rows.flatten(2, 3)
-    return out.flatten(1, 2), lse, largest
-
-
-def _filled(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Keys or values, contiguous; of causal segments up to a multiple, and no row sees those that are added."""
-    return (F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)) if is_causal else x).contiguous()
-
-
-def _mask(scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
-    """Of a causal block that begins with row `first` [rows, keys]: 0, and -inf at keys that a row does not see."""
-    return scores.new_full((scores.shape[2] // groups, scores.shape[3]), -torch.inf).triu(first + 1)
-
-
-def _rows_of_all(x: torch.Tensor) -> torch.Tensor:
-    """[segments, kv heads, rows, ...] with the rows of all in one dimension, for a compiled function: of a view it would count the shape of
-    the whole too, and be compiled for each."""
-    flat: torch.Tensor = torch.ops.aten._unsafe_view(x.contiguous(), [x.shape[:3].numel(), *x.shape[3:]])
-    return flat
-
-
-@fused
-def _largest(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-    """Of each row, in fp32; arguments as of `_probs`."""
-    return _seen(scores, mask, num_heads).amax(-1)
-
-
-@fused
-def _probs(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities in the dtype of scores, and the sum of exponentials of each row in fp32.
-
-    No more is computed of sums, so that a row stays in the cache: see `mtptrain.training.losses`.
-
-    Args:
-        scores: before scaling, less about the largest of their row [rows of all, keys].
-        mask: [rows of a head, keys], added to those of each.
-        num_heads: heads of all segments.
-        scale: of scores.
-    """
-    exps = (_seen(scores, mask, num_heads) * scale).exp()
-    total = exps.sum(-1, keepdim=True)
-    return (exps / total).to(scores.dtype), total[:, 0]
-
-
-def _seen(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-    """Returns scores with the mask, in fp32. For `num_heads` as an argument see `mtptrain.training.losses._rows_and_grad`."""
-    wide = scores.float()
-    return wide if mask is None else wide + mask.expand(num_heads, -1, -1).reshape(wide.shape)
+        row_stats[..., rows] = torch.stack([row_max * scale + total.log(), row_max]).unflatten(3, (groups, -1))
+    lse, row_maxes = row_stats.flatten(2, 3)
+    return out.flatten(1, 2), lse, row_maxes
 
 
 def block_attention_backward(
@@ -106,85 +184,139 @@ def block_attention_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    largest: torch.Tensor,
+    row_max: torch.Tensor,
     is_causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value, from what the queries found, all parts of their softmax together.
+) -> ThreeTensors:
+    """Return the gradients of query, key and value, given the output and lse of the whole softmax.
 
-    A product in bf16 is rounded to it. Two more columns take about the largest score of a row in this part off within the product, as
-    forward; likewise with dO V - rowsum(dO * O).
+    As in `block_attention`, row maxima are subtracted inside the products, and so is rowsum(dO * O) from dO V.
     """
+    # 1. Append the columns that subtract, and allocate the sums over blocks in fp32.
     groups, scale = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5
     wide_query, wide_grad = (
-        _widened(x, taken_off).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim + 2]
-        for x, taken_off in ((query, largest), (grad_out, _row_products(grad_out, out)))
+        _with_subtracted(x, subtracted).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim + 2]
+        for x, subtracted in ((query, row_max), (grad_out, _row_products(grad_out, out)))
     )
-    log_totals = (lse - largest * scale).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows]
+    log_totals = (lse - row_max * scale).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows]
     num_keys, num_heads = key.shape[2], query.shape[0] * query.shape[1]
-    key, value = (_filled(x, is_causal) for x in (key, value))
+    key, value = (_padded(x, is_causal) for x in (key, value))
     wide_key, wide_value = _with_ones(key), _with_ones(value)
-    grad_query = torch.zeros_like(wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32)  # sums of blocks in fp32
-    # Keys behind each other [..., head_dim, keys]: a CPU's products take up to a third longer where the larger matrix is read across.
+    grad_query = torch.zeros_like(
+        wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32
+    )  # causal: one block a row
+    # These are transposed [..., head_dim, keys]: a CPU's products take up to a third longer if the larger matrix is
+    # read across.
     grad_key, grad_value = (x.new_zeros(x.mT.shape, dtype=torch.float32) for x in (key, value))
     for rows, keys in _blocks(query.shape[2], num_keys, groups, is_causal):
+        # 2. Recompute the probabilities, and the gradients of the scores.
         block_query, block_grad = (x[..., rows, :].flatten(2, 3) for x in (wide_query, wide_grad))
-        scores, grads = block_query @ wide_key[..., keys, :].mT, block_grad @ wide_value[..., keys, :].mT
-        mask = _mask(scores, groups, rows.start) if is_causal else None
+        scores, grad_probs = block_query @ wide_key[..., keys, :].mT, block_grad @ wide_value[..., keys, :].mT
+        mask = _causal_mask(scores, groups, rows.start) if is_causal else None
         log_total = log_totals[..., rows].flatten(2, 3)
-        found = _score_grads(_rows_of_all(scores), _rows_of_all(grads), _rows_of_all(log_total), mask, num_heads, scale)
-        probs, grad_scores = (x.view_as(scores) for x in found)
+        flat = _score_grads(_flat_rows(scores), _flat_rows(grad_probs), _flat_rows(log_total), mask, num_heads, scale)
+        probs, grad_scores = (x.view_as(scores) for x in flat)
+        # 3. Add the block's part of each gradient.
         grad_query[..., rows, :] += (grad_scores @ key[..., keys, :]).unflatten(2, (groups, -1))
         grad_key[..., keys] += block_query[..., :-2].mT @ grad_scores
         grad_value[..., keys] += block_grad[..., :-2].mT @ probs
-    of_keys, of_values = (x[..., :num_keys].mT.to(query.dtype) for x in (grad_key, grad_value))
-    return grad_query.flatten(1, 2).to(query.dtype), of_keys, of_values
+    grad_key, grad_value = (x[..., :num_keys].mT.to(query.dtype) for x in (grad_key, grad_value))
+    return grad_query.flatten(1, 2).to(query.dtype), grad_key, grad_value
 
 
 def _blocks(num_rows: int, num_keys: int, groups: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Rows, and keys that they see, until each has met all."""
+    """Yield the rows and keys of each backward block, until every row has met all keys that it sees."""
     if is_causal:
         yield from ((slice(first, first + BLOCK_ROWS), slice(first + BLOCK_ROWS)) for first in range(0, num_rows, BLOCK_ROWS))
         return
-    num_together = max(1, ROWS_OF_KEYS // groups)
+    block_rows = max(1, BACKWARD_ROWS // groups)
     for first_key in range(0, num_keys, BLOCK_KEYS):
-        for first in range(0, num_rows, num_together):
-            yield slice(first, first + num_together), slice(first_key, first_key + BLOCK_KEYS)
+        for first in range(0, num_rows, block_rows):
+            yield slice(first, first + block_rows), slice(first_key, first_key + BLOCK_KEYS)
 
 
-@fused
-def _row_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """[..., D] and [..., D] -> f32[...]"""
-    return (x.float() * y.float()).sum(-1)
+def _padded(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """Return contiguous keys or values; those of causal segments are padded to a multiple which no row sees."""
+    return (F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)) if is_causal else x).contiguous()
 
 
-def _widened(x: torch.Tensor, taken_off: torch.Tensor) -> torch.Tensor:
-    """With what is taken off its products behind it, as two values that are added up [..., head_dim + 2].
+def _causal_mask(scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
+    """Return the mask [rows, keys] of a block that starts at row `first`: 0 for keys that a row sees, else -inf."""
+    return scores.new_full((scores.shape[2] // groups, scores.shape[3]), -torch.inf).triu(first + 1)
 
-    Not fused: the compiler leaves out a rounding that is undone.
+
+def _flat_rows(x: torch.Tensor) -> torch.Tensor:
+    """Flatten [segments, kv heads, rows, ...] to [all rows, ...] for a compiled function.
+
+    A view would make torch.compile specialise on the shape of its base too, and compile the function again for each.
     """
-    high = (-taken_off).to(x.dtype)
-    low = (-taken_off - high).to(x.dtype)
+    flat: torch.Tensor = torch.ops.aten._unsafe_view(x.contiguous(), [x.shape[:3].numel(), *x.shape[3:]])
+    return flat
+
+
+def _with_subtracted(x: torch.Tensor, subtracted: torch.Tensor) -> torch.Tensor:
+    """Append two columns that, in a product with `_with_ones`, subtract a value per row [..., head_dim + 2].
+
+    The value is split into two values of x's dtype. This is not fused: the compiler would leave out the rounding, which
+    is intended.
+    """
+    high = (-subtracted).to(x.dtype)
+    low = (-subtracted - high).to(x.dtype)
     return torch.cat([x, high[..., None], low[..., None]], -1)
 
 
 def _with_ones(x: torch.Tensor) -> torch.Tensor:
-    """What `_widened` is multiplied with."""
+    """Append two columns of ones [..., head_dim + 2]."""
     return torch.cat([x, x.new_ones(*x.shape[:-1], 2)], -1)
 
 
 @fused
-def _score_grads(
-    scores: torch.Tensor, grads: torch.Tensor, log_total: torch.Tensor, mask: torch.Tensor | None, num_heads: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, and gradients of scores before scaling.
+def _row_max(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
+    """Return the maximum of each row f32[all rows]; for the arguments see `_probs`."""
+    return _masked(scores, mask, num_heads).amax(-1)
+
+
+@fused
+def _probs(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the probabilities in the dtype of scores, and each row's sum of exponentials in fp32.
+
+    It computes no other sums, so that a row stays in the cache: see `mtptrain.training.losses`.
 
     Args:
-        scores: before scaling, less about the largest of their row [rows of all, keys].
-        grads: of probabilities, less delta, of the same shape.
-        log_total: lse less what is taken off scaled scores f32[rows of all].
-        mask: as of `_probs`.
-        num_heads: as of `_probs`.
-        scale: of scores.
+        scores: raw scores minus about the maximum of their row [all rows, keys].
+        mask: mask of one head [rows, keys], the same for all heads.
+        num_heads: heads of all segments.
+        scale: factor of the scores.
     """
-    probs = (_seen(scores, mask, num_heads) * scale - log_total[:, None]).exp()
-    return probs.to(scores.dtype), (probs * grads.float() * scale).to(scores.dtype)
+    exps = (_masked(scores, mask, num_heads) * scale).exp()
+    total = exps.sum(-1, keepdim=True)
+    return (exps / total).to(scores.dtype), total[:, 0]
+
+
+@fused
+def _row_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the dot product of each row of x and y in fp32, [..., head_dim] -> [...]."""
+    return (x.float() * y.float()).sum(-1)
+
+
+@fused
+def _score_grads(
+    scores: torch.Tensor, grad_probs: torch.Tensor, log_total: torch.Tensor, mask: torch.Tensor | None, num_heads: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return probabilities and gradients of the raw scores.
+
+    Args:
+        scores: raw scores minus about the maximum of their row [all rows, keys].
+        grad_probs: gradients of probabilities minus rowsum(dO * O) [all rows, keys].
+        log_total: lse minus the scaled row maximum f32[all rows].
+        mask: see `_probs`.
+        num_heads: see `_probs`.
+        scale: factor of the scores.
+    """
+    probs = (_masked(scores, mask, num_heads) * scale - log_total[:, None]).exp()
+    return probs.to(scores.dtype), (probs * grad_probs.float() * scale).to(scores.dtype)
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
+    """Return scores plus mask in fp32. See `mtptrain.training.losses._rows_and_grad` for why `num_heads` is passed."""
+    wide = scores.float()
+    return wide if mask is None else wide + mask.expand(num_heads, -1, -1).reshape(wide.shape)

@@ -1,4 +1,5 @@
-"""The training forward by its definition, with plain masks over all rows of a document: what the fast one must equal."""
+"""Attention of training by its definition, with plain masks over all rows of a document: the reference of the fast
+one."""
 
 from collections.abc import Sequence
 
@@ -15,8 +16,8 @@ def dense_depth_attention(
     own_values: Sequence[torch.Tensor],
     packing: Packing,
 ) -> torch.Tensor:
-    """`depth_attention` with one mask over all pairs of rows and tokens."""
-    key, value = key[packing.places], value[packing.places]
+    """Compute `depth_attention` with one mask over all pairs of rows and tokens."""
+    key, value = key[packing.key_indices], value[packing.key_indices]
     groups = query.shape[1] // key.shape[1]
     key, value, *own = (x.repeat_interleave(groups, dim=1) for x in (key, value, *own_keys, *own_values))
     keys, values = own[: len(own_keys)], own[len(own_keys) :]

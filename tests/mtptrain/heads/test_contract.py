@@ -1,4 +1,4 @@
-"""The contract of every head: its decode step at depth k is its training forward at depth k."""
+"""The contract of every head: decoding at depth k computes the states of training at depth k."""
 
 from dataclasses import replace
 
@@ -53,14 +53,14 @@ def random_head(case: str) -> Head:
 
 @torch.no_grad()
 def draw_norms(head: Head, generator: torch.Generator | None = None) -> None:
-    """A norm in the wrong place must show."""
+    """Draw the weights of norms, so that a norm in the wrong place changes the result."""
     for parameter in head.parameters():
         if parameter.ndim == 1:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
 def packed_inputs(head: Head) -> tuple[torch.Tensor, torch.Tensor, Packing]:
-    """What the head reads of the target [N, H] or [N, L, H], the embedding of every token [N, H], and the packing."""
+    """Return target states [N, H] or [N, L, H], the embedding of every token [N, H], and the packing."""
     generator = torch.Generator().manual_seed(1)
     num_tokens = sum(LENGTHS)
     hidden_states, embeddings = torch.randn(2, num_tokens, 128, generator=generator)
@@ -75,9 +75,9 @@ def run(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, packi
 
 
 def serve(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, row: int) -> list[torch.Tensor]:
-    """What an engine computes for one document when it drafts from `row`: depth 0 over every row so far, then one row a step.
+    """Compute what an engine computes when it drafts from `row`: depth 0 over all rows so far, then one row per step.
 
-    As many depths as the document has tokens for.
+    Stop after as many depths as the document has tokens for.
     """
     cache = PositionCache(64)
     positions = torch.arange(row + 1)[None]
@@ -91,7 +91,7 @@ def serve(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, row
 
 
 def largest_difference(head: Head, states: torch.Tensor) -> float:
-    """Between training states [T, N, H] and serving, over every draft of every document."""
+    """Return the largest difference of training states [T, N, H] and serving, over every draft of every document."""
     hidden_states, embeddings, _ = packed_inputs(head)
     differences = []
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -136,7 +136,7 @@ def test_an_alignment_shifted_by_one_position_is_caught(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_a_document_that_sees_its_neighbour_is_caught(name: str) -> None:
+def test_a_document_that_sees_the_previous_one_is_caught(name: str) -> None:
     head = random_head(name)
     hidden_states, embeddings, packing = packed_inputs(head)
     one_document = replace(packing, segments=Packing.of([sum(LENGTHS)]).segments)
@@ -145,7 +145,7 @@ def test_a_document_that_sees_its_neighbour_is_caught(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_a_document_is_not_touched_by_what_its_neighbours_hold(name: str) -> None:
+def test_the_states_of_a_document_do_not_depend_on_other_documents(name: str) -> None:
     head = random_head(name)
     hidden_states, embeddings, packing = packed_inputs(head)
     before = run(head, hidden_states, embeddings, packing)
@@ -162,8 +162,10 @@ SOME_ROWS = ((0, 2, 3), (0, 6, 2), (1, 0, 4), (2, 4, 1))
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_that_draft_alone_get_what_they_get_among_all(name: str, activation_checkpointing: bool) -> None:
-    """States and every gradient of drafts that count: tokens that do not draft give keys and values, and nothing more is needed of them."""
+def test_states_and_gradients_do_not_depend_on_which_other_tokens_are_draft_positions(
+    name: str, activation_checkpointing: bool
+) -> None:
+    """Compare all states and gradients: tokens that are not draft positions only provide keys and values."""
     head = random_head(name)
     head.activation_checkpointing = activation_checkpointing
     hidden_states, embeddings, packing = packed_inputs(head)
@@ -186,7 +188,7 @@ def test_rows_that_draft_alone_get_what_they_get_among_all(name: str, activation
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_training_with_each_depths_own_full_attention_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 3: depth k attending over depth k's states of all rows is not what an engine's cache holds."""
+    """An engine's cache holds depth-0 keys of earlier tokens, not their keys of depth k."""
     import mtptrain.heads.base as module
 
     head = random_head(name)

@@ -1,4 +1,4 @@
-"""Layers against independent references."""
+"""Layers and attention compared with independent references."""
 
 from itertools import chain
 
@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from mtptrain.heads.attention import cpu_blocks as block_attention_module
-from mtptrain.heads.attention import training as attention_module
-from mtptrain.heads.attention.training import depth_attention, rotate
-from mtptrain.heads.layers import RmsNorm, Rope
-from mtptrain.heads.packing import Packing, Places
+from mtptrain.heads.attention import cpu_blocks
+from mtptrain.heads.attention.training import depth_attention
+from mtptrain.heads.layers import RmsNorm, Rope, rotate
+from mtptrain.heads.packing import Indices, Packing
 from mtptrain.utils import compile as fusing
 from tests.mtptrain.heads.dense import dense_depth_attention
 
@@ -33,7 +32,7 @@ ROPES: dict[str, dict[str, object]] = {
 
 
 def spans_of(draw: st.DrawFn, document: int, length: int) -> list[tuple[int, int, int]]:
-    """Of one document, with at least one token between two of them."""
+    """Draw spans of one document, with at least one token between two of them."""
     edges = draw(st.lists(st.integers(0, length), unique=True, max_size=6).map(sorted))
     return [(document, first, last - first) for first, last in zip(edges[::2], edges[1::2], strict=False)]
 
@@ -50,7 +49,7 @@ def leaf(generator: torch.Generator, rows: int, heads: int) -> torch.Tensor:
 
 
 def in_bf16_and_fp32(inputs: list[torch.Tensor], weights: torch.Tensor, packing: Packing) -> list[list[torch.Tensor]]:
-    """What queries find, and the gradients of queries, keys and values, from the same inputs in bf16."""
+    """Return the output, and the gradients of queries, keys and values, in both dtypes from the same bf16 inputs."""
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         query, key, value = leaves = [x.to(dtype).requires_grad_() for x in inputs]
@@ -81,12 +80,12 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
     weights = torch.randn(query.shape, generator=generator)
     dense = dense_depth_attention(query, key, value, own_keys, own_values, packing)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_module, "SHORT_TOKENS", short_tokens)
-        patch.setattr(block_attention_module, "BLOCK_ROWS", block_rows)
-        patch.setattr(block_attention_module, "BLOCK_KEYS", block_keys)
-        patch.setattr(block_attention_module, "ROWS_OF_KEYS", 4 * block_rows)
-        patch.setattr(block_attention_module, "LEAST_ROWS", 4 * block_rows)
-        patch.setattr(block_attention_module, "BLOCK_SCORES", 100)
+        patch.setattr(cpu_blocks, "SHORT_TOKENS", short_tokens)
+        patch.setattr(cpu_blocks, "BLOCK_ROWS", block_rows)
+        patch.setattr(cpu_blocks, "BLOCK_KEYS", block_keys)
+        patch.setattr(cpu_blocks, "BACKWARD_ROWS", 4 * block_rows)
+        patch.setattr(cpu_blocks, "MIN_BLOCK_ROWS", 4 * block_rows)
+        patch.setattr(cpu_blocks, "BLOCK_SCORES", 100)
         merged = depth_attention(query, key, value, own_keys, own_values, packing)
         grads = torch.autograd.grad(merged, inputs, weights)
     torch.testing.assert_close(merged, dense, atol=5e-6, rtol=0)
@@ -104,7 +103,7 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
         ([2600], [(0, 2550, 50)]),
         ([4000], [(0, 3950, 50)]),
     ],
-    ids=["all rows", "answers behind prompts", "an answer behind a long prompt", "an answer behind a longer prompt"],
+    ids=["all rows", "answers after prompts", "an answer after a long prompt", "an answer after a longer prompt"],
 )
 @pytest.mark.parametrize("has_tiles", [False, True])
 def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
@@ -116,10 +115,11 @@ def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
     is_fused: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Scores up to 40, where one of a row counts; and scores so small that all of thousands count alike. What is found would be off by 0.01
-    with one product, gradients by 0.015 with lse taken off instead of the largest score."""
+    """Scores range from 40, where one key of a row dominates, to so small that thousands of keys have equal weight. The
+    output would be off by 0.01 with one product, gradients by 0.015 with lse subtracted instead of the largest
+    score."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
-    monkeypatch.setattr(attention_module, "HAS_TILES", has_tiles)
+    monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
     generator, packing, num_tokens = torch.Generator().manual_seed(0), Packing.of(lengths, spans), sum(lengths)
 
     def make(rows: int, heads: int, scale: float = 1.0) -> torch.Tensor:
@@ -137,12 +137,12 @@ def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
 def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16(
     has_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of a document, as targets have them; its probability of one would be off by 0.005, were it not a value of bf16 below the
-    lse that is taken off on tiles."""
-    monkeypatch.setattr(attention_module, "HAS_TILES", has_tiles)
+    """Targets attend to the first token of a document in this way. Its probability of one would be off by 0.005 if the gap
+    between the lse and the subtracted value, which tiles make necessary, were not a bf16 number."""
+    monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
     generator, packing = torch.Generator().manual_seed(0), Packing.of([300])
     query, key = torch.full((300, 4, 64), 2.0), torch.randn(300, 2, 64, generator=generator) / 10
-    key[0] = 2.0  # 32 nats beside the others' 0
+    key[0] = 2.0  # 32 nats, while the others have 0
     value, weights = torch.randn(300, 2, 64, generator=generator), torch.randn(300, 4, 64, generator=generator)
     found = in_bf16_and_fp32([x.bfloat16() for x in (query, key, value)], weights.bfloat16(), packing)
     of_value, exact = (grads[-1] for grads in found)
@@ -151,9 +151,9 @@ def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16
 
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_attention_of_documents_of_several_blocks_equals_dense_attention(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents of several blocks, one row more than a block, equal ones in more runs than one, and an answer behind a prompt."""
+    """Documents of several blocks, of one row more than a block, equal ones in several batches, and with a prompt."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
-    monkeypatch.setattr(attention_module, "RUN_TOKENS", 300)
+    monkeypatch.setattr(cpu_blocks, "BATCH_TOKENS", 300)
     generator = torch.Generator().manual_seed(0)
     packing = Packing.of(
         [300, 129, 130, 130, 130, 5], [(i, 0, n) for i, n in enumerate([300, 129])] + [(i, 2, 128) for i in (2, 3, 4)]
@@ -178,10 +178,10 @@ def test_attention_of_documents_of_several_blocks_equals_dense_attention(is_fuse
 
 @pytest.mark.parametrize("has_tiles", [False, True])
 def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond eight forms of a function torch runs it uncompiled, which its log alone says. Of views it would count the shape of the whole
-    too, and reach them here."""
+    """After eight recompilations torch runs a function eagerly and only logs it. It specialises on the base of a view
+    too, which would exceed the limit here."""
     monkeypatch.setattr(fusing, "_is_on", True)
-    monkeypatch.setattr(attention_module, "HAS_TILES", has_tiles)
+    monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -204,12 +204,12 @@ def test_a_packing_says_where_documents_and_rows_lie() -> None:
     inside, before = packing.segments
     assert inside.lengths == ((2, 2), (1, 1), (2, 2)) and inside.queries == inside.keys == slice(0, 5)
     assert before.lengths == ((2, 1), (2, 2))
-    assert _places(before.queries) == [0, 1, 3, 4] and _places(before.keys) == [5, 2, 6]
+    assert _listed(before.queries) == [0, 1, 3, 4] and _listed(before.keys) == [5, 2, 6]
     assert packing.num_pairs == (2 + 3) + 1 + (3 + 4)
 
 
-def _places(places: Places) -> list[int]:
-    return torch.arange(1000)[places].tolist()
+def _listed(indices: Indices) -> list[int]:
+    return torch.arange(1000)[indices].tolist()
 
 
 def test_keys_of_prompts_that_are_each_read_by_one_answer_are_read_without_a_copy() -> None:
@@ -224,13 +224,13 @@ def test_what_belongs_to_tokens_is_split_into_rows_and_prompts(spans: list[tuple
     assert torch.equal(of_rows, x[packing.rows]) and torch.equal(of_prompts, x[packing.prompts])
     joined = torch.cat([2 * of_rows, 3 * of_prompts])
     scale = torch.full((7, 1), 2.0).index_fill_(0, packing.prompts, 3.0)
-    assert torch.equal(joined[packing.places], scale * x)
+    assert torch.equal(joined[packing.key_indices], scale * x)
     weights = torch.randn(7, 2)
-    assert torch.equal(torch.autograd.grad(joined[packing.places], x, weights)[0], scale * weights)
+    assert torch.equal(torch.autograd.grad(joined[packing.key_indices], x, weights)[0], scale * weights)
 
 
 def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
-    """Sixty answers behind one prompt, in bf16: sums in bf16 would be off by more than a hundredth."""
+    """Sixty answers after one prompt, in bf16: sums in bf16 would be off by more than a hundredth."""
     generator, packing = torch.Generator().manual_seed(0), Packing.of([600], [(0, 10 * i + 5, 5) for i in range(60)])
 
     def make(*shape: int) -> torch.Tensor:
@@ -244,14 +244,14 @@ def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
 
 
 def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_than_tokens() -> None:
-    """Twenty answers in one document and two in another: what lies before them is never gathered for all of them together."""
+    """Twenty answers in one document and two in another: the tokens before them are never gathered for all at once."""
     lengths, spans = [200, 30], [(0, 10 * i + 5, 5) for i in range(20)] + [(1, 10, 5), (1, 20, 5)]
     inside, *before = Packing.of(lengths, spans).segments
-    assert len(_places(inside.keys)) == 110 and len(before) == 20
-    keys, rows = ([_places(places) for places in of] for of in zip(*((part.keys, part.queries) for part in before), strict=True))
+    assert len(_listed(inside.keys)) == 110 and len(before) == 20
+    keys, rows = ([_listed(places) for places in of] for of in zip(*((part.keys, part.queries) for part in before), strict=True))
     assert max(map(len, keys)) <= sum(lengths)
     assert all(len(set(places)) == len(places) for places in keys), "gradients are written there, not added up"
-    assert sorted(chain(*rows)) == list(range(110)), "each row sees what lies before it once"
+    assert sorted(chain(*rows)) == list(range(110)), "each row sees the tokens before its span once"
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from mtptrain.config import PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
-from mtptrain.heads.attention import training as attention_module
+from mtptrain.heads.attention import cpu_blocks
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
@@ -193,7 +193,7 @@ def test_the_training_step_costs_what_the_formula_says(
 ) -> None:
     """`StepFlops` against the operators that run; flash attention computes its scores twice, so that it has 14 for the formula's 12, and
     attention to prompts in blocks two more columns in two products."""
-    monkeypatch.setattr(attention_module, "SHORT_TOKENS", 0)  # blocks of rows compute more than the causal half
+    monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)  # blocks of rows compute more than the causal half
     depths, length, vocab_size = 3, 65, 260
     target_config = read_target_config(tiny_target)
     settings = {"capture_layers": [0, 1, 2]} if name == "eagle3" else {}

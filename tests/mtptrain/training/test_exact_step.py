@@ -56,7 +56,7 @@ def plain_step(
         for depth in range(depths):
             read = torch.tensor([ids[t + 1 + depth] if t + 1 + depth < n else 0 for t in range(n)])
             positions = torch.arange(n) + depth
-            residual, x = head.attention_inputs(recycled, frozen.table[read])
+            residual, x = head.combine(recycled, frozen.table[read])
             query, key, value = attention.queries_keys_values(x, positions)
             groups = query.shape[1] // key.shape[1]
             keys.append(key.repeat_interleave(groups, 1))
@@ -65,7 +65,7 @@ def plain_step(
             scores = torch.cat([torch.einsum("qhd,khd->hqk", query, k).masked_fill(~m, -math.inf) for k, m in zip(keys, masks)], -1)  # noqa: B905
             weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
             attended = torch.einsum("hqk,khd->qhd", weights, torch.cat(values))
-            out, recycled = head.outputs(residual, attended.flatten(-2))
+            out, recycled = head.finish(residual, attention.o_proj(attended.flatten(-2)))
             logits = out @ (frozen.lm_head if head.lm_head is None else head.lm_head.weight).T
             for t in range(n):
                 j = t + 2 + depth

@@ -1,0 +1,36 @@
+"""Attention of heads in decoding: over the keys in the cache."""
+
+import torch
+import torch.nn.functional as F
+
+from mtptrain.target.causal_attention import causal_attention
+from mtptrain.target.position_cache import PositionCache, TreeRows
+
+
+def cached_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cache: PositionCache,
+    tree: TreeRows | None = None,
+) -> torch.Tensor:
+    """Write keys and values to the cache, then attend to all cached positions up to each query's own.
+
+    Args:
+        query: rotated queries [B, S, heads, head_dim].
+        key: rotated keys [B, S, kv heads, head_dim].
+        value: [B, S, kv heads, head_dim].
+        positions: i64[B, S].
+        cache: the head's cache.
+        tree: the slots and mask of the S tokens, if they belong to a tree.
+
+    Returns:
+        [B, S, heads, head_dim].
+    """
+    mask = cache.begin(positions, tree)
+    keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), layer_idx=0)  # [B, kv heads, slots, head_dim]
+    if mask is None:
+        return causal_attention(query.transpose(1, 2), keys, values).transpose(1, 2)
+    out = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2)  # [B, S, heads, head_dim]
