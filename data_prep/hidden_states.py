@@ -19,12 +19,12 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedConfig
 
-from mtptrain.config import RECIPES, Backend, PipelineConfig, StoreDtype, load_config
+from mtptrain.command_line import program
+from mtptrain.config import Backend, PipelineConfig, StoreDtype, load_config
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
@@ -50,7 +50,7 @@ from .store_check import verify_store
 CPU_THREADS = 1
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     if config.plan:

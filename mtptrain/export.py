@@ -11,14 +11,14 @@ import json
 import shutil
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from mtptrain.config import RECIPES, ExportEngine, PipelineConfig, load_config
+from mtptrain.command_line import program
+from mtptrain.config import ExportEngine, PipelineConfig, load_config
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
@@ -35,7 +35,7 @@ METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "d
 0.32)."""
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     export(load_config(cfg))
 

@@ -21,12 +21,12 @@ from pathlib import Path
 # programs: vLLM's workers would inherit it, and cannot share such memory with each other.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from mtptrain.config import RECIPES, PipelineConfig, Resume, TrainConfig, load_config
+from mtptrain.command_line import program
+from mtptrain.config import PipelineConfig, Resume, TrainConfig, load_config
 from mtptrain.convert.warm_start import load_init, start_from_target
 from mtptrain.data.draft_vocab import d2t_sha256, read_draft_vocab
 from mtptrain.data.identity import StoreIdentity
@@ -59,7 +59,7 @@ from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ran
 from mtptrain.utils.files import file_sha256
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)

@@ -2,20 +2,23 @@
 
 from dataclasses import dataclass
 
+from mtptrain.utils.settings import at_least
+
 
 @dataclass
 class HeadConfig:
     """Settings that every head has."""
 
     name: str = ""
-    ttt_steps: int = 4
-    """Depths T that are trained: the head drafts this many tokens on its own states, as in serving."""
+    ttt_steps: int = at_least(1, default=4)
+    """Number of trained depths T: during training the head drafts this many tokens from its own states, as in serving."""
     num_attention_heads: int | None = None
-    """Sizes are the target's unless set; heads so that the head dim is 64 or 128, else hidden size / 128 or / 64."""
+    """null takes the target's sizes, with as many attention heads as give a head dim of 64 or 128, otherwise hidden size / 128 or
+    / 64."""
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
     init_from: str | None = None
-    """Start from a published head, one's own (`run_dir/train/best`) or the MTP layer of a checkpoint: a directory or a hub name; see
-    `mtptrain.convert.warm_start`. Random weights unless set."""
+    """A published head, an own head (`run_dir/train/best`) or the MTP layer of a checkpoint to start from: a directory or a hub name;
+    see `mtptrain.convert.warm_start`. null starts from random weights."""
     start_from_target: bool = False
-    """Start the layer as the target's last one, and let it pass the target's states on: trains several times faster at first."""
+    """Start from the target's last layer, set up to pass the target's states on: trains several times faster at first."""
