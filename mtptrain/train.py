@@ -14,7 +14,7 @@ goes on from there.
 import os
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 # Sizes differ from step to step, which fragments a GPU's memory. Torch reads this when memory of a GPU is first taken. Not for all
@@ -26,37 +26,32 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from mtptrain.command_line import program
-from mtptrain.config import PipelineConfig, Resume, TrainConfig, load_config
+from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.convert.warm_start import load_init, start_from_target
-from mtptrain.data.draft_vocab import d2t_sha256, read_draft_vocab
+from mtptrain.data.draft_vocab import read_draft_vocab
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import CHOICE, TARGET_WEIGHTS, build_head, kept_head, remove_later_heads, save_head
-from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStore, expected_identity, open_store
-from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream, wait_until
+from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
+from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.target.hub import resolve_target
 from mtptrain.training.batches import BatchSchedule
-from mtptrain.training.checkpoint import (
-    Progress,
-    check_checkpoint,
-    complete_checkpoints,
-    load_checkpoint,
-    newest_whole_checkpoint,
-    save_checkpoint,
-)
+from mtptrain.training.checkpoint import Progress, check_checkpoint, load_checkpoint, newest_whole_checkpoint, save_checkpoint
+from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
 from mtptrain.training.flops import StepFlops, matmul_peak
 from mtptrain.training.metrics import Meter, Tracer, Tracking
-from mtptrain.training.step_packing import PACKING_VERSION
+from mtptrain.training.resume import check_resume, resume_facts
 from mtptrain.training.summary import in_progress_bar, print_summary
-from mtptrain.training.trainer import Trainer, check_batch_ranks, check_deepspeed, check_device
+from mtptrain.training.trainer import Trainer, check_batch_ranks
 from mtptrain.training.validation import Validation
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
-from mtptrain.utils.files import file_sha256
+
+CHECKPOINTS = "checkpoints"
 
 
 @program
@@ -95,7 +90,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
     check_deepspeed(config.deepspeed)
     check_device(ranks.device, config.deepspeed)
-    check_resume(config)
+    check_resume(config, config.stage_dir("train") / CHECKPOINTS)
     check_one_start(config.head)
     torch.manual_seed(config.seed)
     target_dir = resolve_target(config.target.path, config.target.revision)
@@ -112,7 +107,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
     store = open_hidden_states(config, identity, prompts_file)
     facts = resume_facts(config, store, head)
-    checkpoint = newest_whole_checkpoint(config.stage_dir("train") / "checkpoints", ranks)
+    checkpoint = newest_whole_checkpoint(config.stage_dir("train") / CHECKPOINTS, ranks)
     if checkpoint is not None:
         check_checkpoint(checkpoint, facts)
     num_prompts = config.train.validation_prompts
@@ -191,100 +186,59 @@ def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: P
             head.lm_head.weight.copy_(parts.lm_head if ids is None else parts.lm_head[ids])
 
 
-def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict[str, object]:
-    """What gives a checkpoint its meaning: the head, and which documents a step takes."""
-    return {
-        "head": asdict(config.head),
-        "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),
-        "seed": config.seed,
-        **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},
-        "the version of the packing of documents": PACKING_VERSION,
-        **identifying_facts(store),
-    }
-
-
-def identifying_facts(store: HiddenStore) -> dict[str, object]:
-    """Returns what says which documents the store holds, in which order they are trained on."""
-    if isinstance(store, StreamedStore):
-        return {
-            "the sha256 of the hidden states' plan": file_sha256(store.directory / PLAN),
-            "train.stream_shards": len(store.windows[0]),
-        }
-    return {"the sha256 of the hidden states' manifest": file_sha256(store.directory / MANIFEST)}
-
-
-OPTIMISATION_SETTINGS = (
-    "lr",
-    "min_lr_ratio",
-    "warmup_steps",
-    "batch_tokens",
-    "micro_batches_per_step",
-    "weight_decay",
-    "betas",
-    "max_grad_norm",
-    "ttt_loss_decay",
-    "loss",
-    "lk_eta",
-    "feature_weight",
-)
-
-
-def check_resume(config: PipelineConfig) -> None:
-    found = complete_checkpoints(config.stage_dir("train") / "checkpoints")
-    if config.train.resume is Resume.never and found:
-        raise ValueError(
-            f"train.resume: must be auto where checkpoints exist, but is never with {found[-1]}; set train.resume=auto to go on from "
-            "it, or choose another run_dir"
-        )
-
-
 def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Progress:
-    """Train to the last step, or to the one in which a signal came, with metrics, validation and checkpoints on the way."""
+    """Train to the last step, or to the step during which a signal arrived; returns where the run stopped."""
     stage_dir, settings, progress = config.stage_dir("train"), config.train, run.progress
     tracking = Tracking(stage_dir, config, progress.step) if ranks.is_first else None
     bar = tqdm(total=run.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
     tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
-    shown: dict[str, str] = {}
+    postfix: dict[str, str] = {}
+    # 1. Wait for the states of the first step, if they are streamed.
     stopped_by = wait_for_states(run, progress.step, ranks, stop)
     run.meter.restart()
     last_step = progress.step if stopped_by else run.num_steps
     for batches in run.schedule.prefetch(progress.step, last_step, ranks.rank, ranks.world_size):
+        # 2. Make a step.
         run.meter.data_arrived()
         metrics = run.trainer.step(batches)
         run.meter.step_done(batches)
         tracer.step_done()
         progress = Progress(progress.step + 1, progress.best_acceptance_length)
         bar.update()
+        # 3. Record its metrics.
         is_last = progress.step == run.num_steps
         if is_last or any(is_due(progress.step, n) for n in (settings.log_every, settings.validate_every, settings.save_every)):
             record = run.trainer.describe(metrics, progress.step) | run.meter.read(ranks)
-            shown |= in_progress_bar(record)
-            bar.set_postfix(shown)
+            postfix |= in_progress_bar(record)
+            bar.set_postfix(postfix)
             if tracking is not None:
                 tracking.write(progress.step, record)
+        # 4. Decide what follows the step, and check the new weights before they are kept.
         stopped_by = None if is_last else stop.agreed()
         frees_disk = run.releases is not None and run.releases.is_due(progress.step)
+        is_validated = is_last or is_due(progress.step, settings.validate_every)
         is_saved = is_last or stopped_by or frees_disk or is_due(progress.step, settings.save_every)
-        if is_saved or is_due(progress.step, settings.validate_every):
+        if is_saved or is_validated:
             run.trainer.check_weights(progress.step, batches)
-        if is_last or is_due(progress.step, settings.validate_every):
+        # 5. Measure the head, or keep it to be measured later.
+        if is_validated:
             progress, measured = (
                 validate(config, run, progress, tracking) if run.validation else keep_unmeasured(config, run, progress, ranks)
             )
-            shown |= measured
+            postfix |= measured
             run.meter.restart()
+        # 6. Save a checkpoint, after which a streamed store can free disk space.
         if is_saved:
-            checkpoint_dir = stage_dir / "checkpoints"
-            save_checkpoint(run.trainer.engine, checkpoint_dir, progress, run.resume_facts, settings.keep_checkpoints, ranks)
+            save(config, run, progress, ranks)
             if run.releases is not None:
                 run.releases.release(progress.step, is_last, ranks.is_first)
             run.meter.restart()
-        if not stopped_by:  # behind the release, for which extraction may wait
+        # 7. Wait for the states of the next step. This follows the release, for which extraction may be waiting.
+        if not stopped_by:
             stopped_by = wait_for_states(run, progress.step, ranks, stop)
             if stopped_by and not is_saved:
                 run.trainer.check_weights(progress.step, batches)
-                checkpoint_dir = stage_dir / "checkpoints"
-                save_checkpoint(run.trainer.engine, checkpoint_dir, progress, run.resume_facts, settings.keep_checkpoints, ranks)
+                save(config, run, progress, ranks)
         if stopped_by:
             if ranks.is_first:
                 tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command goes on from here")
@@ -297,23 +251,15 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
 
 
 def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-    """Wait until a streamed store has what step `step`, from 0, reads; returns the signal that came to any rank meanwhile.
+    """Wait for the states of step `step`, from 0, if they are streamed; returns the signal that any rank received meanwhile."""
+    if run.releases is None or step >= run.num_steps:
+        return None
+    return run.releases.wait_for(step, ranks, stop)
 
-    Ranks wait here together: in the reading of a batch, or in a step that another rank has not begun, a signal would not be seen.
-    """
-    stopped_by: signal.Signals | None = None
 
-    def is_over() -> bool:
-        nonlocal stopped_by
-        assert run.releases is not None
-        if all(ranks.gather(run.releases.is_written(step))):
-            return True
-        stopped_by = stop.agreed()
-        return stopped_by is not None
-
-    if run.releases is not None and step < run.num_steps:
-        wait_until(is_over, f"the shards of step {step + 1}, which data_prep.hidden_states with the same settings writes")
-    return stopped_by
+def save(config: PipelineConfig, run: Run, progress: Progress, ranks: Ranks) -> None:
+    directory = config.stage_dir("train") / CHECKPOINTS
+    save_checkpoint(run.trainer.engine, directory, progress, run.resume_facts, config.train.keep_checkpoints, ranks)
 
 
 def is_due(step: int, every: int) -> bool:

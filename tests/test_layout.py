@@ -19,7 +19,7 @@ ROOMS = (
 )
 """The rooms of `mtptrain/`; each imports from those to its left alone."""
 STILL_LONG = {
-    *("mtptrain/train.py", "mtptrain/decoding/speculate.py", "eval/report_page.py"),
+    *("mtptrain/decoding/speculate.py", "eval/report_page.py"),
     *("data_prep/hidden_states.py:extract_hidden_states", "eval/bench/decode.py:main"),
     *("mtptrain/decoding/speculate.py:speculate", "mtptrain/planning/plan.py:make_plan"),
 }

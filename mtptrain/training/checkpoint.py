@@ -8,21 +8,15 @@ acceptance is in `best/` and is never rotated away.
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 from safetensors import SafetensorError, safe_open
 
 from mtptrain.heads.files import with_defaults
+from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.files import file_sha256, save_tensors, sync, write_json
 
@@ -36,9 +30,6 @@ STATE_FILE = "state_file"
 TORN = "torn_"
 """Prefix of the name that a torn checkpoint is given."""
 RUN = ("run.rng", "run.step", "run.best_acceptance_length")
-MOMENTS = ("exp_avg", "exp_avg_sq")
-SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
-"""Behind a parameter's name: the weight itself, and its moments."""
 
 
 @dataclass(frozen=True)
@@ -142,25 +133,6 @@ def find_fault(folder: Path) -> str | None:
     return None if sha256 == recorded["sha256"] else f"{path}: the sha256 must be {recorded['sha256']}, but is {sha256}"
 
 
-def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
-    """Every weight and Adam moment in fp32, by parameter name, on the CPU; all ranks take part, and those that keep nothing get {}."""
-    state: dict[str, torch.Tensor] = {}
-    for name, parameter in engine.module.named_parameters():
-        whole = parameter_state(engine, parameter)
-        if keep_here:
-            state |= {name + suffix: tensor.detach().cpu() for suffix, tensor in zip(SUFFIXES, whole, strict=True)}
-    return state
-
-
-def parameter_state(engine: "DeepSpeedEngine", parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A whole parameter and its moments."""
-    if not hasattr(parameter, "_hp_mapping"):  # DeepSpeed left the optimizer as it is
-        moments = engine.optimizer.state[parameter]
-        return parameter, moments["exp_avg"], moments["exp_avg_sq"]
-    first, second = (safe_get_full_optimizer_state(parameter, key) for key in MOMENTS)
-    return safe_get_full_fp32_param(parameter), first, second
-
-
 def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     """Refuse to go on from a checkpoint whose step, data or optimizer parts mean something else now.
 
@@ -189,7 +161,7 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
     path = folder / STATE
     with safe_open(path, framework="pt") as file:
         held = set(file.keys())
-        wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in SUFFIXES} | set(RUN)
+        wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in STATE_SUFFIXES} | set(RUN)
         if held != wanted:
             raise RuntimeError(
                 f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; remove the folder "
@@ -199,34 +171,3 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
         torch.set_rng_state(rng)
         restore_state(engine, file.get_tensor, int(step))
     return Progress(int(step), float(best))
-
-
-@torch.no_grad()
-def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tensor], step: int) -> None:
-    """Put weights and moments where the engine keeps them, each rank its part, and the schedule at `step`.
-
-    Args:
-        stored: gives a whole tensor by its name; one after the other, for all of them may be more than a rank has room for.
-    """
-    optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
-    for group in optimizer.param_groups:
-        for flat in group["params"]:  # parameters, or this rank's part of all of them behind each other
-            zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
-            optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
-    if engine.optimizer is not optimizer:
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in engine.module.named_parameters():
-        weight, *moments = (stored(name + suffix).to(parameter.device) for suffix in SUFFIXES)
-        parameter.copy_(weight)
-        if hasattr(parameter, "_hp_mapping"):
-            safe_set_full_fp32_param(parameter, weight)
-        for key, moment in zip(MOMENTS, moments, strict=True):
-            if hasattr(parameter, "_hp_mapping"):
-                safe_set_full_optimizer_state(parameter, moment, key)
-            else:
-                optimizer.state[parameter][key].copy_(moment)
-    engine.global_steps = step
-    schedule = engine.lr_scheduler
-    schedule.last_epoch, schedule._step_count = step, step + 1
-    for group, base, rate in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        group["lr"] = base * rate(step)
