@@ -1,14 +1,14 @@
 """Stage 3: fit a head to the stored hidden states.
 
-Reads `run_dir/hidden_states/`, for validation `run_dir/prompts/`, and for a head with a vocabulary of its own `run_dir/draft_vocab/`;
-writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the longest measured acceptance) and `last/`;
-with `train.validation_prompts=0`, `heads/`, from which `eval.choose_head` chooses the best.
+Reads `run_dir/hidden_states/`, `run_dir/prompts/` for validation, and `run_dir/draft_vocab/` if the head has its own vocabulary.
+Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the highest measured acceptance length) and `last/`.
+With `train.validation_prompts=0` it also writes `heads/`, from which `eval.choose_head` chooses the best.
 
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
 
-On SIGTERM or SIGUSR1 it ends the step that it is in, saves a checkpoint and exits with code 75 (torchrun's own is 1); the same command
-goes on from there.
+On SIGTERM or SIGUSR1 it finishes the current step, saves a checkpoint and exits with code 75 (torchrun itself exits with 1). The same
+command resumes from there.
 """
 
 import os
@@ -17,8 +17,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# Sizes differ from step to step, which fragments a GPU's memory. Torch reads this when memory of a GPU is first taken. Not for all
-# programs: vLLM's workers would inherit it, and cannot share such memory with each other.
+# Sizes differ from step to step, which fragments GPU memory. Torch reads this variable at the first allocation on a GPU. Only this
+# program sets it: vLLM's workers would inherit it, and they cannot share such memory with each other.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
 
 import torch
@@ -69,29 +69,31 @@ def main(cfg: DictConfig) -> None:
 
 @dataclass
 class Run:
-    """What a run needs, every input checked."""
+    """Everything that a run needs, with every input checked."""
 
     schedule: BatchSchedule
     num_steps: int
     trainer: Trainer
     meter: Meter
     validation: Validation | None
-    """None where `train.validation_prompts` is 0."""
+    """None if `train.validation_prompts` is 0."""
     progress: Progress
     resume_facts: dict[str, object]
     head_facts: dict[str, object]
-    """Kept with every head: the target that it belongs to."""
+    """Saved with every head: the target that it belongs to."""
     releases: Releases | None = None
-    """Frees the disk where the store is streamed."""
+    """Frees disk space if the store is streamed."""
 
 
 def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     """Check every input, then build the engine and load the newest whole checkpoint."""
+    # 1. Refuse settings that cannot work, before anything is loaded.
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
     check_deepspeed(config.deepspeed)
     check_device(ranks.device, config.deepspeed)
     check_resume(config, config.stage_dir("train") / CHECKPOINTS)
     check_one_start(config.head)
+    # 2. Build the head and initialise its weights.
     torch.manual_seed(config.seed)
     target_dir = resolve_target(config.target.path, config.target.revision)
     head = build_head(config.head, read_target_config(target_dir))
@@ -105,11 +107,13 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), identity.prompts_sha256)
     else:
         head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
+    # 3. Open the hidden states, and find the checkpoint to resume from.
     store = open_hidden_states(config, identity, prompts_file)
     facts = resume_facts(config, store, head)
     checkpoint = newest_whole_checkpoint(config.stage_dir("train") / CHECKPOINTS, ranks)
     if checkpoint is not None:
         check_checkpoint(checkpoint, facts)
+    # 4. Choose the validation prompts and pack the documents into steps.
     num_prompts = config.train.validation_prompts
     validation = Validation(config, num_prompts, target_dir, ranks) if num_prompts else None
     schedule = BatchSchedule(
@@ -125,6 +129,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     if ranks.is_first:
         write_provenance(config.stage_dir("train"), config)
     ranks.barrier()
+    # 5. Build the engine, and load the checkpoint into it.
     num_steps = count_steps(config.train, schedule.steps_per_epoch)
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
@@ -139,7 +144,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
 
 
 def open_hidden_states(config: PipelineConfig, identity: StoreIdentity, prompts_file: Path) -> HiddenStore:
-    """Open the finished store, or with `train.stream` the one that is being written."""
+    """Open the finished store, or with `train.stream` the store that is being written."""
     store_dir = config.stage_dir("hidden_states")
     if not config.train.stream:
         return open_store(store_dir, identity)
@@ -151,7 +156,7 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
     """Returns the number of steps of the run.
 
     Raises:
-        ValueError: they are more than streaming can give.
+        ValueError: there are more than streaming allows.
     """
     num_steps = settings.max_steps or settings.epochs * steps_per_epoch
     if settings.stream and num_steps > steps_per_epoch:
@@ -171,11 +176,11 @@ def check_one_start(config: HeadConfig) -> None:
 
 
 def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: Path, prompts_sha256: str) -> None:
-    """Give a head with an lm_head of its own the target's rows, those of its draft vocabulary where it has one.
+    """Initialise a head's own lm_head with the target's rows, those of its draft vocabulary if it has one.
 
     Raises:
         FileNotFoundError: the draft vocabulary has not been chosen.
-        ValueError: it was chosen for something else.
+        ValueError: the draft vocabulary was chosen for other prompts or sizes.
     """
     if head.d2t is not None:
         vocab_size = len(parts.lm_head)
@@ -222,9 +227,8 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             run.trainer.check_weights(progress.step, batches)
         # 5. Measure the head, or keep it to be measured later.
         if is_validated:
-            progress, measured = (
-                validate(config, run, progress, tracking) if run.validation else keep_unmeasured(config, run, progress, ranks)
-            )
+            keep = validate if run.validation else keep_unmeasured
+            progress, measured = keep(config, run, progress, tracking)
             postfix |= measured
             run.meter.restart()
         # 6. Save a checkpoint, after which a streamed store can free disk space.
@@ -234,11 +238,10 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
                 run.releases.release(progress.step, is_last, ranks.is_first)
             run.meter.restart()
         # 7. Wait for the states of the next step. This follows the release, for which extraction may be waiting.
-        if not stopped_by:
-            stopped_by = wait_for_states(run, progress.step, ranks, stop)
-            if stopped_by and not is_saved:
-                run.trainer.check_weights(progress.step, batches)
-                save(config, run, progress, ranks)
+        stopped_by = stopped_by or wait_for_states(run, progress.step, ranks, stop)
+        if stopped_by and not is_saved:
+            run.trainer.check_weights(progress.step, batches)
+            save(config, run, progress, ranks)
         if stopped_by:
             if ranks.is_first:
                 tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command goes on from here")
@@ -267,12 +270,12 @@ def is_due(step: int, every: int) -> bool:
 
 
 def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None) -> tuple[Progress, dict[str, str]]:
-    """Measure the head's acceptance; rank 0 keeps it as `last`, and as `best` where it is.
+    """Measure the head's acceptance on all ranks; rank 0 saves it as `last`, and as `best` if it is.
 
     Returns:
-        Where the run stands, and what the progress bar shows of it.
+        The run's progress, and what the progress bar shows.
     """
-    assert run.validation is not None, "nothing measures"
+    assert run.validation is not None
     stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
     acceptance = run.validation.measure(head_state)
     is_best = acceptance.acceptance_length > progress.best_acceptance_length
@@ -292,9 +295,11 @@ def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tra
     return Progress(progress.step, best), {"acceptance": f"{acceptance.acceptance_length:.3f}"}
 
 
-def keep_unmeasured(config: PipelineConfig, run: Run, progress: Progress, ranks: Ranks) -> tuple[Progress, dict[str, str]]:
-    """Rank 0 keeps the head as `last`, as `best` unless an earlier one was measured, and under `heads` to be measured later."""
-    if ranks.is_first:
+def keep_unmeasured(
+    config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
+) -> tuple[Progress, dict[str, str]]:
+    """Save the head on rank 0: as `last`, as `best` unless an earlier one was measured, and in `heads` to be measured later."""
+    if tracking is not None:
         stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
         is_measured = progress.best_acceptance_length > 0 or (stage_dir / CHOICE).is_file()
         directories = [stage_dir / "last"] + [stage_dir / "best"] * (not is_measured)
