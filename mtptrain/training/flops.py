@@ -1,4 +1,4 @@
-"""What a training step needs, in FLOPs of its formula, and what a device can do."""
+"""FLOPs of a training step by formula, and the measured peak of a device."""
 
 import time
 from dataclasses import dataclass
@@ -10,34 +10,34 @@ from mtptrain.heads.base import Head
 from mtptrain.training.batches import Batch
 
 INPUT_PROJECTIONS = ("eh_proj", "fc")
-"""Of the target's states: read at depth 0 by every token."""
+"""Projections of the target's states; every token passes through them at depth 0."""
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Of forward, loss and backward: products with weights, and attention; nothing that is computed twice counts twice."""
+    """FLOPs of forward, loss and backward: products with weights, and attention. Recomputed work does not count."""
 
     per_token: int
-    """Of each of N tokens: what gives its depth-0 key and value."""
+    """For each of N tokens: its depth-0 key and value."""
     per_row: int
-    """Of each of M rows: all depths, their T drafts and one teacher."""
+    """For each of M rows: all depths, with T drafts and one teacher."""
     per_pair: int
-    """Of each row and each token that it sees, at all depths."""
+    """For each pair of a row and a token that it attends to, at all depths."""
 
     @staticmethod
     def of(head: Head, vocab_size: int, depths: int) -> "StepFlops":
-        """Of a head for a target with V tokens, trained over T depths: 2 FLOPs per weight forward, 4 backward.
+        """Returns the FLOPs of a head for a target with V tokens, trained over T depths: 2 per weight forward, 4 backward.
 
-        Embeddings and the target's states need no gradient, so the weights that read them cost 2 fewer, behind a norm or not; `fc` of
-        eagle3 behind its norms is computed as any other.
+        Embeddings and the target's states need no gradient, so the weights that read them cost 2 less, with or without a norm in
+        between. The `fc` of eagle3 counts like any other weight if it follows trained norms.
         """
         weights = {name: module.weight.numel() for name, module in head.named_modules() if isinstance(module, nn.Linear)}
         hidden_size = int(head.self_attn.o_proj.out_features)
         own_vocab = weights.pop("lm_head", None)
         first = sum(weights.pop(name, 0) for name in INPUT_PROJECTIONS)
         keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
-        joint = sum(layer.weight.numel() for layer in head.joint_layers)  # half of it reads embeddings, once for all depths
-        is_fused = bool(head.capture_layers)  # at depth 0 alone; what reads them then is read anew at each depth
+        joint = sum(layer.weight.numel() for layer in head.joint_layers)  # half of them read embeddings, once for all depths
+        is_fused = bool(head.capture_layers)  # states are fused at depth 0 only; later depths read the head's own states
         has_bare_input = all(getattr(head, norm, None) is None for norm in ("fc_norm", "input_norm"))
         draft = (own_vocab * 6) if own_vocab else vocab_size * hidden_size * 4
         return StepFlops(
@@ -50,13 +50,14 @@ class StepFlops:
         )
 
     def of_batch(self, batch: Batch) -> float:
+        """Returns the FLOPs of a step over this batch."""
         return self.per_token * batch.num_tokens + self.per_row * batch.num_rows + self.per_pair * batch.packing.num_pairs
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of ten products of [2048, 2048] matrices, of [8192, 8192] on a GPU.
+    """Returns the FLOP/s of the fastest of ten products of [2048, 2048] matrices, or [8192, 8192] on a GPU.
 
-    A CPU without instructions for bf16 may take a minute for each of these: there products of [256, 256] are as fast as any.
+    A CPU without bf16 instructions may need a minute for each of these. Its peak is measured with [256, 256], where it is as fast.
     """
     if device.type == "cuda":
         return _rate_of_products(8192, device, dtype)
@@ -65,7 +66,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 SLOW_FLOPS = 1e10
-"""FLOP/s of a processor that is not worth measuring with large products."""
+"""FLOP/s below which a processor is not measured with large products."""
 
 
 def _rate_of_products(size: int, device: torch.device, dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""What a checkpoint has in common with the run that resumes from it."""
+"""The settings and data that a run must share with the checkpoint that it resumes from."""
 
 from dataclasses import asdict
 from pathlib import Path
