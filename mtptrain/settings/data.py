@@ -107,7 +107,7 @@ class HiddenStatesConfig:
     """Stage 2: hidden states of the frozen target over the training prompts."""
 
     backend: Backend = Backend.transformers
-    """What runs the target: transformers in this process, or vLLM in a separate process with the Python of `serving.python`."""
+    """Engine that runs the target: transformers in this process, or vLLM in a separate process with the Python of `serving.python`."""
     dtype: Dtype = Dtype.bfloat16
     """Dtype of the target's weights and arithmetic."""
     store_dtype: StoreDtype = StoreDtype.bfloat16

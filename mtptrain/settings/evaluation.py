@@ -143,7 +143,7 @@ class ServingConfig:
 
 @dataclass
 class BenchConfig:
-    """What eval.bench.* measure, all candidates in turns in one run."""
+    """Settings of the eval.bench programs, which measure all candidates in turns in one run."""
 
     target: str | None = None
     """`8b` for random weights in the dimensions of an 8B Llama, in eval.bench.train also `70b`; null is the recipe's target, in

@@ -16,13 +16,13 @@ BOUND = "bound"
 
 @dataclass(frozen=True)
 class Bound:
-    """What a setting must be."""
+    """The bound of a setting."""
 
     holds: Callable[[Any], bool]
     requirement: str
     """Completes "must ..." in the error message."""
     hint: str
-    """What to do, at the end of the error message."""
+    """The advice that ends the error message."""
 
 
 def at_least(least: float, *, default: T) -> T:
