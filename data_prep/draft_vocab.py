@@ -8,7 +8,6 @@ Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft
 
 from pathlib import Path
 
-import hydra
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from mtptrain.config import RECIPES, PipelineConfig, load_config
+from mtptrain.command_line import program
+from mtptrain.config import PipelineConfig, load_config
 from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab, write_manifest
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads import HEADS
@@ -28,7 +28,7 @@ from mtptrain.target.families import eos_token_ids, read_generation_config, read
 from mtptrain.target.hub import load_tokenizer, resolve_target
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     manifest = prepare_draft_vocab(config)

@@ -20,11 +20,11 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 
-from mtptrain.config import RECIPES, Backend, PipelineConfig, load_config
+from mtptrain.command_line import program
+from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
@@ -45,7 +45,7 @@ from .store_check import verify_store
 CPU_THREADS = 1
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     if config.plan:

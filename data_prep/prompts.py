@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import hydra
 import numpy as np
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.config import RECIPES, PipelineConfig, PromptsConfig, PromptSource, load_config
+from mtptrain.command_line import program
+from mtptrain.config import PipelineConfig, PromptsConfig, PromptSource, load_config
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
 from mtptrain.run_dir import write_provenance
@@ -29,7 +29,7 @@ from .prompt_windows import Collector, collect_windows
 from .prompts_report import DuplicatesReport, PromptsReport, RewrittenReport, SplitReport, group_refusals, print_report
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     report = prepare_prompts(config)

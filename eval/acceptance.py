@@ -16,20 +16,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.config import RECIPES, AcceptanceConfig, Baseline, PipelineConfig, load_config
+from mtptrain.command_line import command, program
+from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Drafter
-from mtptrain.run_dir import command, write_provenance
+from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_draft_model, load_target
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
@@ -40,7 +40,7 @@ from .measurement import Candidate, Measured, Measurement
 from .report_page import read_report, write_run_page
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)

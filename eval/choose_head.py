@@ -13,16 +13,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from mtptrain.config import RECIPES, PipelineConfig, TrainConfig, load_config
+from mtptrain.command_line import command, program
+from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.decoding.acceptance import Acceptance
 from mtptrain.heads.files import CHOICE, check_head_target, kept_heads, load_head, save_head
-from mtptrain.run_dir import command
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.training.validation import Validation
@@ -30,7 +29,7 @@ from mtptrain.utils.distributed import Ranks, init_ranks
 from mtptrain.utils.files import write_json
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)

@@ -19,15 +19,14 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import hydra
 import torch
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
-from mtptrain.config import RECIPES, CheckSize, PipelineConfig, load_config
-from mtptrain.run_dir import command, quoted
+from mtptrain.command_line import command, program, quoted
+from mtptrain.config import CheckSize, PipelineConfig, load_config
 from mtptrain.utils.compile import fuse
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.files import write_json
@@ -64,7 +63,7 @@ SIZES = {
 }
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     device = init_ranks().device

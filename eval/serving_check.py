@@ -17,21 +17,21 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from mtptrain.config import RECIPES, Dtype, PipelineConfig, load_config
+from mtptrain.command_line import command, program
+from mtptrain.config import Dtype, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
-from mtptrain.run_dir import command, require, write_provenance
+from mtptrain.run_dir import require, write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
 from mtptrain.target.families import eos_token_ids, read_target_config
@@ -49,7 +49,7 @@ CACHED_SEQUENCES = 64
 """Sequences that the cache of an engine on a CPU has room for. By default it would take nearly all memory."""
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     settings = config.acceptance

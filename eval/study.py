@@ -19,19 +19,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
+from mtptrain.command_line import command, program, python_module, quoted
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
 from mtptrain.decoding.speculate import Generation
 from mtptrain.heads import HEADS
-from mtptrain.run_dir import command, python_module, quoted, write_provenance
+from mtptrain.run_dir import write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.utils.files import file_sha256, write_json
@@ -45,7 +45,7 @@ STAGES = {"prompts": "data_prep.prompts", "hidden_states": "data_prep.hidden_sta
 """Stages before training, and their programs."""
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     study = Study(load_config(cfg), HydraConfig.get().overrides.task)
     study.check()

@@ -1,6 +1,6 @@
 """Run one stage: `mtptrain STAGE recipe=NAME [setting=value ...]`.
 
-The stages are programs of their own, and `python -m PROGRAM` runs the same. On several GPUs start this under torchrun:
+Each stage is also a program that `python -m PROGRAM` runs. To use several GPUs, start this under torchrun:
 
     torchrun --nproc-per-node 8 -m mtptrain train recipe=llama3_1_8b_mtp
 """
@@ -8,21 +8,21 @@ The stages are programs of their own, and `python -m PROGRAM` runs the same. On 
 import runpy
 import sys
 
-from mtptrain.run_dir import python_module
+from mtptrain.command_line import python_module
 
 STAGES = {
-    "responses": ("data_prep.responses", "optional: let the target answer the conversations anew"),
+    "responses": ("data_prep.responses", "optional: regenerate the responses of conversations with the target"),
     "prompts": ("data_prep.prompts", "1. turn documents or conversations into token ids"),
     "draft-vocab": ("data_prep.draft_vocab", "optional: choose the tokens that the head can draft"),
     "hidden-states": ("data_prep.hidden_states", "2. run the target over the prompts and store its hidden states"),
     "train": ("mtptrain.train", "3. train the head"),
-    "choose-head": ("eval.choose_head", "optional: choose among the heads that training has kept"),
+    "choose-head": ("eval.choose_head", "optional: choose among the heads that training kept"),
     "acceptance": ("eval.acceptance", "4. measure the acceptance of the head"),
     "compare": ("eval.compare", "compare several measurements on one page"),
     "study": ("eval.study", "train and measure variants of a recipe"),
     "export": ("mtptrain.export", "5. write the head for a serving engine"),
-    "serving-check": ("eval.serving_check", "serve the exported head, and compare its acceptance with the measured one"),
-    "gpu-check": ("eval.gpu_check", "check what only a machine with GPUs can show"),
+    "serving-check": ("eval.serving_check", "serve the exported head and compare its acceptance with the measured one"),
+    "gpu-check": ("eval.gpu_check", "run the checks that need a machine with GPUs"),
 }
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     stage = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if stage not in STAGES:
         width = max(map(len, STAGES))
-        lines = [f"  {name:<{width}}  {what}" for name, (_, what) in STAGES.items()]
+        lines = [f"  {name:<{width}}  {description}" for name, (_, description) in STAGES.items()]
         print("usage: mtptrain STAGE recipe=NAME [setting=value ...]", *lines, sep="\n")
         if stage in ("-h", "--help"):
             return

@@ -1,8 +1,8 @@
 """Stage 5: write the head as a directory that a serving engine loads.
 
-Reads `run_dir/train/best/` (or, where nothing was trained, the head of `head.init_from`), of the target the embeddings, final norm and
-lm_head alone, and, where they are there, `run_dir/hidden_states/` and `run_dir/acceptance/report.json`; writes
-`run_dir/export/<engine>/`: weights, `config.json`, a README with the launch command and what to expect, and `serving.json` for programs.
+Reads `run_dir/train/best/` (or the head of `head.init_from`, if nothing was trained), the target's embeddings, final norm and lm_head,
+and `run_dir/hidden_states/` and `run_dir/acceptance/report.json` if they exist. Writes `run_dir/export/<engine>/`: weights,
+`config.json`, a README with the launch command and the measured acceptance, and `serving.json` for programs.
 
     python -m mtptrain.export recipe=quickstart export.engine=vllm
 """
@@ -11,14 +11,14 @@ import json
 import shutil
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from mtptrain.config import RECIPES, ExportEngine, PipelineConfig, load_config
+from mtptrain.command_line import program
+from mtptrain.config import ExportEngine, PipelineConfig, load_config
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
@@ -31,11 +31,11 @@ from mtptrain.target.hub import DEMO, resolve_target
 from mtptrain.utils.files import save_tensors, write_json
 
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""The method that vLLM takes by itself, where none is given, by the first of these that is part of the path (vllm/config/speculative.py,
+"""The method that vLLM chooses if none is given, by the first of these names that the path contains (vllm/config/speculative.py,
 0.32)."""
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     export(load_config(cfg))
 
@@ -49,18 +49,18 @@ def export(config: PipelineConfig) -> None:
     if config.export.engine == ExportEngine.vllm:
         check_directory_name(output_dir, form.method)
     dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
-    found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu"))
+    trained = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu"))
 
-    # Baseline the place where it goes, so that a directory under its own name is always whole and proven.
+    # Write to a temporary directory next to the final one, so that a directory with the final name is always whole and verified.
     temporary = output_dir.with_name(output_dir.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    write_head(temporary, form, found.head.state_dict())
+    write_head(temporary, form, trained.head.state_dict())
     form.add_target(temporary, target_dir)
     check_tensors(temporary, form)
-    proof = prove_equal_proposals(config.stage_dir("hidden_states"), target_dir, found.head, reload_head(temporary, form))
+    proof = prove_equal_proposals(config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(temporary, form))
     facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
-    write_json(temporary / "serving.json", {**facts, "hf_overrides": form.hf_overrides, "head_sha256": found.sha256})
-    (temporary / "README.md").write_text(readme(config, form, found, target_dir, output_dir))
+    write_json(temporary / "serving.json", {**facts, "hf_overrides": form.hf_overrides, "head_sha256": trained.sha256})
+    (temporary / "README.md").write_text(readme(config, form, trained, target_dir, output_dir))
     write_provenance(temporary, config)
     shutil.rmtree(output_dir, ignore_errors=True)
     temporary.rename(output_dir)
@@ -68,17 +68,17 @@ def export(config: PipelineConfig) -> None:
 
 
 def check_directory_name(output_dir: Path, method: str) -> None:
-    """The launch command names the method, but not everybody copies it whole."""
-    found = next((name for name in METHODS_BY_NAME if name in str(output_dir.resolve()).lower()), None)
-    if found is not None and METHODS_BY_NAME[found] != method:
+    """Refuse a path from which vLLM would derive another method. The launch command names the method, but users may shorten it."""
+    name = next((each for each in METHODS_BY_NAME if each in str(output_dir.resolve()).lower()), None)
+    if name is not None and METHODS_BY_NAME[name] != method:
         raise ValueError(
             f"export.output_dir: the path must not contain {' or '.join(METHODS_BY_NAME)}, by which vLLM chooses a method on its own, "
-            f"unless it is {method}, but {output_dir.resolve()} contains {found!r}; set export.output_dir"
+            f"unless it is {method}, but {output_dir.resolve()} contains {name!r}; set export.output_dir"
         )
 
 
 def check_output_dir(output_dir: Path) -> None:
-    """An export replaces its directory whole, so it must be one that an export wrote."""
+    """Refuse to replace a directory that no export has written."""
     if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "provenance.json").is_file():
         raise ValueError(
             f"export.output_dir: must be new, empty or an earlier export, but {output_dir} holds other files; choose another directory"
@@ -86,7 +86,7 @@ def check_output_dir(output_dir: Path) -> None:
 
 
 def write_head(directory: Path, form: Format, state: Tensors) -> None:
-    """The head's tensors and `config.json`."""
+    """Write the head's tensors and `config.json`."""
     tensors = {name: tensor.contiguous() for name, tensor in form.tensors(state).items()}
     dtype = next(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point())
     directory.mkdir(parents=True)
@@ -95,20 +95,20 @@ def write_head(directory: Path, form: Format, state: Tensors) -> None:
 
 
 def check_tensors(directory: Path, form: Format) -> None:
-    """Engines leave a tensor that is missing from the file random without a word, so names and shapes are checked here.
+    """Check names and shapes of all tensors: engines silently leave a tensor random if the file does not have it.
 
     Raises:
         ValueError: a tensor is missing, unknown to the engine, or of another shape.
     """
     with torch.device("meta"):
         state = build_head(form.head, form.target).state_dict()
-    wanted = {name: tuple(tensor.shape) for name, tensor in form.tensors(state).items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in form.tensors(state).items()}
     path = directory / form.weights_name
-    found = {name: tuple(tensor.shape) for name, tensor in load_file(path).items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
+    actual = {name: tuple(tensor.shape) for name, tensor in load_file(path).items()}
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
             raise ValueError(
-                f"{path}: {name} must be {_shape(wanted.get(name))}, but is {_shape(found.get(name))}; the engine would serve random "
+                f"{path}: {name} must be {_shape(expected.get(name))}, but is {_shape(actual.get(name))}; the engine would serve random "
                 "weights: export again"
             )
 
@@ -118,14 +118,14 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def reload_head(directory: Path, form: Format) -> Head:
-    """The head as an engine reads it from the directory."""
+    """Returns the head as an engine reads it from the directory."""
     head = build_head(form.head, form.target)
     head.load_state_dict(form.state(load_file(directory / form.weights_name)))
     return head.eval()
 
 
 def readme(config: PipelineConfig, form: Format, found: RunHead, target_dir: Path, output_dir: Path) -> str:
-    """How to serve the directory, and what it was measured to be worth."""
+    """Returns the README: how to serve the directory, and its measured acceptance."""
     served = str(target_dir) if config.target.path == DEMO else config.target.path
     launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
     report_path = config.stage_dir("acceptance") / "report.json"

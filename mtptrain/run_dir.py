@@ -1,10 +1,8 @@
-"""The folder of a run: each stage's output beside the resolved config and where it came from."""
+"""The folder of a run: every stage's output with its resolved config and provenance."""
 
-import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -23,29 +21,8 @@ def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
     write_json(stage_dir / "provenance.json", provenance)
 
 
-def command() -> str:
-    """How this program was started, one process of it."""
-    spec = sys.modules["__main__"].__spec__
-    return shlex.join(["python", *([sys.argv[0]] if spec is None else ["-m", spec.name]), *sys.argv[1:]])
-
-
-def python_module(program: str) -> str:
-    """Returns the name by which `python -m` finds a program: in the wheel `data_prep` and `eval` are parts of mtptrain."""
-    package = program.split(".")[0]
-    found = find_spec(package)
-    is_of_this_checkout = (
-        found is not None and found.origin is not None and Path(found.origin).parents[1] == Path(__file__).parents[1]
-    )
-    return program if is_of_this_checkout else f"mtptrain.{program}"
-
-
-def quoted(path: Path | str) -> str:
-    """A path as the value of an override."""
-    return "'" + str(path).replace("'", "\\'") + "'"
-
-
 def require(path: Path, program: str) -> Path:
-    """`path`, the output of an earlier stage.
+    """Returns `path`, the output of an earlier stage.
 
     Raises:
         FileNotFoundError: that stage has not been run.
@@ -64,16 +41,16 @@ def _git_revision() -> str | None:
             text=True,
             check=False,
         )
-    except FileNotFoundError:  # no git on this machine
+    except FileNotFoundError:  # git is not installed
         return None
     return result.stdout.strip() or None
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for package in _RECORDED_PACKAGES:
         try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # a bare checkout, say
-            found[package] = None
-    return found
+            versions[package] = version(package)
+        except PackageNotFoundError:  # for example mtptrain in a bare checkout
+            versions[package] = None
+    return versions

@@ -1,65 +1,60 @@
 """Stage 3: fit a head to the stored hidden states.
 
-Reads `run_dir/hidden_states/`, for validation `run_dir/prompts/`, and for a head with a vocabulary of its own `run_dir/draft_vocab/`;
-writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the longest measured acceptance) and `last/`;
-with `train.validation_prompts=0`, `heads/`, from which `eval.choose_head` chooses the best.
+Reads `run_dir/hidden_states/`, `run_dir/prompts/` for validation, and `run_dir/draft_vocab/` if the head has its own vocabulary.
+Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the highest measured acceptance length) and `last/`.
+With `train.validation_prompts=0` it also writes `heads/`, from which `eval.choose_head` chooses the best.
 
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
 
-On SIGTERM or SIGUSR1 it ends the step that it is in, saves a checkpoint and exits with code 75 (torchrun's own is 1); the same command
-goes on from there.
+On SIGTERM or SIGUSR1 it finishes the current step, saves a checkpoint and exits with code 75 (torchrun itself exits with 1). The same
+command resumes from there.
 """
 
 import os
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-# Sizes differ from step to step, which fragments a GPU's memory. Torch reads this when memory of a GPU is first taken. Not for all
-# programs: vLLM's workers would inherit it, and cannot share such memory with each other.
+# Sizes differ from step to step, which fragments GPU memory. Torch reads this variable at the first allocation on a GPU. Only this
+# program sets it: vLLM's workers would inherit it, and they cannot share such memory with each other.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from mtptrain.config import RECIPES, PipelineConfig, Resume, TrainConfig, load_config
+from mtptrain.command_line import program
+from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.convert.warm_start import load_init, start_from_target
-from mtptrain.data.draft_vocab import d2t_sha256, read_draft_vocab
+from mtptrain.data.draft_vocab import read_draft_vocab
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import CHOICE, TARGET_WEIGHTS, build_head, kept_head, remove_later_heads, save_head
-from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStore, expected_identity, open_store
-from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream, wait_until
+from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
+from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
 from mtptrain.run_dir import require, write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.target.hub import resolve_target
 from mtptrain.training.batches import BatchSchedule
-from mtptrain.training.checkpoint import (
-    Progress,
-    check_checkpoint,
-    complete_checkpoints,
-    load_checkpoint,
-    newest_whole_checkpoint,
-    save_checkpoint,
-)
+from mtptrain.training.checkpoint import Progress, check_checkpoint, load_checkpoint, newest_whole_checkpoint, save_checkpoint
+from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
 from mtptrain.training.flops import StepFlops, matmul_peak
 from mtptrain.training.metrics import Meter, Tracer, Tracking
-from mtptrain.training.step_packing import PACKING_VERSION
+from mtptrain.training.resume import check_resume, resume_facts
 from mtptrain.training.summary import in_progress_bar, print_summary
-from mtptrain.training.trainer import Trainer, check_batch_ranks, check_deepspeed, check_device
+from mtptrain.training.trainer import Trainer, check_batch_ranks
 from mtptrain.training.validation import Validation
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
-from mtptrain.utils.files import file_sha256
+
+CHECKPOINTS = "checkpoints"
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
@@ -74,29 +69,31 @@ def main(cfg: DictConfig) -> None:
 
 @dataclass
 class Run:
-    """What a run needs, every input checked."""
+    """Everything that a run needs, with every input checked."""
 
     schedule: BatchSchedule
     num_steps: int
     trainer: Trainer
     meter: Meter
     validation: Validation | None
-    """None where `train.validation_prompts` is 0."""
+    """None if `train.validation_prompts` is 0."""
     progress: Progress
     resume_facts: dict[str, object]
     head_facts: dict[str, object]
-    """Kept with every head: the target that it belongs to."""
+    """Saved with every head: the target that it belongs to."""
     releases: Releases | None = None
-    """Frees the disk where the store is streamed."""
+    """Frees disk space if the store is streamed."""
 
 
 def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     """Check every input, then build the engine and load the newest whole checkpoint."""
+    # 1. Refuse settings that cannot work, before anything is loaded.
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
     check_deepspeed(config.deepspeed)
     check_device(ranks.device, config.deepspeed)
-    check_resume(config)
+    check_resume(config, config.stage_dir("train") / CHECKPOINTS)
     check_one_start(config.head)
+    # 2. Build the head and initialise its weights.
     torch.manual_seed(config.seed)
     target_dir = resolve_target(config.target.path, config.target.revision)
     head = build_head(config.head, read_target_config(target_dir))
@@ -110,11 +107,13 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), identity.prompts_sha256)
     else:
         head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
+    # 3. Open the hidden states, and find the checkpoint to resume from.
     store = open_hidden_states(config, identity, prompts_file)
     facts = resume_facts(config, store, head)
-    checkpoint = newest_whole_checkpoint(config.stage_dir("train") / "checkpoints", ranks)
+    checkpoint = newest_whole_checkpoint(config.stage_dir("train") / CHECKPOINTS, ranks)
     if checkpoint is not None:
         check_checkpoint(checkpoint, facts)
+    # 4. Choose the validation prompts and pack the documents into steps.
     num_prompts = config.train.validation_prompts
     validation = Validation(config, num_prompts, target_dir, ranks) if num_prompts else None
     schedule = BatchSchedule(
@@ -130,6 +129,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     if ranks.is_first:
         write_provenance(config.stage_dir("train"), config)
     ranks.barrier()
+    # 5. Build the engine, and load the checkpoint into it.
     num_steps = count_steps(config.train, schedule.steps_per_epoch)
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
@@ -144,7 +144,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
 
 
 def open_hidden_states(config: PipelineConfig, identity: StoreIdentity, prompts_file: Path) -> HiddenStore:
-    """Open the finished store, or with `train.stream` the one that is being written."""
+    """Open the finished store, or with `train.stream` the store that is being written."""
     store_dir = config.stage_dir("hidden_states")
     if not config.train.stream:
         return open_store(store_dir, identity)
@@ -156,7 +156,7 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
     """Returns the number of steps of the run.
 
     Raises:
-        ValueError: they are more than streaming can give.
+        ValueError: there are more than streaming allows.
     """
     num_steps = settings.max_steps or settings.epochs * steps_per_epoch
     if settings.stream and num_steps > steps_per_epoch:
@@ -176,11 +176,11 @@ def check_one_start(config: HeadConfig) -> None:
 
 
 def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: Path, prompts_sha256: str) -> None:
-    """Give a head with an lm_head of its own the target's rows, those of its draft vocabulary where it has one.
+    """Initialise a head's own lm_head with the target's rows, those of its draft vocabulary if it has one.
 
     Raises:
         FileNotFoundError: the draft vocabulary has not been chosen.
-        ValueError: it was chosen for something else.
+        ValueError: the draft vocabulary was chosen for other prompts or sizes.
     """
     if head.d2t is not None:
         vocab_size = len(parts.lm_head)
@@ -191,100 +191,57 @@ def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: P
             head.lm_head.weight.copy_(parts.lm_head if ids is None else parts.lm_head[ids])
 
 
-def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict[str, object]:
-    """What gives a checkpoint its meaning: the head, and which documents a step takes."""
-    return {
-        "head": asdict(config.head),
-        "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),
-        "seed": config.seed,
-        **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},
-        "the version of the packing of documents": PACKING_VERSION,
-        **identifying_facts(store),
-    }
-
-
-def identifying_facts(store: HiddenStore) -> dict[str, object]:
-    """Returns what says which documents the store holds, in which order they are trained on."""
-    if isinstance(store, StreamedStore):
-        return {
-            "the sha256 of the hidden states' plan": file_sha256(store.directory / PLAN),
-            "train.stream_shards": len(store.windows[0]),
-        }
-    return {"the sha256 of the hidden states' manifest": file_sha256(store.directory / MANIFEST)}
-
-
-OPTIMISATION_SETTINGS = (
-    "lr",
-    "min_lr_ratio",
-    "warmup_steps",
-    "batch_tokens",
-    "micro_batches_per_step",
-    "weight_decay",
-    "betas",
-    "max_grad_norm",
-    "ttt_loss_decay",
-    "loss",
-    "lk_eta",
-    "feature_weight",
-)
-
-
-def check_resume(config: PipelineConfig) -> None:
-    found = complete_checkpoints(config.stage_dir("train") / "checkpoints")
-    if config.train.resume is Resume.never and found:
-        raise ValueError(
-            f"train.resume: must be auto where checkpoints exist, but is never with {found[-1]}; set train.resume=auto to go on from "
-            "it, or choose another run_dir"
-        )
-
-
 def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Progress:
-    """Train to the last step, or to the one in which a signal came, with metrics, validation and checkpoints on the way."""
+    """Train to the last step, or to the step during which a signal arrived; returns where the run stopped."""
     stage_dir, settings, progress = config.stage_dir("train"), config.train, run.progress
     tracking = Tracking(stage_dir, config, progress.step) if ranks.is_first else None
     bar = tqdm(total=run.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
     tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
-    shown: dict[str, str] = {}
+    postfix: dict[str, str] = {}
+    # 1. Wait for the states of the first step, if they are streamed.
     stopped_by = wait_for_states(run, progress.step, ranks, stop)
     run.meter.restart()
     last_step = progress.step if stopped_by else run.num_steps
     for batches in run.schedule.prefetch(progress.step, last_step, ranks.rank, ranks.world_size):
+        # 2. Make a step.
         run.meter.data_arrived()
         metrics = run.trainer.step(batches)
         run.meter.step_done(batches)
         tracer.step_done()
         progress = Progress(progress.step + 1, progress.best_acceptance_length)
         bar.update()
+        # 3. Record its metrics.
         is_last = progress.step == run.num_steps
         if is_last or any(is_due(progress.step, n) for n in (settings.log_every, settings.validate_every, settings.save_every)):
             record = run.trainer.describe(metrics, progress.step) | run.meter.read(ranks)
-            shown |= in_progress_bar(record)
-            bar.set_postfix(shown)
+            postfix |= in_progress_bar(record)
+            bar.set_postfix(postfix)
             if tracking is not None:
                 tracking.write(progress.step, record)
+        # 4. Decide what follows the step, and check the new weights before they are kept.
         stopped_by = None if is_last else stop.agreed()
         frees_disk = run.releases is not None and run.releases.is_due(progress.step)
+        is_validated = is_last or is_due(progress.step, settings.validate_every)
         is_saved = is_last or stopped_by or frees_disk or is_due(progress.step, settings.save_every)
-        if is_saved or is_due(progress.step, settings.validate_every):
+        if is_saved or is_validated:
             run.trainer.check_weights(progress.step, batches)
-        if is_last or is_due(progress.step, settings.validate_every):
-            progress, measured = (
-                validate(config, run, progress, tracking) if run.validation else keep_unmeasured(config, run, progress, ranks)
-            )
-            shown |= measured
+        # 5. Measure the head, or keep it to be measured later.
+        if is_validated:
+            keep = validate if run.validation else keep_unmeasured
+            progress, measured = keep(config, run, progress, tracking)
+            postfix |= measured
             run.meter.restart()
+        # 6. Save a checkpoint, after which a streamed store can free disk space.
         if is_saved:
-            checkpoint_dir = stage_dir / "checkpoints"
-            save_checkpoint(run.trainer.engine, checkpoint_dir, progress, run.resume_facts, settings.keep_checkpoints, ranks)
+            save(config, run, progress, ranks)
             if run.releases is not None:
                 run.releases.release(progress.step, is_last, ranks.is_first)
             run.meter.restart()
-        if not stopped_by:  # behind the release, for which extraction may wait
-            stopped_by = wait_for_states(run, progress.step, ranks, stop)
-            if stopped_by and not is_saved:
-                run.trainer.check_weights(progress.step, batches)
-                checkpoint_dir = stage_dir / "checkpoints"
-                save_checkpoint(run.trainer.engine, checkpoint_dir, progress, run.resume_facts, settings.keep_checkpoints, ranks)
+        # 7. Wait for the states of the next step. This follows the release, for which extraction may be waiting.
+        stopped_by = stopped_by or wait_for_states(run, progress.step, ranks, stop)
+        if stopped_by and not is_saved:
+            run.trainer.check_weights(progress.step, batches)
+            save(config, run, progress, ranks)
         if stopped_by:
             if ranks.is_first:
                 tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command goes on from here")
@@ -297,23 +254,15 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
 
 
 def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-    """Wait until a streamed store has what step `step`, from 0, reads; returns the signal that came to any rank meanwhile.
+    """Wait for the states of step `step`, from 0, if they are streamed; returns the signal that any rank received meanwhile."""
+    if run.releases is None or step >= run.num_steps:
+        return None
+    return run.releases.wait_for(step, ranks, stop)
 
-    Ranks wait here together: in the reading of a batch, or in a step that another rank has not begun, a signal would not be seen.
-    """
-    stopped_by: signal.Signals | None = None
 
-    def is_over() -> bool:
-        nonlocal stopped_by
-        assert run.releases is not None
-        if all(ranks.gather(run.releases.is_written(step))):
-            return True
-        stopped_by = stop.agreed()
-        return stopped_by is not None
-
-    if run.releases is not None and step < run.num_steps:
-        wait_until(is_over, f"the shards of step {step + 1}, which data_prep.hidden_states with the same settings writes")
-    return stopped_by
+def save(config: PipelineConfig, run: Run, progress: Progress, ranks: Ranks) -> None:
+    directory = config.stage_dir("train") / CHECKPOINTS
+    save_checkpoint(run.trainer.engine, directory, progress, run.resume_facts, config.train.keep_checkpoints, ranks)
 
 
 def is_due(step: int, every: int) -> bool:
@@ -321,12 +270,12 @@ def is_due(step: int, every: int) -> bool:
 
 
 def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None) -> tuple[Progress, dict[str, str]]:
-    """Measure the head's acceptance; rank 0 keeps it as `last`, and as `best` where it is.
+    """Measure the head's acceptance on all ranks; rank 0 saves it as `last`, and as `best` if it is.
 
     Returns:
-        Where the run stands, and what the progress bar shows of it.
+        The run's progress, and what the progress bar shows.
     """
-    assert run.validation is not None, "nothing measures"
+    assert run.validation is not None
     stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
     acceptance = run.validation.measure(head_state)
     is_best = acceptance.acceptance_length > progress.best_acceptance_length
@@ -348,9 +297,11 @@ def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tra
     return Progress(progress.step, best), {"acceptance": f"{acceptance.acceptance_length:.3f}"}
 
 
-def keep_unmeasured(config: PipelineConfig, run: Run, progress: Progress, ranks: Ranks) -> tuple[Progress, dict[str, str]]:
-    """Rank 0 keeps the head as `last`, as `best` unless an earlier one was measured, and under `heads` to be measured later."""
-    if ranks.is_first:
+def keep_unmeasured(
+    config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
+) -> tuple[Progress, dict[str, str]]:
+    """Save the head on rank 0: as `last`, as `best` unless an earlier one was measured, and in `heads` to be measured later."""
+    if tracking is not None:
         stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
         is_measured = progress.best_acceptance_length > 0 or (stage_dir / CHOICE).is_file()
         directories = [stage_dir / "last"] + [stage_dir / "best"] * (not is_measured)

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# What every job sources: the Python to run, torchrun over all nodes of the job, and what follows when Slurm asks it to stop.
+# Sourced by every job: the Python to run, torchrun over all nodes of the job, and what happens when Slurm asks the job to stop.
 # docs/slurm.md lists the variables that it reads.
 
 set -euo pipefail
 
-# The signal that asked the job to stop: USR1 comes to this shell alone, ahead of the time limit, and is passed on to the step, where
-# there is one yet; TERM Slurm sends to every process.
+# The signal that asked the job to stop. Slurm sends USR1 to this shell alone, before the time limit, and the shell passes it on to the
+# step if one has started. Slurm sends TERM to every process.
 asked=
 step=
 trap 'asked=USR1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null || true' USR1
@@ -61,7 +61,7 @@ if [ -f "$later_jobs" ]; then
     while read -r job; do scontrol update "JobId=$job" "ReqNodeList=$SLURMD_NODENAME"; done <"$later_jobs"
 fi
 
-# is_on_own_disk PATH: whether it is on a disk of this machine, as far as the type of the file system tells.
+# is_on_own_disk PATH: whether the path is on a local disk, judging by the type of the file system.
 is_on_own_disk() {
     local path=$1
     [ "${MTPTRAIN_LOCAL_RUN_DIR:-}" != 0 ] || return 1
@@ -70,7 +70,7 @@ is_on_own_disk() {
     [[ " ext2/ext3 xfs btrfs zfs f2fs tmpfs ramfs overlayfs " == *" $(stat --file-system --format %T "$path") "* ]]
 }
 
-# refuse_own_disk RUN_DIR: for work that several nodes share. A cluster of one node may do it.
+# refuse_own_disk RUN_DIR: refuse a local disk for work that several nodes share. A cluster of one node is allowed.
 refuse_own_disk() {
     is_on_own_disk "$1" && [ "$(sinfo --noheader --Node --format %N | sort -u | wc -l)" -gt 1 ] || return 0
     echo "run_dir: must be on a disk that all nodes share where several of them work on it, but $1 is on a disk of" \
@@ -79,8 +79,8 @@ refuse_own_disk() {
     exit 1
 }
 
-# run_on_all_nodes MODULE [OVERRIDES]: torchrun on every node of the job. Leaves `code`, the exit code. Where a node is lost and the ranks
-# on the others fail for it, srun waits until Slurm marks the node as down, which puts the job back into the queue.
+# run_on_all_nodes MODULE [OVERRIDES]: torchrun on every node of the job. Leaves `code`, the exit code. If a node is lost and the ranks
+# on other nodes fail because of it, srun waits until Slurm marks the node as down, which requeues the job.
 run_on_all_nodes() {
     local launcher=(-m torch.distributed.run --standalone) ranks=NPROC_${1##*.}
     if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
@@ -90,7 +90,7 @@ run_on_all_nodes() {
             --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d
             --rdzv-endpoint "${addresses[0]}:$((20000 + SLURM_JOB_ID % 10000))")
     fi
-    # A step has one core per task unless told otherwise. torchrun kills ranks that have not ended so many seconds after a signal.
+    # By default a step has one core per task. torchrun kills ranks that have not ended this many seconds after a signal.
     srun --nodes "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 --cpus-per-task "$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=1 \
         "${container[@]}" "$python" "${launcher[@]}" --nproc-per-node "${!ranks:-${NPROC:-gpu}}" \
         --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 100 -m "$@" &
@@ -108,8 +108,8 @@ node_addresses() { # of the job's nodes, in their order
     done
 }
 
-# run_and_requeue FINISHED MODULE [OVERRIDES]: the same, and where the job is asked to stop before it is done, back into the queue.
-# FINISHED is a pattern for files that outlive a stop, in the folder of the stage or in $stage_folder: where the job stops again and again without a new one, that ends.
+# run_and_requeue FINISHED MODULE [OVERRIDES]: the same, and requeue the job if it is asked to stop before it is done.
+# FINISHED is a pattern for files that survive a stop, in the folder of the stage or in $stage_folder. A job that keeps stopping without a new one is not requeued.
 run_and_requeue() {
     local pattern=$1 module=$2 plan run_dir stage_dir before code=75
     shift 2
@@ -139,7 +139,7 @@ finished() { # DIRECTORY PATTERN
     find "$1" -name "$2" -printf '%p %s\n' 2>/dev/null | sort || true
 }
 
-# Where preemption grants a time of grace, its TERM comes to the steps of a job, not to this shell.
+# If preemption grants a grace period, its TERM goes to the steps of a job, not to this shell.
 is_preempted() {
     [[ "$(scontrol show job "$SLURM_JOB_ID")" == *" PreemptTime=2"* ]]
 }

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# The whole pipeline as Slurm jobs, each started when the one before it has succeeded:
+# The whole pipeline as Slurm jobs, each of which starts when the previous one has succeeded:
 #
 #   [responses ->] prompts [-> draft_vocab] -> hidden_states, an array -> train [-> choose_head] -> acceptance -> export
 #
 #   slurm/pipeline.sh [SBATCH OPTIONS] recipe=NAME [OVERRIDES]
 #   NODES=2 ARRAY_TASKS=8 slurm/pipeline.sh --partition=gpu --account=team --time=12:00:00 recipe=llama3_1_8b_mtp prompts.paths=[chats.jsonl]
 #
-# Options, each as one word (--time=12:00:00), go to every sbatch; a --dependency holds for the first job. From the environment:
-#   NODES        nodes of the training; 1 unless given, or as in 1-2. The others take one node each
-#   ARRAY_TASKS  tasks that share the extraction; 4 unless given. More than one needs run_dir on a disk that all nodes share
+# Options, each as one word (--time=12:00:00), are passed to every sbatch; a --dependency applies to the first job. Environment:
+#   NODES        nodes for training, such as 2 or 1-2 (default 1). Other jobs take one node each
+#   ARRAY_TASKS  tasks that share the extraction (default 4). More than one needs run_dir on a disk that all nodes share
 #   GPU_OPTIONS  more options for the jobs on GPUs (8 per node, whole nodes), CPU_OPTIONS for the others
 #   SKIP         stages to leave out, by name: SKIP="prompts hidden_states"
 #   NPROC, NPROC_<stage>, MTPTRAIN_...   as in docs/slurm.md
-# Every job is put back into the queue when its node is lost, when it is preempted and, where it can go on, ahead of its time limit.
-# Relative paths are relative to where this is run; the jobs' output is in RUN_DIR/slurm/.
+# Every job is requeued when its node is lost or when it is preempted and, if it can resume, before its time limit.
+# Relative paths start at the working directory; the output of jobs is in RUN_DIR/slurm/.
 set -euo pipefail
 
 MTPTRAIN_CHECKOUT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,8 +31,8 @@ done
 read -ra gpu_options <<<"${GPU_OPTIONS:-}"
 read -ra cpu_options <<<"${CPU_OPTIONS:-}"
 
-# With run_dir on a node's own disk, all jobs run on one node: the one of --nodelist, else that on which the first job starts. The first
-# takes GPUs too, for a node that has them free. This machine does not see that disk, so the jobs' output stays here.
+# With run_dir on a node's own disk, all jobs run on one node: the one in --nodelist, otherwise the one where the first job starts.
+# The first job takes GPUs too, so that its node has them free. This machine cannot see that disk, so the jobs' output stays here.
 use_one_node() {
     num_tasks=${ARRAY_TASKS:-1} output_dir=$PWD/logs/${run_dir##*/} cpu_options=(--gpus-per-node=8 --exclusive --mem=0 "${gpu_options[@]}")
     if [ "$num_tasks" != 1 ] || [ "${NODES:-1}" != 1 ]; then

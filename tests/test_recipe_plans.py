@@ -155,12 +155,12 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
     with_recipe[0] += " plan=true"
     if config.prompts.source is PromptSource.responses:
         with_recipe[1] += f" responses.url={SERVER}"
-        with_recipe.insert(1, f"{serve} --data-parallel-size {engines}   # until the answers are there")
+        with_recipe.insert(1, f"{serve} --data-parallel-size {engines}   # until the responses are generated")
     ranks = "".join(
         f"NPROC_{stage}={ranks} " for stage, ranks in (("hidden_states", extracting), ("acceptance", measuring)) if ranks < num_gpus
     )
     chain = f"SKIP=responses ARRAY_TASKS=1 {ranks}slurm/pipeline.sh recipe={recipe}"
-    return [*with_recipe, f"{chain}   # or all behind the answers, under Slurm"]
+    return [*with_recipe, f"{chain}   # or everything after the responses, under Slurm"]
 
 
 def launcher(num_ranks: int) -> str:

@@ -12,6 +12,7 @@ from hydra.errors import ConfigCompositionException
 from mtptrain import config as config_module
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads import HEADS
+from mtptrain.utils.settings import bounded_settings
 from tests.conftest import make_config
 from tests.programs import run_ranks
 
@@ -27,6 +28,7 @@ GROUPS = sorted(path.name for path in Path(RECIPES).iterdir() if path.is_dir() a
 
 # Of each setting that has a range, values just outside it, and what the message must say.
 OUT_OF_RANGE = {
+    "distributed_timeout_hours": {"0": "at least 0.0002777777777777778, but is 0.0"},
     "train.betas": {"[0.9,1.0]": "below 1, but is [0.9, 1.0]"},
     "train.lk_eta": {"-1": "at least 0.0, but is -1"},
     "train.feature_weight": {"-0.1": "at least 0.0, but is -0.1"},
@@ -143,7 +145,7 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str) -> No
     ("overrides", "message"),
     [
         (["temperatures=[0.7,0.70000001]"], "acceptance.temperatures: must be different numbers of at least 0.01, but are"),
-        (["temperatures=[0]"], r"but are \[0.0\] beside acceptance.temperature=0, which is measured in any case"),
+        (["temperatures=[0]"], r"but are \[0.0\] in addition to acceptance.temperature=0, which is measured in any case"),
         (["top_p=0.9"], "acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are 0.9 and 0"),
         (["baselines=[tree,none,tree]"], r"acceptance.baselines: must name each once, but is \[tree,none,tree\]; remove"),
         (
@@ -155,7 +157,10 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str) -> No
             "acceptance.draft_model: must be set where acceptance.baselines names `model`, and only there, but is None",
         ),
         (["draft_model=demo"], "acceptance.draft_model: must be set where .* and only there, but is demo"),
-        (["baselines=[tree]", "tree_top_k=2"], "acceptance.tree_nodes: must be at most 10, what 3 depths of .*=2 hold, but is 32"),
+        (
+            ["baselines=[tree]", "tree_top_k=2"],
+            "acceptance.tree_nodes: must be at most 10, the candidates of 3 depths .*, but is 32",
+        ),
     ],
 )
 def test_what_cannot_be_measured_together_is_refused(overrides: list[str], message: str) -> None:
@@ -164,13 +169,15 @@ def test_what_cannot_be_measured_together_is_refused(overrides: list[str], messa
 
 
 def test_every_setting_that_is_checked_is_provoked_here() -> None:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(config_module._check)))
-    checked = {
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_module._check_relations)))
+    related = {
         f"{node.value.attr}.{node.attr}"
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and isinstance(node.value.value, ast.Name)
     }
-    assert checked == set(OUT_OF_RANGE)
+    bounded = bounded_settings(make_config())
+    assert len(bounded) > 60
+    assert bounded.keys() | related == set(OUT_OF_RANGE)
 
 
 def test_a_value_of_the_wrong_type_is_refused_by_name() -> None:

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from mtptrain.config import RECIPES, PipelineConfig, PromptSource, ResponsesConfig, load_config
+from mtptrain.command_line import program
+from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_config
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.prompt_files import render_prompt, require_chat_template
 from mtptrain.run_dir import write_provenance
@@ -49,7 +49,7 @@ CPU_THREADS = 1
 _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     manifest = prepare_responses(config, init_ranks(config.distributed_timeout_hours))

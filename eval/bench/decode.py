@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
@@ -30,14 +29,15 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from mtptrain.config import RECIPES, BenchConfig, PipelineConfig, load_config
+from mtptrain.command_line import command, program
+from mtptrain.config import BenchConfig, PipelineConfig, load_config
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import PHASES, Drafter, Generation, speculate
 from mtptrain.heads.base import Head
-from mtptrain.run_dir import command, write_provenance
+from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.clock import PhaseClock
@@ -54,7 +54,7 @@ BATCHES_PER_COST = 4
 """The cost of a round is measured on random tokens once for this many batches."""
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     check(config)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import hydra
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -32,7 +31,8 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from mtptrain.config import RECIPES, BenchConfig, PipelineConfig, StoreDtype, load_config
+from mtptrain.command_line import program
+from mtptrain.config import BenchConfig, PipelineConfig, StoreDtype, load_config
 from mtptrain.data.identity import StoreIdentity, TargetIdentity
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
@@ -66,7 +66,7 @@ ExtractionFigures = dict[str, float]
 """Measurements by name; the unit is part of the name."""
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     device = init_ranks(config.distributed_timeout_hours).device

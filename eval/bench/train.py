@@ -23,13 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.config import RECIPES, PipelineConfig, load_config
+from mtptrain.command_line import program
+from mtptrain.config import PipelineConfig, load_config
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.compile import fuse
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
@@ -48,7 +48,7 @@ TrainFigures = dict[str, Any]
 """Measurements by name; the unit is part of the name."""
 
 
-@hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")
+@program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     check(config)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mtptrain.run_dir import quoted
+from mtptrain.command_line import quoted
 
 from .rows import Finding, measured, skipped
 from .stages import Stages

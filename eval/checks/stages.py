@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mtptrain.command_line import python_module, quoted
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.acceptance import generate_in_batches
@@ -18,7 +19,6 @@ from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.hidden_states.store import HiddenStore
-from mtptrain.run_dir import python_module, quoted
 from mtptrain.serving.divergence import first_answer_divergence
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.families import eos_token_ids

@@ -2,21 +2,23 @@
 
 from dataclasses import dataclass
 
+from mtptrain.utils.settings import at_least
+
 
 @dataclass
 class HeadConfig:
     """Settings that all heads share."""
 
     name: str = ""
-    ttt_steps: int = 4
-    """Number of depths T to train: the head drafts this many tokens, reading its own states as it does in serving."""
+    ttt_steps: int = at_least(1, default=4)
+    """Number of trained depths T: during training the head drafts this many tokens from its own states, as in serving."""
     num_attention_heads: int | None = None
-    """Sizes are the target's by default, but hidden size / 128 or / 64 heads if its head dim is not 64 or 128."""
+    """null takes the target's sizes, with as many attention heads as give a head dim of 64 or 128, otherwise hidden size / 128 or
+    / 64."""
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
     init_from: str | None = None
-    """Directory or hub name of the weights to start from: a published head, a trained one (`run_dir/train/best`) or a
-    checkpoint with an MTP layer; see `mtptrain.convert.warm_start`. Random weights by default."""
+    """A published head, an own head (`run_dir/train/best`) or the MTP layer of a checkpoint to start from: a directory or a hub name;
+    see `mtptrain.convert.warm_start`. null starts from random weights."""
     start_from_target: bool = False
-    """Start the layer as a copy of the target's last one that passes the target's states through. Trains several times
-    faster at first."""
+    """Start from the target's last layer, set up to pass the target's states on: trains several times faster at first."""

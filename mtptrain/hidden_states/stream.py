@@ -8,6 +8,7 @@ step reads, which deletes their shards. The two programs communicate only throug
 `stream.json` holds the number of released windows.
 """
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -21,6 +22,7 @@ from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_oth
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import MANIFEST, PLAN, SCHEMA_VERSION, HiddenStore, ShardRecord, StoreManifest, read_json
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
+from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.files import write_json
 
 STREAM = "stream.json"
@@ -218,6 +220,24 @@ class Releases:
         """Returns whether extraction has finished every shard that step `step`, from 0, reads."""
         shards = self.store.shards_of(list(chain.from_iterable(self._steps[step])))
         return all(record_path(shard_path(self.store.directory, shard)).exists() for shard in shards)
+
+    def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
+        """Wait until extraction has written what step `step`, from 0, reads; returns the signal that any rank received meanwhile.
+
+        All ranks wait here together. While one rank is reading a batch, or runs a step that others have not begun, no rank would
+        see a signal.
+        """
+        stopped_by: signal.Signals | None = None
+
+        def is_over() -> bool:
+            nonlocal stopped_by
+            if all(ranks.gather(self.is_written(step))):
+                return True
+            stopped_by = stop.agreed()
+            return stopped_by is not None
+
+        wait_until(is_over, f"the shards of step {step + 1}, which data_prep.hidden_states with the same settings writes")
+        return stopped_by
 
     def num_unread(self, step: int) -> int:
         """Returns the number of leading windows that are no longer read once `step` steps are done."""

@@ -15,7 +15,10 @@ from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from mtptrain.planning.meter import Meter
 from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
-from mtptrain.training.losses import LossSettings, draft_losses
+from mtptrain.training.batches import Batch
+from mtptrain.training.forward import training_losses
+from mtptrain.training.losses import LossSettings
+from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import fused_through
 
 
@@ -147,39 +150,32 @@ def _metered_step(micro_batch: MicroBatch, is_fused: bool = False) -> tuple[Mete
 def _step(
     head: Head, parts: FrozenParts, depths: int, hidden_size: int, lengths: Sequence[int], supervised_share: float, chunk_rows: int
 ) -> None:
-    """As `Trainer.step` does it, for one micro-batch whose documents end with their answers."""
+    """Run forward, loss and backward of one micro-batch whose documents end with their responses."""
     rows = [max(1, round((length - 1) * supervised_share)) for length in lengths]
     with unset_fake_temporarily():  # where documents lie is known, and attention's FLOPs are counted by it
         packing = Packing.of(
             lengths, [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))]
         )
-    _forward_and_loss(head, parts, depths, hidden_size, packing, chunk_rows).backward()
+    batch, scale = _batch(head, depths, hidden_size, packing), torch.empty(depths, dtype=torch.float32)
+    clock = PhaseClock(torch.device("cpu"))
+    losses = training_losses(head, parts, batch, scale, LossSettings(chunk_rows=chunk_rows), clock)
+    del batch  # its memory is free during the backward pass
+    losses.loss.backward()
 
 
-def _forward_and_loss(
-    head: Head, parts: FrozenParts, depths: int, hidden_size: int, packing: Packing, chunk_rows: int
-) -> torch.Tensor:
-    """As `Trainer._losses` does it; what only these two need is gone before the backward pass."""
-    num_tokens, num_rows = len(packing.positions), len(packing.rows)
-    hidden_states, taught = torch.empty(num_tokens, hidden_size), packing.rows + 1  # [N, H], [M]
-    if head.capture_layers:
-        read_states = torch.empty(num_tokens, len(head.capture_layers), hidden_size)  # [N, L, H]
-        target_states = parts.final_norm(hidden_states[taught])  # [M, H]
-    else:
-        read_states = parts.final_norm(hidden_states)  # [N, H]
-        target_states = read_states[taught]
-    embeddings = parts.embed(torch.empty(num_tokens, dtype=torch.long))  # [N, H]
-    states = head(read_states, embeddings, packing, depths)  # [T, M, H]
-    return draft_losses(
-        states,
-        parts.lm_head if head.lm_head is None else head.lm_head.weight,
-        target_states,
-        parts.logits,
-        torch.empty(depths, num_rows, dtype=torch.bool),
-        torch.empty(depths, dtype=torch.float32),
-        LossSettings(chunk_rows=chunk_rows),
-        head.draft_token_ids,
-    ).loss
+def _batch(head: Head, depths: int, hidden_size: int, packing: Packing) -> Batch:
+    """Returns a batch whose tensors have shapes but no data."""
+    num_tokens, num_rows, num_captured = len(packing.positions), len(packing.rows), len(head.capture_layers)
+    return Batch(
+        hidden_states=torch.empty(num_tokens, hidden_size),
+        aux_hidden_states=torch.empty(num_tokens, num_captured, hidden_size) if num_captured else None,
+        next_ids=torch.empty(num_tokens, dtype=torch.long),
+        is_draft=torch.empty(depths, num_rows, dtype=torch.bool),
+        num_drafts=torch.empty(depths, dtype=torch.float32),
+        packing=packing,
+        document_ids=(),
+        document_tokens=num_tokens,
+    )
 
 
 def _frozen_parts(config: PreTrainedConfig) -> FrozenParts:

@@ -1,7 +1,7 @@
 """Packed batches for training: the aligned tensors of one batch, and the batches of every step.
 
-The documents of a step depend on the seed and the epoch alone, never on the number of ranks: a step has `micro_batches_per_step`
-batches of about equal cost, and rank r of W computes those with index r, r + W, ... among them.
+The documents of a step depend only on the seed and the epoch, never on the number of ranks: a step has `micro_batches_per_step`
+batches of about equal cost, and rank r of W computes those with index r, r + W, ...
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,33 +22,33 @@ from mtptrain.training.step_packing import Step, balance, pack_documents, shuffl
 X = TypeVar("X")
 
 TOKEN_COST = 1 / 16
-"""Of a token that gives keys alone, where a row that drafts costs 1."""
+"""Cost of a token that only provides keys and values; a row that drafts costs 1."""
 PAIR_COST = 1 / 32_768
-"""Of a row's attention to one token, likewise."""
+"""Cost of a row's attention to one token."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents packed without padding, each up to the last token that a draft needs, and what its rows read and predict."""
+    """Documents packed without padding, each cut after the last token that a draft needs."""
 
     hidden_states: torch.Tensor
-    """Last layer before the final norm [N, H], as stored until `to` decodes it."""
+    """Last layer before the final norm [N, H]; in the store's dtype until `to` decodes it."""
     aux_hidden_states: torch.Tensor | None
-    """Captured residual streams [N, L, H], for heads that read them; likewise."""
+    """Captured residual streams [N, L, H], for heads that read them; in the store's dtype until `to` decodes it."""
     next_ids: torch.Tensor
-    """i64[N]: the token after each, which depth 0 reads, and depth k of the row k before it."""
+    """i64[N]: the token after each token. Depth k of row i reads the one at row i + k."""
     is_draft: torch.Tensor
-    """bool[T, M]: depth k of a row is a draft that serving makes, so it counts."""
+    """bool[T, M]: whether depth k of a row is a supervised draft position."""
     num_drafts: torch.Tensor
-    """f32[T]: drafts that count, by depth."""
+    """f32[T]: number of supervised draft positions at each depth."""
     packing: Packing
     document_ids: tuple[int, ...]
     document_tokens: int
-    """Of the whole documents, what is left out included."""
+    """Tokens of the whole documents, including those that were cut off."""
     hidden_states_scales: torch.Tensor | None = None
-    """f32[N], where the states are e4m3."""
+    """f32[N], if the states are e4m3."""
     aux_hidden_states_scales: torch.Tensor | None = None
-    """f32[N, L], likewise."""
+    """f32[N, L], if the states are e4m3."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +59,7 @@ class Batch:
         return self.is_draft.shape[1]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """On a device, the states in `dtype`: eight bits cross the bus as eight bits."""
+        """Returns the batch on a device with decoded states in `dtype`. e4m3 states cross the bus as eight bits."""
         moved = map_tensors(self, lambda x: x.to(device, non_blocking=True))
         aux_hidden_states = moved.aux_hidden_states
         return replace(
@@ -78,7 +78,7 @@ def _decoded(states: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dty
 
 
 def map_tensors(x: X, function: Callable[[torch.Tensor], torch.Tensor]) -> X:
-    """The same dataclass, or tuple of such, with every tensor replaced."""
+    """Returns a copy of a dataclass, or tuple of dataclasses, with the function applied to every tensor."""
     if isinstance(x, torch.Tensor):
         return function(x)  # type: ignore[return-value]
     if is_dataclass(x) and not isinstance(x, type):
@@ -89,9 +89,9 @@ def map_tensors(x: X, function: Callable[[torch.Tensor], torch.Tensor]) -> X:
 
 
 class StateBuffers:
-    """Memory of batches that are done with, for the states of those to come: on a CPU, fresh pages cost more than a copy into them.
+    """Reuses the memory of finished batches: on a CPU, fresh pages cost more than copying into them.
 
-    For a GPU it is pinned, and torch itself uses that again once the copies from it are done.
+    For a GPU the memory is pinned, and torch itself reuses it once the copies from it are done.
     """
 
     def __init__(self, batch_tokens: int, for_gpu: bool = False) -> None:
@@ -100,7 +100,7 @@ class StateBuffers:
         self._free: list[torch.Tensor] = []
 
     def take(self, num_tokens: int, row_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """[num_tokens, *row_shape], filled with anything."""
+        """Returns an uninitialised tensor [num_tokens, *row_shape]."""
         if self._for_gpu:
             return torch.empty(num_tokens, *row_shape, dtype=dtype, pin_memory=True)
         wanted = (dtype, row_shape)
@@ -113,7 +113,7 @@ class StateBuffers:
         return self._free.pop(found)[:num_tokens]
 
     def give_back(self, batch: Batch) -> None:
-        """Nothing may read the states of this batch from now on."""
+        """Free the states of a batch, which must not be read from now on."""
         if self._for_gpu:
             return
         states = (batch.hidden_states, batch.aux_hidden_states)
@@ -123,14 +123,15 @@ class StateBuffers:
 def make_batch(
     documents: Sequence[StoredDocument], ttt_steps: int, decode_states: bool = False, buffers: StateBuffers | None = None
 ) -> Batch:
-    """Pack documents and align every depth by design: the draft of token j at depth k counts only if tokens j-1-k .. j all lie in
-    one generated span of one document. Documents without a draft are left out.
+    """Pack documents into a batch. Documents without a supervised draft position are left out.
+
+    The draft of token j at depth k counts only if tokens j-1-k .. j are all in one generated span of one document.
 
     Args:
-        documents: of one store.
-        ttt_steps: T.
-        decode_states: those of eight bits here and now, for a batch that stays on the CPU.
-        buffers: where the states are to lie; in memory of their own without.
+        documents: documents of one store.
+        ttt_steps: number of depths T.
+        decode_states: decode e4m3 states now, for a batch that stays on the CPU.
+        buffers: memory for the states; None allocates it.
     """
     kept: list[StoredDocument] = []
     spans: list[tuple[int, int, int]] = []  # document, first row, rows
@@ -140,12 +141,14 @@ def make_batch(
         if len(counts):
             spans += [(len(kept), int(first), int(count)) for first, count in zip(first_rows, counts, strict=True)]
             kept.append(document)
-            used.append(int(first_rows[-1] + counts[-1]) + 1)  # the last row's teacher is the token behind it
+            used.append(int(first_rows[-1] + counts[-1]) + 1)  # the last row's teacher is at the next token
     assert kept, "no document has a draft"
     packing = Packing.of(used, spans)
     ends = torch.tensor([count for *_, count in spans], dtype=torch.long).cumsum(0)
-    of_row = torch.repeat_interleave(torch.arange(len(spans)), ends.diff(prepend=torch.zeros(1, dtype=torch.long)))  # [M], its span
-    rows_left = ends[of_row] - torch.arange(len(of_row))  # in the span, the row itself included
+    of_row = torch.repeat_interleave(
+        torch.arange(len(spans)), ends.diff(prepend=torch.zeros(1, dtype=torch.long))
+    )  # [M], span of each row
+    rows_left = ends[of_row] - torch.arange(len(of_row))  # in the span, including the row itself
     hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, buffers)
     aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, buffers)
     assert hidden_states is not None
@@ -165,7 +168,7 @@ def make_batch(
 
 
 def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First row and number of rows of each span of a document that drafts: from row t, tokens t + 1 and t + 2 must be generated."""
+    """Returns the first row and the number of rows of each span of rows that draft: tokens t + 1 and t + 2 of row t are generated."""
     drafts = (loss_mask[1:-1] & loss_mask[2:]).astype(np.int8)
     edges = np.diff(drafts, prepend=0, append=0)
     first_rows = np.flatnonzero(edges == 1)
@@ -175,7 +178,7 @@ def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArra
 def pack_states(
     documents: Sequence[StoredDocument], used: Sequence[int], name: str, decode_states: bool, buffers: StateBuffers | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """States [N, ..., H] of the first `used` tokens of each document, and the scales [N, ...] of those that are still e4m3."""
+    """Returns the states [N, ..., H] of the first `used` tokens of each document, and the scales [N, ...] if they are still e4m3."""
     states, scales = (
         [part[:count] for document, count in zip(documents, used, strict=True) if (part := getattr(document, field)) is not None]
         for field in (name, scales_of(name))
@@ -194,32 +197,32 @@ def pack_states(
 
 
 def document_costs(store: HiddenStore) -> NDArray[np.float64]:
-    """What each document costs in training, in rows that draft [D]; 0 where it has none."""
+    """Returns the training cost of each document [D], in rows that draft; 0 for a document without any."""
     return np.concatenate([shard_costs(mask, offsets) for mask, offsets in store.loss_masks()])
 
 
 def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the costs [D] of documents whose loss masks [N] follow each other, document i at `offsets[i]`.
+    """Returns the costs [D] of documents with concatenated loss masks [N], where document i begins at `offsets[i]`.
 
-    All documents are counted in one go: a store may have millions.
+    The computation is vectorised over documents: a store may have millions.
     """
-    drafts = np.zeros(len(loss_mask) + 2, np.uint8)  # with a token that does not draft at either end
+    drafts = np.zeros(len(loss_mask) + 2, np.uint8)  # padded at both ends with a token that does not draft
     drafts[1:-3] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
-    for behind in (1, 2):  # the last two tokens of a document have no draft
-        drafts[1 + np.maximum(offsets[1:] - behind, 0)] = 0
+    for distance in (1, 2):  # the last two tokens of a document have no draft
+        drafts[1 + np.maximum(offsets[1:] - distance, 0)] = 0
     changes = np.flatnonzero(drafts[1:] != drafts[:-1])
     first_rows, ends = changes[::2], changes[1::2]
     document = np.searchsorted(offsets, first_rows, side="right") - 1  # of each span
     counts, first_rows, ends = ends - first_rows, first_rows - offsets[document], ends - offsets[document]
     num_documents = len(offsets) - 1
     last_ends = np.zeros(num_documents)
-    last_ends[document] = ends  # the last one stays
+    last_ends[document] = ends  # later spans overwrite earlier ones
     rows_and_pairs = counts + PAIR_COST * (counts * (first_rows + counts / 2))
     return TOKEN_COST * last_ends + np.bincount(document, rows_and_pairs, num_documents)
 
 
 class BatchSchedule:
-    """Every step's batches, known from the start: resuming is counting. Steps are asked for in rising order."""
+    """The batches of every step, fixed from the start, so that resuming only counts steps. Steps are requested in rising order."""
 
     def __init__(
         self,
@@ -234,13 +237,13 @@ class BatchSchedule:
         """Pack the first epoch.
 
         Args:
-            store: of the documents.
-            ttt_steps: T.
-            batch_tokens: of one micro-batch at most.
-            micro_batches_per_step: over all ranks.
+            store: the hidden states.
+            ttt_steps: number of depths T.
+            batch_tokens: most tokens of one micro-batch.
+            micro_batches_per_step: number over all ranks.
             seed: shuffles the documents of each epoch.
             for_gpu: read ahead in a thread, into pinned memory.
-            order: of the documents of the only epoch, where the store asks for one.
+            order: order of documents of the only epoch, for a streamed store.
         """
         self.store = store
         self.order = order
@@ -273,7 +276,7 @@ class BatchSchedule:
         return self._packed if self._epoch == 0 else self._pack(0)
 
     def documents_of(self, step: int) -> Step:
-        """Document indices of each micro-batch of a step, counted over all epochs."""
+        """Returns the document indices of each micro-batch of a step. Steps count over all epochs."""
         while step >= self._first_step + len(self._packed):
             self._first_step += len(self._packed)
             self._epoch += 1
@@ -282,29 +285,29 @@ class BatchSchedule:
         return balance(documents, self.store.document_lengths, self.costs, self.batch_tokens)
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
-        """This rank's batches of a step."""
+        """Returns this rank's batches of a step."""
         return [
             self._pinned(make_batch([self.store.document(i) for i in documents], self.ttt_steps, not self.for_gpu, self._buffers))
             for documents in self.documents_of(step)[rank::world_size]
         ]
 
     def _pinned(self, batch: Batch) -> Batch:
-        """For a GPU, so that copies to it run beside the step."""
+        """Returns the batch in pinned memory if there is a GPU, so that copies to it overlap with the step."""
         return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if self._pins else batch
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
-        """This rank's batches of steps first_step .. last_step - 1; for a GPU each is read while the step before it runs.
+        """Yields this rank's batches of steps first_step .. last_step - 1. For a GPU, each is read while the step before it runs.
 
-        A step on a CPU keeps all its cores: a reader beside it cost a third of its speed, and reading first costs a hundredth.
-        The states of a step's batches are overwritten once those of the next step are asked for.
+        On a CPU nothing is read ahead: a concurrent reader costs a third of the step's speed, reading in between a hundredth.
+        The states of a step's batches are overwritten when the next step is requested.
         """
         reader = ThreadPoolExecutor(max_workers=1) if self.for_gpu else None
-        coming: Future[list[Batch]] | None = None
+        pending: Future[list[Batch]] | None = None
         try:
             for step in range(first_step, last_step):
-                ready = self.micro_batches(step, rank, world_size) if coming is None else coming.result()
+                ready = self.micro_batches(step, rank, world_size) if pending is None else pending.result()
                 if reader is not None and step + 1 < last_step:
-                    coming = reader.submit(self.micro_batches, step + 1, rank, world_size)
+                    pending = reader.submit(self.micro_batches, step + 1, rank, world_size)
                 yield ready
                 for batch in ready:
                     self._buffers.give_back(batch)

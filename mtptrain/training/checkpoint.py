@@ -1,28 +1,22 @@
 """Checkpoints of a training run: head, optimizer, schedule, RNG and the step, which is the position in the data.
 
-`checkpoints/step_00000100/state.safetensors` holds whole fp32 tensors, whatever the number of ranks and the ZeRO stage: each weight,
-and its two Adam moments. `complete.json` is written last, by rank 0, and holds the size and sha256 of the state: a checkpoint without
-it does not count, and one whose state is not that one is torn, so that a run goes on from the checkpoint before. The best head by
-acceptance is in `best/` and is never rotated away.
+`checkpoints/step_00000100/state.safetensors` holds whole fp32 tensors, whatever the number of ranks and the ZeRO stage: each weight
+and its two Adam moments. Rank 0 writes `complete.json` last, with the size and sha256 of the state. A checkpoint without it is
+ignored; one whose state does not match it is torn, and the run resumes from the checkpoint before. The best head by acceptance is
+in `best/` and is never deleted.
 """
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 from safetensors import SafetensorError, safe_open
 
 from mtptrain.heads.files import with_defaults
+from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.files import file_sha256, save_tensors, sync, write_json
 
@@ -32,25 +26,22 @@ if TYPE_CHECKING:
 MARKER = "complete.json"
 STATE = "state.safetensors"
 STATE_FILE = "state_file"
-"""Entry of the marker: size and sha256 of the state."""
+"""Key of the marker for the size and sha256 of the state."""
 TORN = "torn_"
-"""Prefix of the name that a torn checkpoint is given."""
+"""Prefix that is added to the name of a torn checkpoint."""
 RUN = ("run.rng", "run.step", "run.best_acceptance_length")
-MOMENTS = ("exp_avg", "exp_avg_sq")
-SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
-"""Behind a parameter's name: the weight itself, and its moments."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands."""
+    """Progress of a run."""
 
     step: int = 0
     best_acceptance_length: float = 0.0
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
+    """Returns the finished checkpoints, oldest first."""
     return sorted(marker.parent for marker in directory.glob(f"step_*/{MARKER}"))
 
 
@@ -60,13 +51,18 @@ def save_checkpoint(
     """Gather the state of all ranks, write it on rank 0, then remove all checkpoints but the newest `keep`.
 
     Args:
-        facts: settings by name that must be the same for the run to go on from it.
+        engine: the engine to save.
+        directory: the folder of all checkpoints.
+        progress: the step that has just been made.
+        facts: settings by name that must be the same when a run resumes.
+        keep: number of checkpoints to keep.
+        ranks: this process among all.
     """
     folder = directory / f"step_{progress.step:08d}"
     state = gather_state(engine, keep_here=ranks.is_first)
     if ranks.is_first:
         (folder / MARKER).unlink(missing_ok=True)
-        torn = [path for path in directory.glob("step_*") if not (path / MARKER).is_file()]  # of a run that was killed
+        torn = [path for path in directory.glob("step_*") if not (path / MARKER).is_file()]  # left by a killed run
         for unusable in [*torn, *directory.glob(f"{TORN}*")]:
             shutil.rmtree(unusable)
         folder.mkdir(parents=True)
@@ -75,7 +71,7 @@ def save_checkpoint(
         write_json(folder / MARKER, facts | {STATE_FILE: describe_file(folder / STATE)})
         sync(directory)  # the new folder must be on the disk before an old one is removed
         for old in complete_checkpoints(directory)[:-keep]:
-            (old / MARKER).unlink()  # first, so that a kill in between leaves no half checkpoint that counts
+            (old / MARKER).unlink()  # first, so that a kill in between leaves no half-deleted checkpoint that looks complete
             shutil.rmtree(old)
     ranks.barrier()
 
@@ -85,15 +81,15 @@ def describe_file(path: Path) -> dict[str, object]:
 
 
 def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
-    """The checkpoint to go on from, the same on all ranks; None where there is none.
+    """Returns the checkpoint to resume from, the same on all ranks, or None if there is none.
 
-    Rank 0 verifies them, the newest first. It warns of each torn one and gives it a name under which it does not count.
+    Rank 0 verifies them, newest first. It warns about each torn one and renames it, so that it is ignored from then on.
 
     Raises:
-        RuntimeError: there are checkpoints, but every one is torn.
+        RuntimeError: every checkpoint is torn.
     """
-    found: tuple[Path | None, dict[Path, str]] = _first_whole(directory) if ranks.is_first else (None, {})
-    chosen, faults = ranks.gather(found)[0]
+    newest: tuple[Path | None, dict[Path, str]] = _newest_whole(directory) if ranks.is_first else (None, {})
+    chosen, faults = ranks.gather(newest)[0]
     if faults and chosen is None:
         raise RuntimeError(
             f"{directory}: at least one checkpoint must be whole, but none is ({'; '.join(faults.values())}); restore one, or remove "
@@ -106,8 +102,8 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
     return chosen
 
 
-def _first_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest whole checkpoint, and what is wrong with each that is newer."""
+def _newest_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Returns the newest whole checkpoint, and the fault of each newer one."""
     faults: dict[Path, str] = {}
     for folder in reversed(complete_checkpoints(directory)):
         fault = find_fault(folder)
@@ -118,9 +114,9 @@ def _first_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def find_fault(folder: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, every byte of which is read; None where nothing is.
+    """Returns what is wrong with the files of a checkpoint, or None. Reads every byte.
 
-    A marker of a version that recorded no hash: then the file's length must be that which its own header gives.
+    Markers of older versions have no hash. For those, only the file's length is compared with its header.
     """
     path = folder / STATE
     try:
@@ -142,30 +138,11 @@ def find_fault(folder: Path) -> str | None:
     return None if sha256 == recorded["sha256"] else f"{path}: the sha256 must be {recorded['sha256']}, but is {sha256}"
 
 
-def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
-    """Every weight and Adam moment in fp32, by parameter name, on the CPU; all ranks take part, and those that keep nothing get {}."""
-    state: dict[str, torch.Tensor] = {}
-    for name, parameter in engine.module.named_parameters():
-        whole = parameter_state(engine, parameter)
-        if keep_here:
-            state |= {name + suffix: tensor.detach().cpu() for suffix, tensor in zip(SUFFIXES, whole, strict=True)}
-    return state
-
-
-def parameter_state(engine: "DeepSpeedEngine", parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A whole parameter and its moments."""
-    if not hasattr(parameter, "_hp_mapping"):  # DeepSpeed left the optimizer as it is
-        moments = engine.optimizer.state[parameter]
-        return parameter, moments["exp_avg"], moments["exp_avg_sq"]
-    first, second = (safe_get_full_optimizer_state(parameter, key) for key in MOMENTS)
-    return safe_get_full_fp32_param(parameter), first, second
-
-
 def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
-    """Refuse to go on from a checkpoint whose step, data or optimizer parts mean something else now.
+    """Refuse to resume from a checkpoint of another head, other data or another optimization.
 
     Raises:
-        ValueError: naming each setting that differs.
+        ValueError: a setting differs; the message names each.
     """
     stored = json.loads((folder / MARKER).read_text())
     if "head" in stored:
@@ -181,15 +158,15 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
 
 
 def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
-    """Go on from a checkpoint, with any number of ranks.
+    """Load a checkpoint, with any number of ranks.
 
     Raises:
-        RuntimeError: it does not hold this head.
+        RuntimeError: it does not hold the tensors of this head.
     """
     path = folder / STATE
     with safe_open(path, framework="pt") as file:
         held = set(file.keys())
-        wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in SUFFIXES} | set(RUN)
+        wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in STATE_SUFFIXES} | set(RUN)
         if held != wanted:
             raise RuntimeError(
                 f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; remove the folder "
@@ -199,34 +176,3 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
         torch.set_rng_state(rng)
         restore_state(engine, file.get_tensor, int(step))
     return Progress(int(step), float(best))
-
-
-@torch.no_grad()
-def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tensor], step: int) -> None:
-    """Put weights and moments where the engine keeps them, each rank its part, and the schedule at `step`.
-
-    Args:
-        stored: gives a whole tensor by its name; one after the other, for all of them may be more than a rank has room for.
-    """
-    optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
-    for group in optimizer.param_groups:
-        for flat in group["params"]:  # parameters, or this rank's part of all of them behind each other
-            zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
-            optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
-    if engine.optimizer is not optimizer:
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in engine.module.named_parameters():
-        weight, *moments = (stored(name + suffix).to(parameter.device) for suffix in SUFFIXES)
-        parameter.copy_(weight)
-        if hasattr(parameter, "_hp_mapping"):
-            safe_set_full_fp32_param(parameter, weight)
-        for key, moment in zip(MOMENTS, moments, strict=True):
-            if hasattr(parameter, "_hp_mapping"):
-                safe_set_full_optimizer_state(parameter, moment, key)
-            else:
-                optimizer.state[parameter][key].copy_(moment)
-    engine.global_steps = step
-    schedule = engine.lr_scheduler
-    schedule.last_epoch, schedule._step_count = step, step + 1
-    for group, base, rate in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        group["lr"] = base * rate(step)

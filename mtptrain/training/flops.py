@@ -1,4 +1,4 @@
-"""What a training step needs, in FLOPs of its formula, and what a device can do."""
+"""FLOPs of a training step by formula, and the measured peak of a device."""
 
 import time
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ INPUT_NORMS = ("enorm", "hnorm", "fc_norm", "input_norm")
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Of forward, loss and backward: products with weights, and attention; nothing that is computed twice counts twice."""
+    """FLOPs of forward, loss and backward: products with weights, and attention. Recomputed work does not count."""
 
     per_token: int
-    """Of each of N tokens: what gives its depth-0 key and value."""
+    """For each of N tokens: its depth-0 key and value."""
     per_row: int
-    """Of each of M rows: all depths, their T drafts and one teacher."""
+    """For each of M rows: all depths, with T drafts and one teacher."""
     per_pair: int
-    """Of each row and each token that it sees, at all depths."""
+    """For each pair of a row and a token that it attends to, at all depths."""
 
     @staticmethod
     def of(head: Head, vocab_size: int, depths: int) -> "StepFlops":
-        """Of a head for a target with V tokens, trained over T depths: 2 FLOPs per weight forward, 4 backward.
+        """Returns the FLOPs of a head for a target with V tokens, trained over T depths: 2 per weight forward, 4 backward.
 
         The target's states need no gradient, so an input projection that reads them without a norm in between costs 2 fewer.
         """
@@ -51,14 +51,15 @@ class StepFlops:
         )
 
     def of_batch(self, batch: Batch) -> float:
+        """Returns the FLOPs of a step over this batch."""
         return self.per_token * batch.num_tokens + self.per_row * batch.num_rows + self.per_pair * batch.packing.num_pairs
 
 
 @cache
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of ten products of [2048, 2048] matrices, of [8192, 8192] on a GPU.
+    """Returns the FLOP/s of the fastest of ten products of [2048, 2048] matrices, or [8192, 8192] on a GPU.
 
-    A CPU without instructions for bf16 may take a minute for each of these: there products of [256, 256] are as fast as any.
+    A CPU without bf16 instructions may need a minute for each of these. Its peak is measured with [256, 256], where it is as fast.
     """
     if device.type == "cuda":
         return _rate_of_products(8192, device, dtype)
@@ -67,7 +68,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 SLOW_FLOPS = 1e10
-"""FLOP/s of a processor that is not worth measuring with large products."""
+"""FLOP/s below which a processor is not measured with large products."""
 
 
 def _rate_of_products(size: int, device: torch.device, dtype: torch.dtype) -> float:

@@ -1,7 +1,7 @@
-"""Losses of a head against the target's distribution, as sums and counts; the division happens once, in the trainer.
+"""Losses of a head against the target's distribution, as sums and counts; the trainer divides once.
 
-The teacher's logits are recomputed from the target's hidden state, once per position for all depths, and the gradient of the head's
-states is written in the forward pass: no logits outlive their block of rows.
+The teacher's logits are recomputed from the target's hidden states, once per target token for all depths. The gradient of the head's
+states is computed in the forward pass, so that no logits outlive their block of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +22,21 @@ class LossSettings:
     kind: LossKind = LossKind.kl
     lk_eta: float = 3.0
     feature_weight: float = 0.0
-    """Of the smooth L1 distance between the head's state and the target's post-norm state, mean over H, added to the loss."""
+    """Weight of the smooth L1 distance between the head's and the target's post-norm state, mean over H, in the loss."""
     chunk_rows: int = 1536
-    """Rows of one block of logits [rows, V]: those of all depths that the same positions teach."""
+    """Rows of one block of logits [rows, V]: all depths of the same target tokens together."""
 
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over the drafts of a batch that count, by depth; divide by `Batch.num_drafts` summed over ranks."""
+    """Sums over the supervised draft positions of a batch, by depth; divide by `Batch.num_drafts` summed over ranks."""
 
     loss: torch.Tensor
     """f32[], the sum over depths of scale * loss; carries the gradient."""
     losses: torch.Tensor  # f32[T]
     kl: torch.Tensor  # f32[T], nats
     top1_accuracy: torch.Tensor  # f32[T], drafts whose most likely token is the target's
-    overlap: torch.Tensor  # f32[T], of sum min(p, q), the chance of a sampled draft to be accepted
+    overlap: torch.Tensor  # f32[T], sum min(target_probs, draft_probs): the probability that a sampled draft is accepted
 
 
 def draft_losses(
@@ -51,19 +51,19 @@ def draft_losses(
 ) -> LossSums:
     """Compare every draft with the target's distribution.
 
-    Row i's depth k is taught where row i + k's depth 0 is: rows of a span lie behind each other. A head with a vocabulary of its
-    own is taught by the target's probabilities as they are, not renormalised: the mass that it cannot draft is added to the KL,
-    and a target token outside is a miss.
+    Depth k of row i has the same target token as depth 0 of row i + k, because the rows of a span are consecutive. If the head has
+    its own vocabulary, the target's probabilities are not renormalised: the mass that the head cannot draft is added to the KL, and
+    a target token outside the vocabulary is a miss.
 
     Args:
-        states: of the head [T, M, H].
+        states: the head's states [T, M, H].
         lm_head: the head's [D, H] or the target's frozen [V, H].
-        target_states: post-norm states of the target that teach depth 0 of the rows [M, H].
-        target_logits: gives the target's logits [C, V] of its states [C, H].
-        is_draft: where depth k of row i counts, bool [T, M]; a row that counts at a depth counts at all before.
+        target_states: the target's post-norm states for depth 0 of each row [M, H].
+        target_logits: returns the target's logits [C, V] for its states [C, H].
+        is_draft: whether depth k of row i counts, bool [T, M]; a row that counts at some depth counts at all smaller ones.
         scale: weight of each depth's sum in the loss [T].
         settings: the loss.
-        draft_token_ids: the target's ids of the head's vocabulary i64[D], where it has one of its own.
+        draft_token_ids: the target's ids of the head's own vocabulary i64[D], or None.
     """
     loss, sums = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         states, lm_head, target_states, target_logits, is_draft, scale, settings, draft_token_ids
@@ -87,15 +87,15 @@ class _ChunkedLoss(torch.autograd.Function):
         num_depths, num_rows, _ = states.shape
         num_positions = max(1, settings.chunk_rows // num_depths)
         if num_positions > 4:
-            num_positions -= num_positions % 4  # a CPU's products of odd numbers of rows take 5 to 8 % longer
-        grad_states = torch.zeros_like(states)  # the last rows have no teacher
+            num_positions -= num_positions % 4  # products with other numbers of rows take 5 to 8 % longer on a CPU
+        grad_states = torch.zeros_like(states)  # stays zero for rows that have no teacher at a depth
         grad_lm_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
         sums = states.new_zeros(4, num_depths, dtype=torch.float32)
         for first in range(0, num_rows, num_positions):
-            taught = target_states[first : first + num_positions]
-            teacher = teach(target_logits(taught), draft_token_ids)
-            places = places_of_rows(first, len(taught), num_depths)
-            block, counts = (at_positions(x, places, len(taught)) for x in (states, is_draft))  # [T, C, H], [T, C]
+            target_block = target_states[first : first + num_positions]
+            teacher = teach(target_logits(target_block), draft_token_ids)
+            slots = rows_of_block(first, len(target_block), num_depths)
+            block, counts = (at_targets(x, slots, len(target_block)) for x in (states, is_draft))  # [T, C, H], [T, C]
             row_states = block.flatten(0, 1)
             block_sums, grad_logits = compare(
                 F.linear(row_states, lm_head), counts.flatten(), teacher, scale, settings.kind, settings.lk_eta
@@ -104,13 +104,13 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_lm_head is not None:
                 grad_lm_head += grad_logits.T @ row_states
             if settings.feature_weight:
-                feature_sums, feature_grad = compare_features(block, counts, taught, scale, settings.feature_weight)
+                feature_sums, feature_grad = compare_features(block, counts, target_block, scale, settings.feature_weight)
                 block_sums[0] += feature_sums
                 grad += feature_grad
             sums += block_sums
-            for depth, (rows, in_block) in enumerate(places):
+            for depth, (rows, in_block) in enumerate(slots):
                 grad_states[depth, rows] = grad[depth, in_block]
-            del teacher, grad_logits  # rows of V, not to be kept beside those of the next block
+            del teacher, grad_logits  # [rows, V] each: free them before the next block
         ctx.save_for_backward(grad_states, *([] if grad_lm_head is None else [grad_lm_head]))
         ctx.mark_non_differentiable(sums)
         return (sums[0] * scale).sum(), sums
@@ -124,32 +124,35 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 6  # torch refuses a second backward pass
 
 
-def places_of_rows(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:
-    """Of each depth, the rows that a block of positions from `first` teaches, and their positions in the block: its last ones."""
+def rows_of_block(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:
+    """Returns for each depth the rows whose target tokens are in the block that begins at `first`, and their slots in the block.
+
+    A depth that has fewer rows than the block has slots uses the last slots.
+    """
     rows = [(max(0, first - depth), max(0, first + num_positions - depth)) for depth in range(num_depths)]
     return [(slice(start, stop), slice(num_positions - (stop - start), num_positions)) for start, stop in rows]
 
 
-def at_positions(x: torch.Tensor, places: Sequence[tuple[slice, slice]], num_positions: int) -> torch.Tensor:
-    """Some rows of each depth [T, M, ...], by the positions that teach them [T, C, ...]; zeros ahead where a depth has fewer."""
+def at_targets(x: torch.Tensor, slots: Sequence[tuple[slice, slice]], num_positions: int) -> torch.Tensor:
+    """Returns the rows [T, M, ...] of a block, aligned by target token [T, C, ...]; slots without a row are zero."""
     block = x.new_zeros(len(x), num_positions, *x.shape[2:])
-    for depth, (rows, in_block) in enumerate(places):
+    for depth, (rows, in_block) in enumerate(slots):
         block[depth, in_block] = x[depth, rows]
     return block
 
 
 class Teacher(NamedTuple):
-    """The target's distribution at a block of positions over the head's vocabulary, shared by all depths.
+    """The target's distribution over the head's vocabulary for a block of target tokens, shared by all depths.
 
-    A GPU's loss is bound by memory traffic, so its teacher is the logits themselves: every depth reads them again in their own dtype,
-    and no fp32 probabilities are written. A CPU's loss is bound by its exponentials, so its teacher is the probabilities.
+    On a GPU memory traffic limits the loss, so the teacher holds logits: every depth reads them in their own dtype, and no fp32
+    probabilities are written. On a CPU exponentials limit the loss, so the teacher holds probabilities.
     """
 
-    values: torch.Tensor  # [C, D], logits where `log_total` is given, else probabilities in fp32
+    values: torch.Tensor  # [C, D], logits if `log_total` is given, otherwise probabilities in fp32
     log_total: torch.Tensor | None  # [C], the log of the sum of exp(logit) over the target's whole vocabulary
     negative_entropy: torch.Tensor | None  # [C], the sum of p log p over the head's vocabulary; None with logits
     tokens: torch.Tensor  # [C], the most likely ones; -1 outside the head's vocabulary
-    mass: torch.Tensor | None  # [C], of the target within the head's vocabulary; None where it is the target's
+    mass: torch.Tensor | None  # [C], the target's probability mass in the head's vocabulary; None if it has the target's vocabulary
 
 
 def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
@@ -160,7 +163,7 @@ def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher
 def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
     """Returns a teacher that holds logits."""
     largest, total, smallest, tokens = _totals(mark_width_static(logits))
-    log_total = largest + total.log() + 0 * smallest  # NaN where a logit is -inf, which a sum of exponentials does not show
+    log_total = largest + total.log() + 0 * smallest  # makes a logit of -inf visible as NaN, which the sum of exponentials hides
     if draft_token_ids is None:
         return Teacher(logits, log_total, None, tokens, None)
     return Teacher(*_own_logits(logits, log_total, tokens, draft_token_ids))
@@ -174,7 +177,7 @@ def _totals(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     """
     wide = logits.float()
     largest = wide.amax(-1, keepdim=True)
-    total = (wide - largest).exp().sum(-1, keepdim=True)  # keepdim as the compiler's pattern of a softmax has it
+    total = (wide - largest).exp().sum(-1, keepdim=True)  # keepdim, so that the compiler recognises a softmax
     return largest[:, 0], total[:, 0], wide.amin(-1), wide.argmax(-1)
 
 
@@ -202,45 +205,46 @@ def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -
 def _of_own_vocabulary(
     probs: torch.Tensor, product: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Returns probabilities over the head's vocabulary, negative entropies, tokens and masses, from what `_softmax` gives."""
+    """Returns probabilities over the head's vocabulary, negative entropies, tokens and masses, from the results of `_softmax`."""
     is_in = draft_token_ids == tokens[:, None]  # [C, D]
     own = probs[:, draft_token_ids]
-    negative_entropy = torch.xlogy(own, own).sum(-1) + 0 * product  # NaN where a logit is not finite, as without an own vocabulary
+    negative_entropy = torch.xlogy(own, own).sum(-1) + 0 * product  # NaN if a logit is not finite, as with the target's vocabulary
     return own, negative_entropy, torch.where(is_in.any(-1), is_in.int().argmax(-1), -1), own.sum(-1)
 
 
 @fused
 def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of rows [C, V], with e = exp(x - max x): probabilities in fp32, the sums [C] of e and of e log e, and the most likely tokens i32[C].
+    """Returns for rows [C, V], with e = exp(x - max x): fp32 probabilities, the sums [C] of e and of e log e, and the most likely
+    tokens i32[C].
 
-    A row stays in the cache of a CPU's core from the first pass over it to the last. One more number for each row, such as the log of a
-    sum, would end that: a compiler then passes over all rows before it and again behind it.
+    A row stays in a CPU core's cache from the first pass over it to the last. Computing one more number per row here, such as the log
+    of a sum, would break that: the compiler would then split the work into one loop over all rows before it and another after it.
     """
     wide, last = logits.float(), logits.shape[-1] - 1
     shifted = wide - wide.amax(-1, keepdim=True)
     exps = shifted.exp()
     total = exps.sum(-1, keepdim=True)
     ids = torch.arange(last + 1, device=logits.device, dtype=torch.int32)
-    tokens = torch.where(shifted >= 0, ids, last).amin(-1)  # argmax, of which a CPU's compiler makes no vectors
+    tokens = torch.where(shifted >= 0, ids, last).amin(-1)  # argmax, which is not vectorised on a CPU
     return exps / total, total[:, 0], (exps * shifted).sum(-1), tokens
 
 
 def compare(
     logits: torch.Tensor, counts: torch.Tensor, teacher: Teacher, scale: torch.Tensor, kind: LossKind, lk_eta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drafts' logits with their teacher; rows whose `counts` is false give nothing.
+    """Compare the logits of drafts with their teacher; rows whose `counts` is false contribute nothing.
 
     Args:
-        logits: of all depths behind each other [T * C, D].
+        logits: the logits of all depths, concatenated [T * C, D].
         counts: bool [T * C].
-        teacher: of C positions, the same for every depth.
+        teacher: the distributions of C target tokens, the same for every depth.
         scale: weight of each depth in the loss [T].
-        kind: of loss.
-        lk_eta: of `LossKind.lk`.
+        kind: which loss.
+        lk_eta: `train.lk_eta`, for `LossKind.lk`.
 
     Returns:
-        Sums over rows of the loss, KL, top-1 accuracy and overlap [4, T], and the gradient of the weighted loss by the logits [T * C, D] in
-        their dtype.
+        Sums over rows of the loss, KL, top-1 accuracy and overlap [4, T], and the gradient of the weighted loss with respect to the
+        logits [T * C, D] in their dtype.
     """
     num_depths = len(scale)
     tokens = teacher.tokens.repeat(num_depths)
@@ -261,7 +265,7 @@ def compare(
     cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product
     kl = cross + log_total
     if mass is not None:
-        kl = kl + (1 - mass) * (1 - log_total)  # what cannot be drafted is lost, and has no logit
+        kl = kl + (1 - mass) * (1 - log_total)  # add the mass that cannot be drafted
     agrees = (at_token == largest) & (tokens >= 0)
     if kind == LossKind.ce:
         loss = torch.where(tokens >= 0, largest + log_total - at_token, 0.0)
@@ -286,11 +290,12 @@ def _rows_and_grad(
     kind: LossKind,
     lk_eta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `compare` needs of each row, f32[T * C], with e = exp(x - max x): the largest logit, the sums of e and of p log e, and the
-    overlap; and the gradient of the weighted loss [T * C, D]. A teacher that holds logits gives the sum of p (log e - log p) instead.
+    """Returns for each row, with e = exp(x - max x): the largest logit, the sums of e and of p log e, and the overlap, each
+    f32[T * C]; and the gradient of the weighted loss [T * C, D]. If the teacher holds logits, the third is the sum of
+    p (log e - log p).
 
-    A row stays in the cache as in `_softmax`, except with `LossKind.lk`, whose gradient needs a weight that comes of the overlap.
-    T is an argument because the compiler forgets to check a quotient of sizes when it runs the same code for another T.
+    A row stays in the cache as in `_softmax`, except with `LossKind.lk`, whose gradient needs a weight computed from the overlap.
+    T is an argument because the compiler does not guard on a quotient of sizes when it reuses the code for another T.
     """
     values = teacher_values.expand(num_depths, -1, -1).reshape(logits.shape)
     if teacher_log_total is None:
@@ -312,7 +317,9 @@ def _rows_and_grad(
         grad = (drafted if mass is None else drafted * mass[:, None]) - probs
     if kind == LossKind.lk:
         weight = torch.exp(-lk_eta * overlap)[:, None]
-        short = torch.where(drafted < probs, drafted, 0.0)  # where the draft falls short, min(p, q) is q
+        short = torch.where(
+            drafted < probs, drafted, 0.0
+        )  # where the draft falls short, min(target_probs, draft_probs) is draft_probs
         grad = weight * grad + (1 - weight) * (drafted * short.sum(-1, keepdim=True) - short)
     product = (probs * (shifted if log_probs is None else shifted - log_probs)).sum(-1)
     return largest[:, 0], total[:, 0], product, overlap, (grad * weights[:, None]).to(logits.dtype)
@@ -321,8 +328,8 @@ def _rows_and_grad(
 def compare_features(
     states: torch.Tensor, counts: torch.Tensor, target_states: torch.Tensor, scale: torch.Tensor, weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sums [T] of the smooth L1 distance of states [T, C, H] to the target's [C, H], mean over H, and the gradient of their
-    sum, each times the depth's scale."""
+    """Returns the weighted sums [T] of the smooth L1 distance of states [T, C, H] to the target's [C, H], mean over H, and the
+    gradient of their sum with each depth scaled."""
     difference = states.float() - target_states.float()
     distance = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").mean(-1)  # [T, C]
     grad = difference.clamp(-1, 1) * (counts * scale[:, None] * (weight / states.shape[-1]))[..., None]

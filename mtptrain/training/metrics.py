@@ -1,4 +1,4 @@
-"""Metrics of a run: `metrics.jsonl` always, wandb beside it."""
+"""Metrics of a run, written to `metrics.jsonl` and optionally to wandb."""
 
 import json
 import os
@@ -20,15 +20,15 @@ from mtptrain.utils.files import write_text
 
 METRICS = "metrics.jsonl"
 PHASES = ("forward", "loss", "backward", "optimizer")
-"""Of a step, as the trainer's clock names them."""
+"""Phases of a step, named as in the trainer's clock."""
 
 
 class Tracking:
-    """Writes one line per record; rank 0 alone has one."""
+    """Writes one line per record. Only rank 0 has a tracking."""
 
     def __init__(self, directory: Path, config: PipelineConfig, first_step: int) -> None:
         self.path = directory / METRICS
-        # A resumed run repeats the steps since its checkpoint: what they wrote before goes.
+        # A resumed run repeats the steps since its checkpoint, so their old records are dropped.
         kept = [line for line in self._lines() if json.loads(line)["step"] <= first_step] if first_step else []
         write_text(self.path, "".join(line + "\n" for line in kept))
         self._wandb = None
@@ -37,7 +37,7 @@ class Tracking:
             self._wandb = wandb.init(project="mtptrain", dir=directory, config=asdict(config), settings={"silent": True})
 
     def _lines(self) -> list[str]:
-        """Of an earlier run; one that a kill has torn is left out."""
+        """Returns the lines of an earlier run, without a last line that a kill has torn."""
         return [line for line in self.path.read_text().splitlines() if line.endswith("}")] if self.path.is_file() else []
 
     def write(self, step: int, metrics: dict[str, object]) -> None:
@@ -52,7 +52,7 @@ class Tracking:
 
 
 class Meter:
-    """What the steps since the last reading did with their time."""
+    """Measures speed, and where time goes, between two calls of `read`."""
 
     def __init__(self, device: torch.device, clock: PhaseClock, flops: StepFlops, peak_flops: float) -> None:
         self.device, self.clock, self.flops, self.peak_flops = device, clock, flops, peak_flops
@@ -73,16 +73,16 @@ class Meter:
         self._step_ended = time.perf_counter()
 
     def read(self, ranks: Ranks) -> dict[str, float]:
-        """Of all ranks together; starts anew.
+        """Returns the figures since the last call, over all ranks, and restarts.
 
         Returns:
-            `tokens` of whole documents, `tokens_per_s`, `supervised_tokens_per_s`; shares of the time that went into waiting for
-            data and into each phase; `mfu`, the FLOPs that were needed over what the matmul peak gives in that time;
-            `peak_bytes` of the rank that used most memory.
+            `tokens` of whole documents, `tokens_per_s`, `supervised_tokens_per_s`; the shares of time spent waiting for data and in
+            each phase; `mfu`, the required FLOPs divided by what the matmul peak allows in that time; `peak_bytes` of the rank
+            with the highest memory use.
         """
         phases = self.clock.read()
         seconds = time.perf_counter() - self._started
-        # The host may wait while a GPU still works on what is queued: only time outside all phases can be lost.
+        # The host may wait while a GPU still works on queued kernels: only time outside all phases is lost.
         data_wait_s = min(self._data_wait_s, max(0.0, seconds - sum(phases.values())))
         counts = [self._tokens, self._drafts, self._flops, data_wait_s, *(phases.get(name, 0.0) for name in PHASES)]
         tokens, drafts, flops, data_wait_s, *phase_s = ranks.sum(
@@ -102,14 +102,14 @@ class Meter:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory that this process has used: of the GPU, or resident on a CPU."""
+    """Returns the peak memory of this process: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Tracer:
-    """A trace of three steps, after five that warm up; nothing without a path."""
+    """Writes a trace of three steps after five warm-up steps, if it is given a path."""
 
     def __init__(self, path: Path | None) -> None:
         self._profiler = None

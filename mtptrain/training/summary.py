@@ -1,4 +1,4 @@
-"""What a training run shows of its speed: in the progress bar, and in the table at the end."""
+"""The progress bar of a training run, and the table at its end."""
 
 import json
 import statistics
@@ -38,7 +38,7 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
 
 
 def speed_rows(metrics: Path) -> list[tuple[str, str]]:
-    """What the run did with its time, from its records: the medians over the run, and what limits it."""
+    """Returns the rows of the table about speed: medians over the records of the run, and what limits it."""
     records = [record for line in metrics.read_text().splitlines() if "tokens_per_s" in (record := json.loads(line))]
     median = {name: statistics.median(record[name] for record in records) for name in records[-1] if name in MEASURED}
     shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}

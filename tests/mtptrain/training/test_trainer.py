@@ -11,7 +11,8 @@ from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.store import HiddenStore, StoredDocument
 from mtptrain.target.model import load_target
 from mtptrain.target.position_cache import PositionCache
-from mtptrain.training.trainer import check_deepspeed, is_compiled, total_norm, warmup_cosine
+from mtptrain.training.deepspeed_engine import check_deepspeed, total_norm
+from mtptrain.training.trainer import is_compiled, warmup_cosine
 from tests.conftest import make_config, run_program
 
 Run = tuple[Path, tuple[str, ...]]

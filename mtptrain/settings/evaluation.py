@@ -1,0 +1,212 @@
+"""Settings of acceptance, export, serving, benchmarks and studies."""
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from mtptrain.settings.data import Dtype
+from mtptrain.utils.settings import at_least, each_at_least, share
+
+
+class Baseline(StrEnum):
+    """A decoding method that is measured on the same prompts as the head."""
+
+    none = "none"
+    """Plain decoding."""
+    prompt_lookup = "prompt_lookup"
+    """Drafts what followed the newest tokens earlier in the text."""
+    model = "model"
+    """A small language model, `acceptance.draft_model`."""
+    tree = "tree"
+    """The head with a tree of drafts (EAGLE-2) instead of a chain."""
+    hybrid = "hybrid"
+    """Prompt lookup where its match is long, otherwise the head."""
+
+
+class ExportEngine(StrEnum):
+    vllm = "vllm"
+    sglang = "sglang"
+    transformers = "transformers"
+    """`generate(use_mtp=True)`: the directory includes the target."""
+
+
+class ServingEngine(StrEnum):
+    vllm = "vllm"
+
+
+@dataclass
+class AcceptanceConfig:
+    """Stage 4: draft and verify with the real inference path."""
+
+    num_speculative_tokens: int = at_least(1, default=3)
+    temperature: float = at_least(0.0, default=0.0)
+    top_p: float = share(default=1.0, hint="1 keeps all tokens")
+    """At a temperature above 0: sample from the most likely tokens that together have this probability."""
+    top_k: int = at_least(0, default=0)
+    """At a temperature above 0: sample from this many most likely tokens; 0 keeps all."""
+    temperatures: list[float] = field(default_factory=list)
+    """Further temperatures, each measured with greedy drafts and with sampled drafts."""
+    sample_drafts: bool = False
+    """At a temperature above 0, sample the drafts too (vLLM's `draft_sample_method: probabilistic`). Engines draft the most likely
+    tokens by default."""
+    max_new_tokens: int = at_least(1, default=128)
+    dtype: Dtype = Dtype.float32
+    num_prompts: int = at_least(1, default=100)
+    """Held-out documents, in an order fixed by the hash of their ids."""
+    prompt_tokens: int = at_least(2, default=256)
+    """Tokens of a prompt cut from a document without turns; a conversation is cut before its first assistant turn."""
+    batch_size: int = at_least(1, default=8)
+    """Most prompts decoded together."""
+    batch_tokens: int = at_least(1, default=32768)
+    """Most tokens decoded together. Each prompt counts as the longest of its batch plus `max_new_tokens`; a prompt that exceeds the
+    limit is decoded alone. This limits the memory of keys and values, also in validation during training."""
+    seed: int = 0
+    prompts_file: str | None = None
+    """jsonl file to use instead of the held-out documents: each line has `id` and one of `input_ids`, `text`, `messages` and `turns`
+    (consecutive user turns, each answered by the target), and optionally `category`, as in Spec-Bench's `question.jsonl`."""
+    baselines: list[Baseline] = field(default_factory=lambda: [Baseline.prompt_lookup])
+    """Methods to compare the head with on the same prompts."""
+    draft_model: str | None = None
+    """`model`: a directory or hub name of a model with the target's tokenizer."""
+    tree_nodes: int = at_least(1, default=32)
+    """Tokens of a tree: the most likely of top_k + (K - 1) * top_k ** 2 candidates."""
+    tree_top_k: int = at_least(1, default=6)
+    """Branches that are extended at each depth, and candidates per branch."""
+    hybrid_min_match: int = at_least(1, default=4)
+    """`hybrid`: number of newest tokens that must occur earlier in the text for prompt lookup to draft."""
+    output_dir: str | None = None
+    """Directory of report.json; null is `run_dir/acceptance`."""
+
+
+def check_acceptance(settings: AcceptanceConfig) -> None:
+    """Raises ValueError for settings that contradict each other."""
+    distinct = {f"{each:g}" for each in (settings.temperature, *settings.temperatures)}
+    if len(distinct) <= len(settings.temperatures) or not all(0.01 <= each < math.inf for each in settings.temperatures):
+        raise ValueError(
+            f"acceptance.temperatures: must be different numbers of at least 0.01, but are {settings.temperatures} in addition to "
+            f"acceptance.temperature={settings.temperature:g}, which is measured in any case; correct them"
+        )
+    if (settings.top_p < 1 or settings.top_k) and settings.temperature == 0 and not settings.temperatures:
+        raise ValueError(
+            f"acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are {settings.top_p} and "
+            f"{settings.top_k}; leave them out, or set acceptance.temperature"
+        )
+    if len(set(settings.baselines)) < len(settings.baselines):
+        raise ValueError(
+            f"acceptance.baselines: must name each once, but is [{','.join(settings.baselines)}]; remove the duplicates"
+        )
+    if settings.sample_drafts and Baseline.tree in settings.baselines:
+        raise ValueError(
+            "acceptance.sample_drafts: must be false where acceptance.baselines names `tree`, but is true: a tree holds the most likely "
+            "tokens; leave one of them out"
+        )
+    if (settings.draft_model is not None) != (Baseline.model in settings.baselines):
+        raise ValueError(
+            "acceptance.draft_model: must be set where acceptance.baselines names `model`, and only there, but is "
+            f'{settings.draft_model}; set both, for example acceptance.draft_model=DIR "acceptance.baselines=[model]"'
+        )
+    most = settings.tree_top_k + (settings.num_speculative_tokens - 1) * settings.tree_top_k**2
+    if Baseline.tree in settings.baselines and settings.tree_nodes > most:
+        raise ValueError(
+            f"acceptance.tree_nodes: must be at most {most}, the candidates of {settings.num_speculative_tokens} depths with "
+            f"acceptance.tree_top_k={settings.tree_top_k}, but is {settings.tree_nodes}; lower it or raise acceptance.tree_top_k"
+        )
+
+
+@dataclass
+class ExportConfig:
+    """Stage 5: the head as a directory that a serving engine loads."""
+
+    engine: ExportEngine = ExportEngine.vllm
+    dtype: Dtype | None = None
+    """Dtype of the written weights; null keeps the dtype in which they were trained and measured."""
+    output_dir: str | None = None
+    """null is `run_dir/export/<engine>`."""
+
+
+@dataclass
+class ServingConfig:
+    """Check of an export: a real engine serves the prompts of `acceptance`, and its acceptance is compared with ours."""
+
+    engine: ServingEngine = ServingEngine.vllm
+    python: str | None = None
+    """Python that vLLM is installed for, also for `hidden_states.backend=vllm`; null is that of `.venv-vllm` in the checkout."""
+    url: str | None = None
+    """A running server to ask instead of starting an engine: `http://localhost:8000`."""
+    tensor_parallel_size: int = at_least(1, default=1)
+    """GPUs of the engine that is started."""
+    head_dir: str | None = None
+    """The exported head; null is `run_dir/export/<engine>`."""
+    output_dir: str | None = None
+    """Directory of report.json; null is `run_dir/serving_check`."""
+
+
+@dataclass
+class BenchConfig:
+    """Settings of the eval.bench programs, which measure all candidates in turns in one run."""
+
+    target: str | None = None
+    """`8b` for random weights in the dimensions of an 8B Llama, in eval.bench.train also `70b`; null is the recipe's target, in
+    eval.bench.train `hidden_sizes`."""
+    documents: int = at_least(1, default=64)
+    """Documents of random tokens with log-normal lengths."""
+    median_tokens: int = at_least(1, default=250)
+    max_tokens: int = at_least(1, default=2000)
+    repeats: int = at_least(1, default=3)
+    """Runs of each candidate; the fastest counts."""
+    read_tokens: int = at_least(8192, default=32_768)
+    """Tokens of the store that is read."""
+    open_tokens: int = at_least(8192, default=1_000_000)
+    """Tokens of the store that is opened."""
+    hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024])
+    """Hidden sizes of the targets in eval.bench.train: MLPs 2.75 times as wide, head dim 64, one key head for four query heads."""
+    train_tokens: list[int] = field(default_factory=lambda: [1024, 4096])
+    """Tokens of the fully supervised steps in eval.bench.train, in documents of 512."""
+    vocab_size: int = at_least(2, default=4096)
+    depths: int = at_least(1, default=3)
+    peer_python: str = ".venv-peer/bin/python"
+    """Python that speculators is installed for; without it the comparison is left out."""
+    prompt_sizes: list[int] = field(default_factory=lambda: [1024, 32_000])
+    """Hidden size and vocabulary size at which eval.bench.train measures the cost of a prompt token."""
+    longest_tokens: int = at_least(1024, default=32_768)
+    """Longest document in the curve of time and memory against length."""
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32], metadata=each_at_least(1))
+    """Prompts that eval.bench.decode decodes together."""
+    draft_depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata=each_at_least(1))
+    """Values of K in eval.bench.decode."""
+    decode_prompts: int = at_least(1, default=32)
+    """Prompts that eval.bench.decode measures; it predicts from as many others."""
+    out: str | None = None
+    """JSON file for the figures."""
+
+
+class CheckSize(StrEnum):
+    full = "full"
+    tiny = "tiny"
+    """float32 and sizes for a CPU, to test the checks themselves."""
+
+
+@dataclass
+class CheckConfig:
+    """eval.gpu_check: what one machine with GPUs shows in a few minutes."""
+
+    size: CheckSize = CheckSize.full
+
+
+@dataclass
+class StudyConfig:
+    """eval.study: trains and measures several variants of a recipe; `recipes/study/` has some."""
+
+    name: str = "study"
+    """Folder below `run_dir/study/`."""
+    common: list[str] = field(default_factory=list)
+    """Overrides of all variants."""
+    variants: dict[str, list[str]] = field(default_factory=dict)
+    """Overrides of each variant, by name."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    prompt_tokens: list[int] = field(default_factory=list)
+    """Prompt lengths at which acceptance is measured."""
+    num_prompts: int = at_least(1, default=80)
+    """Prompts of each length."""
+    num_ranks: int = at_least(1, default=1)
+    """Processes of each program."""

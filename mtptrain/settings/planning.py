@@ -1,0 +1,27 @@
+"""Settings of the planner."""
+
+from dataclasses import dataclass
+
+from mtptrain.utils.settings import at_least, share
+
+
+@dataclass
+class PlannerConfig:
+    """Hardware figures that `plan=true` computes with."""
+
+    num_gpus: int = at_least(1, default=8)
+    gpu_memory_gb: float = at_least(1, default=80.0)
+    gpu_tflops: float = at_least(0.0, default=0.0)
+    """Dense bf16 peak of one GPU; 0 measures that of the present device."""
+    gpu_memory_gb_per_s: float = at_least(0.0, default=0.0)
+    """Memory bandwidth of one GPU; 0 leaves the limits of memory traffic, PCIe and the CPU that writes states out of the estimates."""
+    hidden_states_peak_share: float = share(default=0.4, hint="1 is the whole peak")
+    """Share of the peak that extraction's matrix products reach; used if `hidden_states_tokens_per_s` is 0."""
+    train_peak_share: float = share(default=0.65, hint="1 is the whole peak")
+    """Share of the peak that training's matrix products reach; used if `train_tokens_per_s` is 0."""
+    disk_gb_per_s: float = at_least(0.0, default=0.0)
+    """Rate of reading or writing states, which limits both estimates; 0 ignores it."""
+    hidden_states_tokens_per_s: float = at_least(0.0, default=0.0)
+    """Measured extraction speed of all GPUs together; 0 estimates it from the target's FLOPs and the peak."""
+    train_tokens_per_s: float = at_least(0.0, default=0.0)
+    """Measured training speed of all GPUs together; 0 estimates it from the head's FLOPs and the peak."""

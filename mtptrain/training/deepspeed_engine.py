@@ -1,0 +1,249 @@
+"""Everything that depends on how DeepSpeed works inside: its settings, gradients and optimizer state, with the reason for each."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from deepspeed.ops import __compatible_ops__
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+
+from mtptrain.heads.base import Head
+from mtptrain.utils.distributed import Ranks, prepare_single_process
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE_SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
+"""Suffixes of a parameter's name: the weight itself and its Adam moments."""
+
+REFUSED_ZERO_SETTINGS = {
+    "offload_optimizer": "the trainer takes the norm of the gradients that the optimizer reads, which DeepSpeed does not allow there",
+    "round_robin_gradients": "DeepSpeed then gives a checkpoint the weights of other parameters",
+    "compute_grad_norm": "the trainer takes the gradient's norm itself",
+}
+SET_BY_TRAINER = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_allreduce_op",
+    "gradient_clipping",
+    "optimizer",
+)
+
+
+def check_deepspeed(config: dict[str, Any]) -> None:
+    """Raises ValueError for settings that the trainer does not support, or sets itself."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2):
+        raise ValueError(
+            f"deepspeed.zero_optimization.stage: must be 0, 1 or 2, but is {stage}: a head is small enough for its weights to stay whole; "
+            "set deepspeed=zero2"
+        )
+    if config.get("bf16", {}).get("enabled") and stage == 0:
+        raise ValueError(
+            "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: DeepSpeed keeps fp32 masters there in a different "
+            "form; set deepspeed=zero1"
+        )
+    if config.get("fp16", {}).get("enabled"):
+        raise ValueError(
+            "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; set deepspeed.bf16.enabled=true"
+        )
+    for name, why in REFUSED_ZERO_SETTINGS.items():
+        if zero.get(name):
+            raise ValueError(f"deepspeed.zero_optimization.{name}: must not be set, but is {zero[name]}: {why}; remove it")
+    if stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
+        raise ValueError(
+            "deepspeed.data_types.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: DeepSpeed supports it only with ZeRO 2 "
+            "if the trainer takes the gradient's norm; set deepspeed=zero2"
+        )
+    for name in SET_BY_TRAINER:
+        if name in config:
+            raise ValueError(
+                f"deepspeed.{name}: must not be set, but is {config[name]}: the trainer sets it from train.*; remove it"
+            )
+
+
+def check_device(device: torch.device, config: dict[str, Any]) -> None:
+    """Raises ValueError if the device has no attention kernel for the dtype."""
+    if device.type == "cuda" and not config.get("bf16", {}).get("enabled"):
+        raise ValueError(
+            "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention has no fp32; set deepspeed=zero1"
+        )
+
+
+def is_partitioned(config: dict[str, Any]) -> bool:
+    """Returns whether each rank updates only its part of the weights (ZeRO)."""
+    return config.get("zero_optimization", {}).get("stage", 0) > 0
+
+
+def build_engine(
+    head: Head,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    config: dict[str, Any],
+    num_accumulated: int,
+    ranks: Ranks,
+) -> "DeepSpeedEngine":
+    """Returns DeepSpeed's engine for a head.
+
+    Args:
+        head: the trained module.
+        optimizer: an optimizer of the head's parameters.
+        schedule: the learning rate schedule of the optimizer.
+        config: DeepSpeed's config as the user wrote it, accepted by `check_deepspeed`.
+        num_accumulated: micro-batches per rank and step.
+        ranks: this process among all.
+    """
+    prepare_single_process()
+    # Shared-memory collectives would be compiled on first use. gloo's are good enough for a small head and need no compiler or ninja.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    zero = config.get("zero_optimization", {})
+    if is_partitioned(config):
+        # The default gradient bucket takes a gigabyte even if the whole head fits into it. DeepSpeed's own norm copies every gradient
+        # into fp64; `GradientClipper` replaces it.
+        sizes = [parameter.numel() for parameter in head.parameters()]
+        zero = {"reduce_bucket_size": max(sum(sizes) // 8, *sizes), **zero, "compute_grad_norm": False}
+    # DeepSpeed would silently skip steps with an overflow. `Trainer.check_finite` stops the run instead.
+    bf16 = {"bf16": {**config["bf16"], "check_grad_overflow": False}} if "bf16" in config else {}
+    engine, *_ = deepspeed.initialize(
+        model=head,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        dist_init_required=True if ranks.world_size == 1 else None,
+        config={
+            **with_fp32_sums(config, num_accumulated, ranks.is_first),
+            **bf16,
+            "zero_optimization": zero,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": num_accumulated,
+            "gradient_allreduce_op": "sum",  # the loss is already divided by the drafts of all ranks
+            "gradient_clipping": 0.0,
+            "steps_per_print": 2**31,
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    return engine
+
+
+def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = True) -> dict[str, Any]:
+    """Returns DeepSpeed's config changed so that a rank accumulates gradients in fp32, which works with ZeRO 2 only.
+
+    Args:
+        config: DeepSpeed's config.
+        num_accumulated: micro-batches per rank and step.
+        warn: warn about bf16 with ZeRO 1, which accumulates in bf16: with fp32 sums there, DeepSpeed leaves no gradient to clip.
+    """
+    if num_accumulated == 1 or not config.get("bf16", {}).get("enabled"):
+        return config
+    if config["zero_optimization"]["stage"] == 2:
+        return {**config, "data_types": {"grad_accum_dtype": "fp32", **config.get("data_types", {})}}
+    if warn:
+        warnings.warn(
+            f"deepspeed.zero_optimization.stage: the gradients of the {num_accumulated} micro-batches that each rank adds must be summed "
+            "in fp32 to lose nothing, but ZeRO 1 sums them in bf16; set deepspeed=zero2, or start as many ranks as there are micro-batches",
+            stacklevel=2,
+        )
+    return config
+
+
+class GradientClipper:
+    """Clips gradients right before the optimizer reads them: all of them, or with ZeRO this rank's part in fp32.
+
+    DeepSpeed's own norm copies every gradient into fp64, and it forgets the norm when neither ZeRO nor bf16 is used.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float, is_partitioned: bool, ranks: Ranks) -> None:
+        """Register with the optimizer. A `max_norm` of 0 computes the norm without clipping."""
+        self.norm = torch.zeros((), device=ranks.device)
+        """Norm of the last step's gradients over all ranks, f32[]."""
+        self._max_norm = max_norm
+        self._is_partitioned = is_partitioned
+        self._ranks = ranks
+        optimizer.register_step_pre_hook(self._clip)
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        self.norm = self._ranks.sum(norm.square()).sqrt() if self._is_partitioned else norm
+        if self._max_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, self.norm)
+
+
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the 2-norm f32[] of all values together, exact to fp32.
+
+    Summing 10^8 squares in one piece on a CPU would lose two percent.
+    """
+    return torch.nn.utils.get_total_norm([piece for tensor in tensors for piece in tensor.flatten().split(2**17)])
+
+
+def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
+    """Returns every weight and Adam moment in fp32 on the CPU, by parameter name, or {} unless `keep_here`. All ranks take part."""
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in engine.module.named_parameters():
+        whole = _parameter_state(engine, parameter)
+        if keep_here:
+            state |= {name + suffix: tensor.detach().cpu() for suffix, tensor in zip(STATE_SUFFIXES, whole, strict=True)}
+    return state
+
+
+def _parameter_state(engine: "DeepSpeedEngine", parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns a whole parameter and its moments, gathered from all ranks."""
+    if not _has_fp32_master(parameter):
+        moments = engine.optimizer.state[parameter]
+        return parameter, moments["exp_avg"], moments["exp_avg_sq"]
+    first, second = (safe_get_full_optimizer_state(parameter, key) for key in MOMENTS)
+    return safe_get_full_fp32_param(parameter), first, second
+
+
+def _has_fp32_master(parameter: torch.nn.Parameter) -> bool:
+    """Returns whether DeepSpeed's optimizer wraps ours and keeps weight and moments in partitions; without ZeRO it does not."""
+    return hasattr(parameter, "_hp_mapping")
+
+
+@torch.no_grad()
+def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tensor], step: int) -> None:
+    """Load weights and moments into the engine, each rank its part, and set the schedule to `step`.
+
+    Args:
+        engine: an engine that has not made a step.
+        stored: returns a whole tensor by its name in `gather_state`. It is called for one tensor after the other, because a rank may
+            not have room for all of them.
+        step: number of optimizer steps that the state has seen.
+    """
+    # 1. Create the optimizer's state, which it would otherwise make in its first step. With ZeRO its parameters are flat: this
+    #    rank's part of all parameters, concatenated.
+    optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
+    for group in optimizer.param_groups:
+        for flat in group["params"]:
+            zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
+            optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
+    # 2. DeepSpeed maps parameters to their part of that state in its first step too; without the map, nothing can be set.
+    if engine.optimizer is not optimizer:
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    # 3. Copy weights and moments.
+    for name, parameter in engine.module.named_parameters():
+        weight, *moments = (stored(name + suffix).to(parameter.device) for suffix in STATE_SUFFIXES)
+        parameter.copy_(weight)
+        if _has_fp32_master(parameter):
+            safe_set_full_fp32_param(parameter, weight)
+        for key, moment in zip(MOMENTS, moments, strict=True):
+            if _has_fp32_master(parameter):
+                safe_set_full_optimizer_state(parameter, moment, key)
+            else:
+                optimizer.state[parameter][key].copy_(moment)
+    # 4. Set the step count and the learning rate.
+    engine.global_steps = step
+    schedule = engine.lr_scheduler
+    schedule.last_epoch, schedule._step_count = step, step + 1
+    for group, base, rate in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = base * rate(step)

@@ -1,0 +1,57 @@
+"""The forward pass of training: from stored states to losses. The trainer runs it, and the planner measures it."""
+
+from collections.abc import Callable
+
+import torch
+
+from mtptrain.heads.base import Head
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.training.batches import Batch
+from mtptrain.training.losses import LossSettings, LossSums, draft_losses
+from mtptrain.utils.clock import PhaseClock
+
+
+def training_losses(
+    head: Head,
+    parts: FrozenParts,
+    batch: Batch,
+    scale: torch.Tensor,
+    settings: LossSettings,
+    clock: PhaseClock,
+    call_head: Callable[..., torch.Tensor] | None = None,
+) -> LossSums:
+    """Run a head over a batch and compare every draft with the target's distribution.
+
+    Args:
+        head: the trained head.
+        parts: the target's frozen parts.
+        batch: on the head's device, with decoded states.
+        scale: weight of each depth's sum in the loss [T].
+        settings: the loss.
+        clock: accumulates the seconds of the phases `forward` and `loss`.
+        call_head: what to call in place of the head: the engine that wraps it.
+    """
+    with clock.phase("forward"):
+        # 1. The target's post-norm states of the target tokens [M, H], and what the head reads: captured layers [N, L, H], or the
+        #    post-norm states of all tokens [N, H].
+        target_tokens, read_states = batch.packing.rows + 1, batch.aux_hidden_states  # [M]
+        if read_states is None:
+            read_states = parts.final_norm(batch.hidden_states)
+            target_states = read_states[target_tokens]
+        else:
+            target_states = parts.final_norm(batch.hidden_states[target_tokens])
+        # 2. The head's states at every depth [T, M, H].
+        embeddings = parts.embed(batch.next_ids)  # [N, H]
+        states = (call_head or head)(read_states, embeddings, batch.packing, len(batch.is_draft))
+    with clock.phase("loss"):
+        # 3. The losses, with the head's own lm_head if it has one.
+        return draft_losses(
+            states,
+            parts.lm_head if head.lm_head is None else head.lm_head.weight,
+            target_states,
+            parts.logits,
+            batch.is_draft,
+            scale,
+            settings,
+            head.draft_token_ids,
+        )

@@ -1,0 +1,61 @@
+"""The settings and data that a run must share with the checkpoint that it resumes from."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from mtptrain.config import PipelineConfig, Resume
+from mtptrain.data.draft_vocab import d2t_sha256
+from mtptrain.heads.base import Head
+from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStore
+from mtptrain.hidden_states.stream import StreamedStore
+from mtptrain.training.checkpoint import complete_checkpoints
+from mtptrain.training.step_packing import PACKING_VERSION
+from mtptrain.utils.files import file_sha256
+
+OPTIMISATION_SETTINGS = (
+    "lr",
+    "min_lr_ratio",
+    "warmup_steps",
+    "batch_tokens",
+    "micro_batches_per_step",
+    "weight_decay",
+    "betas",
+    "max_grad_norm",
+    "ttt_loss_decay",
+    "loss",
+    "lk_eta",
+    "feature_weight",
+)
+"""Settings of `train` that must not change."""
+
+
+def check_resume(config: PipelineConfig, checkpoint_dir: Path) -> None:
+    """Raises ValueError if `train.resume=never` would run over checkpoints."""
+    checkpoints = complete_checkpoints(checkpoint_dir)
+    if config.train.resume is Resume.never and checkpoints:
+        raise ValueError(
+            f"train.resume: must be auto where checkpoints exist, but is never with {checkpoints[-1]}; set train.resume=auto to go on from "
+            "it, or choose another run_dir"
+        )
+
+
+def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict[str, object]:
+    """Returns everything that must be unchanged for a checkpoint to be valid: the head, the optimization and the order of the data."""
+    return {
+        "head": asdict(config.head),
+        "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),
+        "seed": config.seed,
+        **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},
+        "the version of the packing of documents": PACKING_VERSION,
+        **_data_facts(store),
+    }
+
+
+def _data_facts(store: HiddenStore) -> dict[str, object]:
+    """Returns what identifies the documents of the store and the order in which they are trained on."""
+    if isinstance(store, StreamedStore):
+        return {
+            "the sha256 of the hidden states' plan": file_sha256(store.directory / PLAN),
+            "train.stream_shards": len(store.windows[0]),
+        }
+    return {"the sha256 of the hidden states' manifest": file_sha256(store.directory / MANIFEST)}

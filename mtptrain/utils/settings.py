@@ -1,0 +1,74 @@
+"""Bounds of settings, declared at their field and checked by one loop.
+
+epochs: int = at_least(1, default=1)
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+BOUND = "bound"
+"""Key of a field's metadata."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of a setting."""
+
+    holds: Callable[[Any], bool]
+    requirement: str
+    """Completes "must ..." in the error message."""
+    hint: str
+    """The advice that ends the error message."""
+
+
+def at_least(least: float, *, default: T) -> T:
+    """Declare a finite number of at least `least`."""
+    return _bounded(
+        lambda value: least <= value < math.inf,
+        f"be a number of at least {least}",
+        "correct it in the recipe or on the command line",
+        default,
+    )
+
+
+def each_at_least(least: int) -> dict[str, Bound]:
+    """Returns the metadata of a field that is a list of at least one number, each at least `least`."""
+    requirement = f"hold at least one number, each at least {least}"
+    return {BOUND: Bound(lambda values: bool(values) and min(values) >= least, requirement, "correct it")}
+
+
+def share(*, default: float, hint: str) -> float:
+    """Declare a share above 0 and at most 1."""
+    return _bounded(lambda value: 0.0 < value <= 1.0, "lie above 0 and at most at 1", hint, default)
+
+
+def proper_share(*, default: float, hint: str) -> float:
+    """Declare a share strictly between 0 and 1."""
+    return _bounded(lambda value: 0.0 < value < 1.0, "lie between 0 and 1", hint, default)
+
+
+def _bounded(holds: Callable[[Any], bool], requirement: str, hint: str, default: Any) -> Any:
+    return field(default=default, metadata={BOUND: Bound(holds, requirement, hint)})
+
+
+def bounded_settings(settings: Any, prefix: str = "") -> dict[str, tuple[Bound, Any]]:
+    """Returns the bound and the value of every bounded field of a dataclass and of the dataclasses in it, by dotted name."""
+    bounded: dict[str, tuple[Bound, Any]] = {}
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if is_dataclass(value):
+            bounded |= bounded_settings(value, f"{prefix}{each.name}.")
+        elif BOUND in each.metadata:
+            bounded[prefix + each.name] = each.metadata[BOUND], value
+    return bounded
+
+
+def check_bounds(settings: Any) -> None:
+    """Raises ValueError if a setting is out of its bounds."""
+    for name, (bound, value) in bounded_settings(settings).items():
+        if not bound.holds(value):
+            raise ValueError(f"{name}: must {bound.requirement}, but is {value}; {bound.hint}")
