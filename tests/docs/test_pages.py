@@ -175,7 +175,8 @@ def test_the_first_stages_run_as_the_pages_say(tmp_path: Path, tiny_target: Path
     assert (tmp_path / "run/prompts/manifest.json").is_file() and (tmp_path / "run/hidden_states/manifest.json").is_file()
 
 
-@pytest.mark.parametrize("page", NAMES)
+# docs/add_a_head.md names the files and settings of a head that its reader is about to write.
+@pytest.mark.parametrize("page", [name for name in NAMES if name != "docs/add_a_head.md"])
 def test_settings_and_files_that_a_page_names_exist(page: str) -> None:
     groups = settings()
     for code in INLINE_CODE.findall(text_without_code(page)):
