@@ -9,6 +9,7 @@
 #   make served-table   write the README's table of what is served, from the same tests
 #   make recipe-plans   write the plans in the headers of the recipes, at the published sizes of their targets
 #   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, and the benches at 8B, as one table; under ten minutes
+#   make docs     build the pages of docs/ into build/docs; a dead link fails
 #   make check    lint, format, types, every recipe composes, imports point one way
 #   make .venv-peer/.installed   vLLM Speculators, which eval.bench.train measures beside our step
 #   make clean    remove what was built; keeps the environments and runs/
@@ -36,7 +37,7 @@ CPU_VLLM := $(CPU_VLLM_VENV)/bin/python
 # A rank for each GPU that torchrun sees, so that CUDA_VISIBLE_DEVICES counts.
 DEMO_RANKS := $(if $(filter cpu,$(DS_ACCELERATOR)),2,gpu)
 
-.PHONY: setup demo test test-all test-serving served-table recipe-plans gpu-check check clean
+.PHONY: setup demo test test-all test-serving served-table recipe-plans gpu-check docs check clean
 
 setup: $(VENV)/.installed
 
@@ -81,7 +82,10 @@ demo: setup
 	$(RUN) -m eval.acceptance recipe=quickstart $(ARGS)
 	$(RUN) -m mtptrain.export recipe=quickstart $(ARGS)
 
-gpu-check: setup
+gpu-docs: setup
+	$(RUN) -m mkdocs build --quiet --strict
+
+check: setup
 	$(RUN) -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check $(ARGS)
 
 check: setup

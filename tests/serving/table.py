@@ -32,10 +32,11 @@ FAMILIES = {
 ENGINES = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23"}
 EQUAL, NEAR, CHECKED, REFUSED = "equal", "within 2 %", "format", "no"
 LEGEND = f"""
-*{EQUAL}*: served in fp32 with equal counters, every one, and the answers of plain greedy decoding; *{NEAR}*: served in bf16, the only
-dtype of vLLM's CPU kernels there, with acceptance lengths within 2 %; *{CHECKED}*: format checked, not served; *{REFUSED}*: refused at
-export, with the reason. On Llama and Qwen3, K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with an lm_head of its own, and
-with the flags of EAGLE-3.1; elsewhere K = 3.
+*{EQUAL}*: served in fp32; all counters and answers equal ours. *{NEAR}*: served in bf16, the only
+dtype of vLLM's CPU kernels there; acceptance lengths are within 2 %. *{CHECKED}*: the files are
+checked, but not served. *{REFUSED}*: the export is refused, with the reason. Llama and Qwen3 are tested
+with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with its own lm_head and with the
+flags of EAGLE-3.1; the others with K = 3.
 """
 
 

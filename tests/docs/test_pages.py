@@ -1,0 +1,187 @@
+"""README.md and the pages of docs/: they build, their commands compose, and the settings and files that they name exist."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from torch.distributed.run import get_args_parser
+
+from mtptrain.__main__ import STAGES
+from mtptrain.config import RECIPES, PipelineConfig, load_config
+from mtptrain.heads import HEADS
+from tests.conftest import TINY_SETTINGS, write_text_files
+from tests.programs import run_ranks
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+NAMES = [path.relative_to(ROOT).as_posix() for path in (README, *PAGES)]
+MOST_LINES, MOST_COLUMNS = 150, 100
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INLINE_CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)#\s]+)")
+REPOSITORY_PATH = re.compile(r"(mtptrain|data_prep|eval|recipes|slurm|tests|docs|tools)/[\w./]*")
+SETTING = re.compile(r"(\w+)\.(\w+)(=.*)?")
+
+COMMANDS = ("mtptrain", "torchrun", "python", "make", "sbatch")
+RECORDER = """#!/usr/bin/env -S PATH=/usr/bin:/bin bash
+printf -v call '%s\\x1f' {name} "$@"
+printf '%s\\x1e' "$call" >>{calls}
+"""
+"""Stands for a command in a block of a page: writes down its arguments, as the shell gives them."""
+
+
+def text_without_code(page: str) -> str:
+    return FENCE.sub("", (ROOT / page).read_text())
+
+
+def shell_blocks(page: str) -> list[str]:
+    return [text for language, text in FENCE.findall((ROOT / page).read_text()) if language == "bash"]
+
+
+def calls_of(block: str, directory: Path) -> list[list[str]]:
+    """Run a block in bash, with every command replaced by one that writes down its arguments; an unknown command fails."""
+    calls = directory / "calls"
+    scripts = [path.relative_to(ROOT).as_posix() for path in (ROOT / "slurm").glob("*.sh")]
+    for name in (*COMMANDS, *scripts):
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(RECORDER.format(name=name, calls=calls))
+        path.chmod(0o755)
+    result = subprocess.run(
+        ["/bin/bash", "-euc", block], cwd=directory, env={"PATH": str(directory)}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, f"{block}\n{result.stderr}"
+    return [call.split("\x1f")[:-1] for call in calls.read_text().split("\x1e")[:-1]]
+
+
+def check_call(call: list[str]) -> None:
+    """Raise unless the command exists and takes these arguments."""
+    name, *arguments = call
+    if name == "make":
+        subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, check=True)
+    elif name == "mtptrain":
+        check_program(STAGES[arguments[0]][0], arguments[1:])
+    elif name == "torchrun":
+        parsed = get_args_parser().parse_args(arguments)
+        assert parsed.module
+        check_module(parsed.training_script, parsed.training_script_args)
+    elif name == "python":
+        assert arguments[0] == "-m"
+        check_module(arguments[1], arguments[2:])
+    elif name == "sbatch":
+        (script,) = (argument for argument in arguments if argument.endswith(".sbatch"))
+        assert (ROOT / script).is_file()
+        check_overrides([argument for argument in arguments[arguments.index(script) + 1 :] if "=" in argument])
+    else:
+        check_overrides([argument for argument in arguments if not argument.startswith("-")])
+
+
+def check_module(module: str, arguments: list[str]) -> None:
+    if module == "mtptrain":
+        module, arguments = STAGES[arguments[0]][0], arguments[1:]
+    check_program(module, arguments)
+
+
+def check_program(module: str, arguments: list[str]) -> None:
+    spec = find_spec(module)
+    assert spec is not None, module
+    source = "" if spec.origin is None else Path(spec.origin).read_text()
+    if spec.submodule_search_locations:
+        source = (Path(spec.submodule_search_locations[0]) / "__main__.py").read_text()
+    if "@hydra.main(" in source:
+        check_overrides(arguments)
+    elif module.split(".")[0] in ("mtptrain", "data_prep", "eval", "tools"):
+        for argument in arguments:
+            assert not argument.startswith("--") or f'"{argument}"' in source, f"{module} has no {argument}"
+
+
+def check_overrides(overrides: list[str]) -> None:
+    with initialize_config_dir(RECIPES, version_base="1.3"):
+        load_config(compose("pipeline", overrides))
+
+
+def settings() -> dict[str, set[str]]:
+    """Names of the settings of each group; a setting of any head counts for `head`."""
+    groups = {field.name: field.default_factory() for field in fields(PipelineConfig) if callable(field.default_factory)}
+    names = {name: {field.name for field in fields(group)} for name, group in groups.items() if is_dataclass(group)}
+    return names | {"head": {field.name for head in HEADS.values() for field in fields(head.Config)}}
+
+
+def prose_lines(page: str) -> Iterator[str]:
+    """Lines that are neither code, nor of a table, nor with a URL."""
+    for line in text_without_code(page).splitlines():
+        if not line.startswith("|") and "http" not in line:
+            yield line
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len(README.read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_lines_of_a_page_fit_a_window(page: str) -> None:
+    assert [line for line in prose_lines(page) if len(line) > MOST_COLUMNS] == []
+
+
+def test_pages_build_without_a_dead_link_or_a_foreign_resource(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    built = sorted(tmp_path.rglob("*.html"))
+    assert len(built) >= len(PAGES)
+    for page in built:
+        assert not re.search(r'(<script[^>]* src|<link[^>]*rel="stylesheet"[^>]* href|<img[^>]* src)="https?:', page.read_text())
+
+
+def test_links_of_the_readme_lead_to_files() -> None:
+    links = [link for link in LINK.findall(README.read_text()) if not link.startswith("http")]
+    assert links and [link for link in links if not (ROOT / link).is_file()] == []
+
+
+@pytest.mark.parametrize("page", [name for name in NAMES if shell_blocks(name)])
+def test_commands_of_a_page_compose(page: str, tmp_path: Path) -> None:
+    for number, block in enumerate(shell_blocks(page)):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        for call in calls_of(block, directory):
+            try:
+                check_call(call)
+            except (Exception, SystemExit) as error:
+                raise AssertionError(f"{page}: {' '.join(call)}: {error}") from error
+
+
+def test_the_first_stages_run_as_the_pages_say(tmp_path: Path, tiny_target: Path) -> None:
+    """Stages 1 and 2 of the quickstart, as `Try it` shows them, on a tiny target."""
+    small = [*TINY_SETTINGS, f"target.path={tiny_target}", f"prompts.paths=[{write_text_files(tmp_path / 'files')}]"]
+    blocks = [*shell_blocks("docs/data.md")[:1], *shell_blocks("docs/hidden_states.md")[:1]]
+    commands = []
+    for number, block in enumerate(blocks):
+        (tmp_path / str(number)).mkdir()
+        commands += [call[1:] for call in calls_of(block, tmp_path / str(number)) if call[0] == "mtptrain"]
+    assert {command[0] for command in commands} == {"prompts", "hidden-states"}
+    for stage, *overrides in commands:
+        kept = [override for override in overrides if not override.startswith("run_dir=")]
+        run_dir = tmp_path / ("run" if kept == overrides else "other")
+        result = run_ranks("mtptrain", [stage, *kept, *small, f"run_dir={run_dir}"])
+        assert result.returncode == 0, f"{stage} {overrides}\n{result.stderr[-3000:]}"
+    assert (tmp_path / "run/prompts/manifest.json").is_file() and (tmp_path / "run/hidden_states/manifest.json").is_file()
+
+
+# docs/add_a_head.md names the files and settings of a head that its reader is about to write.
+@pytest.mark.parametrize("page", [name for name in NAMES if name != "docs/add_a_head.md"])
+def test_settings_and_files_that_a_page_names_exist(page: str) -> None:
+    groups = settings()
+    for code in INLINE_CODE.findall(text_without_code(page)):
+        setting = SETTING.fullmatch(code)
+        if setting is not None and setting[1] in groups and setting[2] not in ("py", "safetensors", "sbatch"):
+            assert setting[2] in groups[setting[1]], f"{page}: there is no setting {code}"
+        if REPOSITORY_PATH.fullmatch(code):
+            assert (ROOT / code).exists(), f"{page}: there is no {code}"
