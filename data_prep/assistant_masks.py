@@ -39,7 +39,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     require_chat_template(tokenizer)
     if not tokenizer.is_fast:
         raise ValueError(
-            f"target.path: the tokenizer must be a fast one (tokenizer.json) to make masks, but that of {tokenizer.name_or_path} is not"
+            "target.path: the tokenizer must be a fast one (tokenizer.json) to make masks, but that of "
+            f"{tokenizer.name_or_path} is not"
             "; convert it"
         )
     try:
@@ -53,8 +54,10 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def empty_mask_error(tokenizer: PreTrainedTokenizerBase, reason: str) -> ValueError:
     """Returns the error for masks without any token, which would train at zero loss."""
     return ValueError(
-        f"target.path: the chat template of {tokenizer.name_or_path} must show which tokens the assistant generates, but the loss "
-        f"mask is empty: {reason}; correct the template ({{% generation %}} ... {{% endgeneration %}} around a response) or the data"
+        f"target.path: the chat template of {tokenizer.name_or_path} must show which tokens the assistant generates, "
+        "but the loss "
+        f"mask is empty: {reason}; correct the template ({{% generation %}} ... {{% endgeneration %}} around a "
+        "response) or the data"
     )
 
 

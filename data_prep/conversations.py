@@ -107,7 +107,9 @@ def read_conversations(
 def refuse_duplicate_paths(paths: Sequence[str]) -> None:
     duplicates = [path for path, count in Counter(paths).items() if count > 1]
     if duplicates:
-        raise ValueError(f"prompts.paths: must name each path once, but names {', '.join(duplicates)} more than once; give it once")
+        raise ValueError(
+            f"prompts.paths: must name each path once, but names {', '.join(duplicates)} more than once; give it once"
+        )
 
 
 def conversation_name(row: Row, messages: Sequence[Message]) -> str:
@@ -147,7 +149,11 @@ def _message_column(row: Row) -> Sequence[Any] | None:
 
 def _schema_of(message: Any, schema: ConversationSchema) -> ConversationSchema | None:
     candidates = MESSAGE_KEYS if schema is ConversationSchema.auto else {schema: MESSAGE_KEYS[schema]}
-    fits = (name for name, keys in candidates.items() if isinstance(message, Mapping) and all(key in message for key in keys))
+    fits = (
+        name
+        for name, keys in candidates.items()
+        if isinstance(message, Mapping) and all(key in message for key in keys)
+    )
     return next(fits, None)
 
 
@@ -188,10 +194,13 @@ def _check_schema(row: Row, schema: ConversationSchema, location: str) -> None:
         return
     actual = f"keys {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
     if listed is not None:
-        actual += f" and messages with {sorted(listed[0]) if isinstance(listed[0], Mapping) else type(listed[0]).__name__}"
+        actual += (
+            f" and messages with {sorted(listed[0]) if isinstance(listed[0], Mapping) else type(listed[0]).__name__}"
+        )
     known = " or ".join(f"`{name}` (messages with {', '.join(keys)})" for name, keys in MESSAGE_KEYS.items())
     raise ValueError(
-        f"{location}: a row must hold its messages in one of {', '.join(COLUMNS)}, in schema {schema if schema != 'auto' else known}, "
+        f"{location}: a row must hold its messages in one of {', '.join(COLUMNS)}, in schema "
+        f"{schema if schema != 'auto' else known}, "
         f"but has {actual}; convert the data or correct prompts.schema"
     )
 
@@ -199,13 +208,19 @@ def _check_schema(row: Row, schema: ConversationSchema, location: str) -> None:
 def _read_rows(path: str, split: str) -> Rows:
     suffix = Path(path).suffix
     if Path(path).is_dir():
-        raise ValueError(f"prompts.paths: conversations must be files or hub names, but {path!r} is a directory; list its files")
+        raise ValueError(
+            f"prompts.paths: conversations must be files or hub names, but {path!r} is a directory; list its files"
+        )
     if Path(path).is_file() and suffix not in FILE_SUFFIXES:
-        raise ValueError(f"prompts.paths: files must end in {', '.join(FILE_SUFFIXES)}, but {path!r} does not; convert the file")
+        raise ValueError(
+            f"prompts.paths: files must end in {', '.join(FILE_SUFFIXES)}, but {path!r} does not; convert the file"
+        )
     if Path(path).is_file():
         return {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[suffix](path)
     if suffix in FILE_SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
-        raise FileNotFoundError(f"prompts.paths: must name files or hub data sets, but {path!r} does not exist; correct the path")
+        raise FileNotFoundError(
+            f"prompts.paths: must name files or hub data sets, but {path!r} does not exist; correct the path"
+        )
     return _read_hub(path, split)
 
 
@@ -231,7 +246,9 @@ def _parse_json(content: bytes, location: str) -> Any:
 def _read_json(path: str) -> Rows:
     content = _parse_json(Path(path).read_bytes(), path)
     if not isinstance(content, list):
-        raise ValueError(f"{path}: must hold one array of conversations, but holds a {type(content).__name__}; convert it to jsonl")
+        raise ValueError(
+            f"{path}: must hold one array of conversations, but holds a {type(content).__name__}; convert it to jsonl"
+        )
     return Rows(path, content, range(1, len(content) + 1))
 
 
@@ -248,7 +265,9 @@ def _read_hub(name: str, split: str) -> Rows:
         rows = load_dataset(name, split=split)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"prompts.paths: must name files or hub data sets, but {name!r} is no file and its split {split!r} cannot be loaded "
-            f"from the hub: {str(error).splitlines()[0]}; correct prompts.paths and prompts.split, or download it as parquet"
+            f"prompts.paths: must name files or hub data sets, but {name!r} is no file and its split {split!r} cannot "
+            "be loaded "
+            f"from the hub: {str(error).splitlines()[0]}; correct prompts.paths and prompts.split, or download it as "
+            "parquet"
         ) from error
     return Rows(name, rows, range(1, len(rows) + 1))

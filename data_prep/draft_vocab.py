@@ -57,7 +57,9 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
 
     stage_dir = config.stage_dir("draft_vocab")
     write_provenance(stage_dir, config)
-    (stage_dir / MANIFEST).unlink(missing_ok=True)  # it marks a finished stage, so remove it before the vocabulary changes
+    (stage_dir / MANIFEST).unlink(
+        missing_ok=True
+    )  # it marks a finished stage, so remove it before the vocabulary changes
     manifest = DraftVocabManifest(
         draft_vocab_size=size,
         vocab_size=vocab_size,
@@ -81,17 +83,20 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
     size = getattr(head, "draft_vocab_size", None)
     if size is None or size == vocab_size:
         raise ValueError(
-            f"head.draft_vocab_size: must be set to less than the target's {vocab_size} tokens to choose a draft vocabulary, but "
+            f"head.draft_vocab_size: must be set to less than the target's {vocab_size} tokens to choose a draft "
+            "vocabulary, but "
             f"is {size}: head {head.name} drafts the target's whole vocabulary and needs none; skip this program"
         )
     if not 1 <= size < vocab_size:
         raise ValueError(
-            f"head.draft_vocab_size: must be within 1..{vocab_size}, the tokens of the target, but is {size}; correct it in the "
+            f"head.draft_vocab_size: must be within 1..{vocab_size}, the tokens of the target, but is {size}; correct "
+            "it in the "
             "recipe or on the command line"
         )
     if head.init_from is not None:
         raise ValueError(
-            f"head.init_from: must be unset to choose a draft vocabulary, but is {head.init_from}, whose lm_head keeps its own "
+            f"head.init_from: must be unset to choose a draft vocabulary, but is {head.init_from}, whose lm_head keeps "
+            "its own "
             "vocabulary; skip this program"
         )
     return int(size)
@@ -100,7 +105,9 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
 def special_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> set[int]:
     """Returns the tokens to keep however rare: the tokenizer's special tokens and all end-of-sequence tokens."""
     ends = {*eos_token_ids(target_config), *eos_token_ids(target_config, read_generation_config(target_dir))}
-    return {token for token in ends.union(load_tokenizer(target_dir).all_special_ids) if token < target_config.vocab_size}
+    return {
+        token for token in ends.union(load_tokenizer(target_dir).all_special_ids) if token < target_config.vocab_size
+    }
 
 
 def count_drafted(documents: Documents, vocab_size: int) -> NDArray[np.int64]:
@@ -128,7 +135,8 @@ def choose_tokens(counts: NDArray[np.int64], size: int, always: set[int]) -> NDA
     """
     if len(always) > size:
         raise ValueError(
-            f"head.draft_vocab_size: must hold the {len(always)} special tokens of the target, but is {size}; set it higher"
+            f"head.draft_vocab_size: must hold the {len(always)} special tokens of the target, but is {size}; set it "
+            "higher"
         )
     ranked = counts.copy()
     ranked[sorted(always)] = np.iinfo(np.int64).max
@@ -149,7 +157,8 @@ def print_summary(manifest: DraftVocabManifest) -> None:
     Console().print(table)
     if manifest.filled_up_tokens:
         print(
-            f"{manifest.filled_up_tokens:,} of its tokens are never drafted in the training split: special tokens and the lowest ids"
+            f"{manifest.filled_up_tokens:,} of its tokens are never drafted in the training split: special tokens and "
+            "the lowest ids"
         )
 
 

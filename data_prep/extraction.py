@@ -88,12 +88,14 @@ def check_prompts(documents: Documents, path: Path, vocab_size: int, max_positio
     longest, largest_id = int(documents.lengths.max()), int(documents.input_ids.max())
     if longest > max_position_embeddings:
         raise ValueError(
-            f"{path}: documents must have at most {max_position_embeddings} tokens, the target's max_position_embeddings, "
+            f"{path}: documents must have at most {max_position_embeddings} tokens, the target's "
+            "max_position_embeddings, "
             f"but the longest has {longest}; set prompts.max_document_tokens={max_position_embeddings} or less and run "
             "data_prep.prompts again"
         )
     if largest_id >= vocab_size:
         raise ValueError(
-            f"{path}: token ids must be below {vocab_size}, the target's vocab_size, but the largest is {largest_id}; the prompts "
+            f"{path}: token ids must be below {vocab_size}, the target's vocab_size, but the largest is {largest_id}; "
+            "the prompts "
             "were made with another tokenizer: run data_prep.prompts again with this target"
         )

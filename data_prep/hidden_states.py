@@ -6,7 +6,7 @@ interrupted run continues with any number of ranks, and the finished store is by
 interruption.
 
     torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart
-    torchrun --nproc-per-node 4 -m data_prep.hidden_states recipe=quickstart train.stream=true     # while training reads
+    torchrun --nproc-per-node 4 -m data_prep.hidden_states recipe=quickstart train.stream=true  # while training reads
     python -m data_prep.hidden_states recipe=quickstart plan=true     # print the costs only
     torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart verify=true     # check every byte
 """
@@ -96,7 +96,12 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         hidden_size, num_shards = extraction.target_config.hidden_size, len(extraction.shards)
         shard_tokens = config.hidden_states.shard_tokens
         manifest = finish_store(extraction.store_dir, extraction.identity, shard_tokens, hidden_size, num_shards)
-        report(extraction, manifest, num_tokens(extraction.documents, extraction.select(missing)), time.monotonic() - started)
+        report(
+            extraction,
+            manifest,
+            num_tokens(extraction.documents, extraction.select(missing)),
+            time.monotonic() - started,
+        )
 
 
 def is_finished(extraction: Extraction, ranks: Ranks) -> bool:
@@ -104,7 +109,10 @@ def is_finished(extraction: Extraction, ranks: Ranks) -> bool:
     store_dir, shard_tokens = extraction.store_dir, extraction.config.hidden_states.shard_tokens
     manifest = begin_store(store_dir, extraction.identity, shard_tokens, extraction.own) if ranks.is_first else None
     if manifest:
-        print(f"{store_dir} is finished already: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens", flush=True)
+        print(
+            f"{store_dir} is finished already: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens",
+            flush=True,
+        )
     return any(ranks.gather(manifest is not None))
 
 
@@ -112,7 +120,16 @@ def fill(extraction: Extraction, streams: Streams, indices: Sequence[int], ranks
     """Compute and write some shards on this rank."""
     shards = dict(zip(indices, extraction.select(indices), strict=True))
     who, num_threads = f"rank {ranks.rank} of {ranks.world_size}", extraction.config.hidden_states.writer_threads
-    fill_shards(streams, extraction.documents, shards, extraction.store_dir, *extraction.layout, who, ranks.is_first, num_threads)
+    fill_shards(
+        streams,
+        extraction.documents,
+        shards,
+        extraction.store_dir,
+        *extraction.layout,
+        who,
+        ranks.is_first,
+        num_threads,
+    )
 
 
 def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
@@ -132,7 +149,10 @@ def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> N
     if ranks.is_first:
         delete_shards(extraction.store_dir, windows)  # those still being written when training ended
         num_documents = len(extraction.documents)
-        print(f"{extraction.store_dir}: training has read the hidden states of all {num_documents:,} documents", flush=True)
+        print(
+            f"{extraction.store_dir}: training has read the hidden states of all {num_documents:,} documents",
+            flush=True,
+        )
 
 
 def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager[Streams]:
@@ -227,14 +247,17 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
     total_tokens = int(documents.document_offsets[-1])
     print(
         f"hidden states of {len(documents):,} documents: {total_tokens:,} tokens x {token_bytes:,} bytes = "
-        f"{total_tokens * token_bytes / 1e9:.3f} GB; to write: {missing_bytes / 1e9:.3f} GB, free: {free_bytes / 1e9:.3f} GB",
+        f"{total_tokens * token_bytes / 1e9:.3f} GB; to write: {missing_bytes / 1e9:.3f} GB, free: "
+        f"{free_bytes / 1e9:.3f} GB",
         flush=True,
     )
     if unwritten and missing_bytes + scratch > free_bytes:
         backend = f" and {scratch / 1e9:.3f} GB of the backend's files (hidden_states.scratch_dir)" if scratch else ""
         raise ValueError(
-            f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{backend}, but {free_bytes / 1e9:.3f} GB are; "
-            "free space, set run_dir to a larger disk, set hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run "
+            f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{backend}, but "
+            f"{free_bytes / 1e9:.3f} GB are; "
+            "free space, set run_dir to a larger disk, set hidden_states.store_dtype=fp8, or lower "
+            "prompts.max_train_tokens and run "
             "data_prep.prompts again"
         )
 

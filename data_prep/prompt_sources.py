@@ -52,7 +52,8 @@ class TextSource:
         batch = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         documents = [np.array([*bos, *token_ids], np.int32) for token_ids in batch]  # [S] each
         return [
-            [Encoding(ids, np.ones(len(ids), np.uint8))] if text else "empty" for text, ids in zip(texts, documents, strict=True)
+            [Encoding(ids, np.ones(len(ids), np.uint8))] if text else "empty"
+            for text, ids in zip(texts, documents, strict=True)
         ]
 
 
@@ -125,15 +126,21 @@ def answer_prompts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
 
 
 def as_generated(rendering: Rendering, prompts: Sequence[str], is_kept: Sequence[bool]) -> Rendering:
-    """Returns the rendering without the spans of responses that are not kept. Each span belongs to the prompt before it."""
+    """Returns the rendering without the spans of responses that are not kept. Each span belongs to the prompt before
+    it."""
     starts = [(len(prompt), turn) for turn, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
-    turns = [max(((start, turn) for start, turn in starts if start < end), default=(0, None))[1] for _, end in rendering.spans]
+    turns = [
+        max(((start, turn) for start, turn in starts if start < end), default=(0, None))[1]
+        for _, end in rendering.spans
+    ]
     spans = [span for span, turn in zip(rendering.spans, turns, strict=True) if turn is not None and is_kept[turn]]
     num_answers = len({turn for turn in turns if turn is not None and is_kept[turn]})
     return replace(rendering, spans=spans, answers=num_answers)
 
 
-def read_source(prompts: PromptsConfig, tokenizer: PreTrainedTokenizerBase, target_dir: Path, responses_dir: Path) -> Source:
+def read_source(
+    prompts: PromptsConfig, tokenizer: PreTrainedTokenizerBase, target_dir: Path, responses_dir: Path
+) -> Source:
     """Find the usable documents of `prompts.paths`.
 
     Args:
@@ -149,7 +156,8 @@ def read_source(prompts: PromptsConfig, tokenizer: PreTrainedTokenizerBase, targ
     """
     if not prompts.paths:
         raise ValueError(
-            f"prompts.paths: must name at least one path of {prompts.source}, but is empty; set prompts.paths=[...] in the "
+            f"prompts.paths: must name at least one path of {prompts.source}, but is empty; set prompts.paths=[...] in "
+            "the "
             "recipe or on the command line"
         )
     if prompts.source is PromptSource.responses:

@@ -76,7 +76,9 @@ class Collector:
     def _is_copy(self, encodings: Sequence[Encoding]) -> bool:
         digest = hashlib.blake2b(digest_size=16)
         for encoding in encodings:
-            digest.update(len(encoding.input_ids).to_bytes(8) + encoding.input_ids.tobytes() + encoding.loss_mask.tobytes())
+            digest.update(
+                len(encoding.input_ids).to_bytes(8) + encoding.input_ids.tobytes() + encoding.loss_mask.tobytes()
+            )
         is_copy = digest.digest() in self._seen
         self._seen.add(digest.digest())
         self.copies += is_copy
@@ -85,7 +87,9 @@ class Collector:
     def _windows(self, name: str, group: str, split: Split, encoding: Encoding) -> list[Window]:
         """Returns the windows with a supervised token."""
         parts = cut(encoding, self._prompts.max_document_tokens)
-        windows = [Window(name, group, split, i, encoding.turn, part) for i, part in enumerate(parts) if part.loss_mask.any()]
+        windows = [
+            Window(name, group, split, i, encoding.turn, part) for i, part in enumerate(parts) if part.loss_mask.any()
+        ]
         self.tokens_read += len(encoding.input_ids)
         self.windows_cut += len(parts) if len(parts) > 1 else 0
         self.windows_unsupervised += len(parts) - len(windows)
@@ -112,7 +116,11 @@ class Collector:
     def rewritten_documents(self) -> Documents:
         """Returns the additional documents, for assistant turns that the first document renders differently."""
         return Documents.from_list(
-            [(i, window.encoding.input_ids, window.encoding.loss_mask) for i, window in enumerate(self.windows) if window.turn]
+            [
+                (i, window.encoding.input_ids, window.encoding.loss_mask)
+                for i, window in enumerate(self.windows)
+                if window.turn
+            ]
         )
 
 
@@ -133,7 +141,9 @@ def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> 
             batch = order[start : start + _BATCH]
             _add_batch(collector, source, batch)
             bar.update(len(batch))
-            bar.set_postfix_str(f"{collector.tokens_read / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(
+                f"{collector.tokens_read / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False
+            )
     return collector
 
 
@@ -155,6 +165,7 @@ def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None
     highest = int(encoding.input_ids.max(initial=0))
     if highest >= vocab_size:
         raise ValueError(
-            f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives {highest} in "
+            f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives "
+            f"{highest} in "
             f"{location}; tokenizer and config.json belong to different models, correct the directory"
         )

@@ -63,17 +63,24 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
     DocumentEntry.write_all(stage_dir, collector.entries())
     report = make_report(source, config.prompts.source, splits, collector)
     write_json(stage_dir / "report.json", asdict(report))
-    make_manifest(TokenizerIdentity.of(tokenizer), vocab_size, config.prompts.max_document_tokens, splits).write(stage_dir)
+    make_manifest(TokenizerIdentity.of(tokenizer), vocab_size, config.prompts.max_document_tokens, splits).write(
+        stage_dir
+    )
     return report
 
 
 def check_names(source: Source, prompts: PromptsConfig) -> None:
     """Raise before the long work if there is no document, or if a split would be empty."""
     if not source.names:
-        wanted = f"file that matches {prompts.pattern!r}" if prompts.source is PromptSource.text_files else "usable conversation"
+        wanted = (
+            f"file that matches {prompts.pattern!r}"
+            if prompts.source is PromptSource.text_files
+            else "usable conversation"
+        )
         reasons = _reasons(source.refused)
         raise ValueError(
-            f"prompts.paths: must hold at least one {wanted}, but {', '.join(prompts.paths)} holds none{reasons}; correct the "
+            f"prompts.paths: must hold at least one {wanted}, but {', '.join(prompts.paths)} holds none{reasons}; "
+            "correct the "
             "paths or the data"
         )
     num_held_out = sum(is_held_out(group, prompts.validation_fraction) for group in source.groups)
@@ -95,13 +102,16 @@ def check_splits(splits: Mapping[Split, Documents], collector: Collector, prompt
     for split, documents in splits.items():
         if not len(documents):
             reasons = _reasons(collector.refused)
-            raise _empty_split(split, f": {collector.windows_unsupervised} documents without a supervised token{reasons}", prompts)
+            raise _empty_split(
+                split, f": {collector.windows_unsupervised} documents without a supervised token{reasons}", prompts
+            )
 
 
 def _empty_split(split: Split, reason: str, prompts: PromptsConfig) -> ValueError:
     return ValueError(
         f"prompts: the {split} split must hold at least one document, but holds none with prompts.validation_fraction="
-        f"{prompts.validation_fraction} and prompts.max_train_tokens={prompts.max_train_tokens}{reason}; add data or change these "
+        f"{prompts.validation_fraction} and prompts.max_train_tokens={prompts.max_train_tokens}{reason}; add data or "
+        "change these "
         "settings"
     )
 
@@ -129,9 +139,14 @@ def make_report(
         windows_cut=collector.windows_cut,
         windows_unsupervised=collector.windows_unsupervised,
         rewritten=RewrittenReport(
-            collector.answers_rewritten, len(rewritten), num_tokens, num_tokens - int(rewritten.loss_mask.sum(dtype=np.int64))
+            collector.answers_rewritten,
+            len(rewritten),
+            num_tokens,
+            num_tokens - int(rewritten.loss_mask.sum(dtype=np.int64)),
         ),
-        duplicates=DuplicatesReport.of(source.groups, collector.copies, are_kept=source_kind is PromptSource.text_files),
+        duplicates=DuplicatesReport.of(
+            source.groups, collector.copies, are_kept=source_kind is PromptSource.text_files
+        ),
         answers_left_out=collector.answers_left_out,
         beyond_max_train_tokens=collector.beyond_max_train_tokens,
         refused=group_refusals(collector.refused),

@@ -139,7 +139,9 @@ def _length_table(report: PromptsReport) -> Table:
     table.add_column("")
     for longest in sorted(total):
         bar = "█" * round(_BAR_WIDTH * total[longest] / max(total.values()))
-        table.add_row(f"{longest // 2 + 1:,} - {longest:,}" if longest > 2 else f"{longest}", f"{total[longest]:,}", bar)
+        table.add_row(
+            f"{longest // 2 + 1:,} - {longest:,}" if longest > 2 else f"{longest}", f"{total[longest]:,}", bar
+        )
     return table
 
 
@@ -148,8 +150,10 @@ def _rewritten(report: PromptsReport) -> list[str]:
     if not rewritten.answers:
         return []
     return [
-        f"rewritten in later turns by the chat template: {rewritten.answers:,} assistant turns, in {rewritten.documents:,} additional "
-        f"documents with {rewritten.tokens:,} tokens ({rewritten.tokens / max(total, 1):.1%} of all); history stored again: "
+        f"rewritten in later turns by the chat template: {rewritten.answers:,} assistant turns, in "
+        f"{rewritten.documents:,} additional "
+        f"documents with {rewritten.tokens:,} tokens ({rewritten.tokens / max(total, 1):.1%} of all); history stored "
+        "again: "
         f"{rewritten.history_tokens:,} tokens ({rewritten.history_tokens / max(total, 1):.1%})"
     ]
 
@@ -158,13 +162,17 @@ def _duplicates(report: PromptsReport) -> list[str]:
     duplicates, lines = report.duplicates, []
     if duplicates.same_question:
         lines.append(
-            f"same question: {duplicates.same_question:,} {report.source} repeat the question of an earlier one; {duplicates.questions:,} "
-            f"distinct questions, at most {duplicates.largest:,} {report.source} with the same one, never divided between splits"
+            f"same question: {duplicates.same_question:,} {report.source} repeat the question of an earlier one; "
+            f"{duplicates.questions:,} "
+            f"distinct questions, at most {duplicates.largest:,} {report.source} with the same one, never divided "
+            "between splits"
         )
     if duplicates.dropped:
         lines.append(f"left out: {duplicates.dropped:,} {report.source} with the same tokens as another one")
     if duplicates.kept:
-        lines.append(f"kept: {duplicates.kept:,} {report.source} with the same tokens as another one; they are split by name")
+        lines.append(
+            f"kept: {duplicates.kept:,} {report.source} with the same tokens as another one; they are split by name"
+        )
     return lines
 
 
@@ -174,7 +182,8 @@ def _left_out(report: PromptsReport) -> list[str]:
         lines.append(f"left out: {report.windows_unsupervised:,} windows without a supervised token")
     if report.answers_left_out:
         lines.append(
-            f"left out of the loss: {report.answers_left_out:,} assistant turns that the chat template does not render as generated"
+            f"left out of the loss: {report.answers_left_out:,} assistant turns that the chat template does not render "
+            "as generated"
         )
     if report.beyond_max_train_tokens:
         lines.append(f"left out: {report.beyond_max_train_tokens:,} {report.source} beyond prompts.max_train_tokens")

@@ -77,9 +77,13 @@ def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
     return [replace(renderings[0], turn=0, answers_left_out=turns.count(None)), *renderings[1:]]
 
 
-def _render_all(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, list[Span], list[_Turn | None]]:
+def _render_all(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[str, list[Span], list[_Turn | None]]:
     """Returns the whole conversation as `_render` does, and every assistant turn as generated."""
-    text, blocks = _render(tokenizer, messages, return_assistant_tokens_mask=_has_blocks(require_chat_template(tokenizer)))
+    text, blocks = _render(
+        tokenizer, messages, return_assistant_tokens_mask=_has_blocks(require_chat_template(tokenizer))
+    )
     ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
     return text, blocks, [_generated_turn(tokenizer, messages[:end]) for end in ends]
 
@@ -100,7 +104,9 @@ def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
     if start is None or start == len(text):
         return None
     shift = len(prompt) - start
-    spans = [(begin + shift, end + shift) for begin, end in (blocks if has_blocks else [(start, len(text))]) if end > start]
+    spans = [
+        (begin + shift, end + shift) for begin, end in (blocks if has_blocks else [(start, len(text))]) if end > start
+    ]
     return _Turn(len(messages), prompt + text[start:], spans)
 
 
@@ -167,11 +173,15 @@ def _end_without_closing(tokenizer: PreTrainedTokenizerBase, text: str) -> int |
     return len(turns) if turns.rstrip().endswith(special) else None
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: bool) -> tuple[str, list[Span]]:
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: bool
+) -> tuple[str, list[Span]]:
     """Returns the text and, on request, the spans of its generation blocks."""
     # apply_chat_template rejects the empty list before an assistant turn without a user turn, and its mask loses the
     # last bytes of a span that ends inside a character of several tokens.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
-    rendered: Any = render_jinja_template(conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables)
+    rendered: Any = render_jinja_template(
+        conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables
+    )
     texts, spans = rendered
     return texts[0], spans[0] if spans else []

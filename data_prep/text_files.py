@@ -38,7 +38,9 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
     for directory in directories:
         root = standard_library_dir() if directory == STANDARD_LIBRARY else Path(directory)
         if not root.is_dir():
-            raise FileNotFoundError(f"prompts.paths: must name directories, but {directory!r} is not one; correct the path")
+            raise FileNotFoundError(
+                f"prompts.paths: must name directories, but {directory!r} is not one; correct the path"
+            )
         for path in sorted(root.rglob(pattern)):
             name = path.relative_to(root).as_posix()
             if not path.is_file() or any(fnmatch(name, glob) for glob in exclude):

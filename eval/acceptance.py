@@ -6,8 +6,8 @@ Reads `run_dir/train/best/` (or the head of `head.init_from` if nothing was trai
 trees, a small model, plain decoding) and the head at other temperatures.
 
     python -m eval.acceptance recipe=quickstart acceptance.num_speculative_tokens=5
-    python -m eval.acceptance recipe=quickstart "acceptance.baselines=[none,prompt_lookup,tree,hybrid]" acceptance.batch_size=1
-    python -m eval.acceptance recipe=quickstart "acceptance.temperatures=[0.7,1]" acceptance.top_p=0.9 acceptance.top_k=50
+    python -m eval.acceptance recipe=quickstart "acceptance.baselines=[none,tree,hybrid]" acceptance.batch_size=1
+    python -m eval.acceptance recipe=quickstart "acceptance.temperatures=[0.7,1]" acceptance.top_p=0.9
     torchrun --nproc-per-node 8 -m eval.acceptance recipe=llama3_1_8b_mtp
 """
 
@@ -25,10 +25,17 @@ from mtptrain.command_line import command, program
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import has_loop
-from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
+from mtptrain.decoding.draft import Drafter
+from mtptrain.decoding.drafters import (
+    HeadDrafter,
+    HybridDrafter,
+    ModelDrafter,
+    NoDrafter,
+    PromptLookupDrafter,
+    TreeDrafter,
+)
 from mtptrain.decoding.prompts import Prompts, read_prompts
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Drafter
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_draft_model, load_target
@@ -87,7 +94,8 @@ def candidates_of(
     own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features
     if Baseline.tree in settings.baselines and settings.tree_top_k > own_size:
         raise ValueError(
-            f"acceptance.tree_top_k: must be at most {own_size}, the tokens that the head can draft, but is {settings.tree_top_k}; "
+            f"acceptance.tree_top_k: must be at most {own_size}, the tokens that the head can draft, but is "
+            f"{settings.tree_top_k}; "
             "lower it"
         )
 
@@ -163,7 +171,9 @@ def report(
         "prompts_file": settings.prompts_file,
         "prompts_sha256": prompts.sha256,
         "baselines": described,
-        "speed": {name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()},
+        "speed": {
+            name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()
+        },
     }
 
 
@@ -176,16 +186,30 @@ def write_generations(path: Path, measured: Measured) -> None:
     with path.open("w") as file:
         for (prompt_id, turn), answer in measured.answers.items():
             loops = has_loop(answer.generation.tokens)
-            file.write(json.dumps({"id": prompt_id, "turn": turn, **asdict(answer.generation), "has_loop": loops}) + "\n")
+            file.write(
+                json.dumps({"id": prompt_id, "turn": turn, **asdict(answer.generation), "has_loop": loops}) + "\n"
+            )
 
 
 def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     settings = config.acceptance
     depths = range(settings.num_speculative_tokens)
-    title = f"Acceptance: K={len(depths)}, temperature {settings.temperature:g}, {settings.dtype}, batches of {settings.batch_size}"
+    title = (
+        f"Acceptance: K={len(depths)}, temperature {settings.temperature:g}, {settings.dtype}, batches of "
+        f"{settings.batch_size}"
+    )
     table = Table(title=f"{title}, up to {settings.max_new_tokens} new tokens")
     table.add_column("", no_wrap=True)
-    for column in ("length", "rate", *(f"at {depth}" for depth in depths), "per step", "prompts", "tokens/s", "draft", "verify"):
+    for column in (
+        "length",
+        "rate",
+        *(f"at {depth}" for depth in depths),
+        "per step",
+        "prompts",
+        "tokens/s",
+        "draft",
+        "verify",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for name, each in measured.items():
         speed = [
@@ -201,7 +225,9 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     console.width = max(console.width, 75 + 8 * len(depths) + max(map(len, measured)))
     console.print(table)
     if len(measured["head"].sources) == 1:
-        console.print("one source: all prompts are from one file or conversation, so there are no intervals; measure on several")
+        console.print(
+            "one source: all prompts are from one file or conversation, so there are no intervals; measure on several"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """After stage 3, for a target too large for validation during training: chooses the best of the heads that training
 kept.
 
-Reads `run_dir/train/heads/`, which `train.validation_prompts=0` and `train.validate_every` keep, `run_dir/train/best/` where training
-measured that head, and the held-out prompts by which training would have chosen; writes `run_dir/train/best/` and
+Reads `run_dir/train/heads/`, which `train.validation_prompts=0` and `train.validate_every` keep, `run_dir/train/best/`
+where training measured that head, and the held-out prompts by which training would have chosen; writes
+`run_dir/train/best/` and
 `run_dir/train/choice.json`, and prints a table. It measures on as many prompts as training does by default, or on
 `train.validation_prompts` where that is not 0.
 
@@ -37,7 +38,9 @@ def main(cfg: DictConfig) -> None:
     heads = heads_to_measure(stage_dir)
     measured = measure(config, heads, ranks)
     if ranks.is_first:
-        best_step = max(measured, key=lambda step: measured[step].acceptance_length)  # the first one of equals, as in training
+        best_step = max(
+            measured, key=lambda step: measured[step].acceptance_length
+        )  # the first one of equals, as in training
         keep_best(config, heads[best_step], measured[best_step])
         write_json(stage_dir / CHOICE, describe(config, measured, best_step))
         print_table(config, measured, best_step)
@@ -53,8 +56,10 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
     heads = kept_heads(stage_dir)
     if not heads:
         raise FileNotFoundError(
-            f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain.train with the same recipe and "
-            "run_dir, train.validation_prompts=0 and train.validate_every above 0, which keep the head of each such step"
+            f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain.train with the "
+            "same recipe and "
+            "run_dir, train.validation_prompts=0 and train.validate_every above 0, which keep the head of each such "
+            "step"
         )
     best = stage_dir / "best/head.json"
     facts = json.loads(best.read_text()) if best.is_file() else {}
@@ -71,7 +76,9 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
     """
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
-    validation = Validation(config, config.train.validation_prompts or TrainConfig.validation_prompts, target_dir, ranks)
+    validation = Validation(
+        config, config.train.validation_prompts or TrainConfig.validation_prompts, target_dir, ranks
+    )
     for directory in heads.values():
         check_head_target(directory, target_dir)
     measured = {}
@@ -102,7 +109,9 @@ def describe(config: PipelineConfig, measured: dict[int, Acceptance], best_step:
 
 
 def print_table(config: PipelineConfig, measured: dict[int, Acceptance], best_step: int) -> None:
-    table = Table(title=f"{measured[best_step].prompts} held-out prompts, greedy, K={config.acceptance.num_speculative_tokens}")
+    table = Table(
+        title=f"{measured[best_step].prompts} held-out prompts, greedy, K={config.acceptance.num_speculative_tokens}"
+    )
     for column in ("step", "acceptance length", ""):
         table.add_column(column, justify="right", no_wrap=True)
     for step, acceptance in measured.items():

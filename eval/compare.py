@@ -19,7 +19,8 @@ from rich.table import Table
 from .report_page import UNREADABLE, drafters_of, have_equal_speeds, length_interval, render_page, write_page
 
 MUST_BE_EQUAL = (
-    "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts",
+    "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k",
+    "sample_drafts",
     "max_new_tokens", "dtype",
 )  # fmt: skip
 
@@ -48,7 +49,9 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
     reports: dict[str, dict[str, Any]] = {}
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: must be a report.json of eval.acceptance, but does not exist; correct the path")
+            raise FileNotFoundError(
+                f"{path}: must be a report.json of eval.acceptance, but does not exist; correct the path"
+            )
         try:
             report = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
         except ValueError as error:
@@ -58,12 +61,15 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
         if isinstance(report, dict):
             report = {"top_p": 1.0, "top_k": 0} | report
         if not isinstance(report, dict) or not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
-            raise ValueError(f"{path}: must be a report.json of eval.acceptance, but is not, or has an older format; measure again")
+            raise ValueError(
+                f"{path}: must be a report.json of eval.acceptance, but is not, or has an older format; measure again"
+            )
         try:
             render_page({str(path): report})
         except UNREADABLE as error:
             raise ValueError(
-                f"{path}: must be complete, as eval.acceptance writes it, but something is missing ({error!r}); measure again"
+                f"{path}: must be complete, as eval.acceptance writes it, but something is missing ({error!r}); "
+                "measure again"
             ) from error
         if path.resolve() in map(Path.resolve, map(Path, reports)):
             raise ValueError(f"{path}: reports must be different, but this one is given twice; remove it")
@@ -73,7 +79,8 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
         for name in MUST_BE_EQUAL:
             if report[name] != first[name]:
                 raise ValueError(
-                    f"{other_path}: {name} must be {first[name]!r} as in {first_path}, but is {report[name]!r}; measure one of them "
+                    f"{other_path}: {name} must be {first[name]!r} as in {first_path}, but is {report[name]!r}; "
+                    "measure one of them "
                     "again with the other's setting"
                 )
     return dict(zip(short_names(list(reports)), reports.values(), strict=True))
@@ -87,7 +94,9 @@ def short_names(paths: list[str]) -> list[str]:
     """Returns paths without the folders that all of them share, or whole paths if the rest is not unique."""
     parts = [Path(path).parts for path in paths]
     start = next((i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
-    end = next((i for i, each in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(each)) > 1), 0)
+    end = next(
+        (i for i, each in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(each)) > 1), 0
+    )
     names = [str(Path(*part[start : len(part) - end])) if len(part) - end > start else "" for part in parts]
     return names if all(names) and len(set(names)) == len(names) else paths
 

@@ -51,12 +51,16 @@ class DraftQuality:
         draft = seen.draft
         assert draft.logits is not None, "drafts of a head"
         depths = torch.arange(self.num_depths, device=draft.tokens.device)
-        draft_probs = self.head.target_probs(self.sampler.probs(torch.stack(draft.logits, 1)), self.vocab_size)  # [B, K, V]
+        draft_probs = self.head.target_probs(
+            self.sampler.probs(torch.stack(draft.logits, 1)), self.vocab_size
+        )  # [B, K, V]
         overlap = torch.minimum(self.sampler.probs(seen.target_logits[:, :-1]), draft_probs).sum(-1)  # [B, K]
         confidence = draft_probs.gather(2, draft.tokens[..., None])[..., 0]
         is_reached = (depths <= seen.accepted.count[:, None]) & seen.is_active[:, None]
         is_accepted = depths < seen.accepted.count[:, None]
-        figures = torch.stack([torch.ones_like(overlap), overlap, is_accepted.to(overlap), confidence], 2).double()  # [B, K, 4]
+        figures = torch.stack(
+            [torch.ones_like(overlap), overlap, is_accepted.to(overlap), confidence], 2
+        ).double()  # [B, K, 4]
         figures = figures * is_reached[..., None]
         self.is_sampled = draft.probs is not None
         bins = (confidence * NUM_BINS).long().clamp(max=NUM_BINS - 1)
@@ -67,7 +71,9 @@ class DraftQuality:
     def sums(self) -> torch.Tensor:
         """Returns rounds, overlap, accepted and confidence by position, then by tenth of the confidence, f64[K + bins,
         4]."""
-        return torch.zeros(self.num_depths + NUM_BINS, 4, dtype=torch.float64) if self._sums is None else self._sums.cpu()
+        return (
+            torch.zeros(self.num_depths + NUM_BINS, 4, dtype=torch.float64) if self._sums is None else self._sums.cpu()
+        )
 
     def figures(self, sums: torch.Tensor) -> QualityFigures:
         """Computes the figures from sums that were added over all ranks."""

@@ -69,7 +69,8 @@ def main(cfg: DictConfig) -> None:
     device = init_ranks().device
     if config.check.size is CheckSize.full and device.type != "cuda":
         raise ValueError(
-            "check.size: must be tiny where there is no GPU, but is full, whose benches take hours on a CPU; run it on a machine with a "
+            "check.size: must be tiny where there is no GPU, but is full, whose benches take hours on a CPU; run it on "
+            "a machine with a "
             "GPU"
         )
     overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
@@ -84,7 +85,9 @@ def forwarded(given: Sequence[str]) -> list[str]:
     return [override for override in given if not override.lstrip("+~").startswith(("check.", "run_dir="))]
 
 
-def run_all(config: PipelineConfig, overrides: Sequence[str], size: CheckSize, device: torch.device, run: RunProgram) -> list[Row]:
+def run_all(
+    config: PipelineConfig, overrides: Sequence[str], size: CheckSize, device: torch.device, run: RunProgram
+) -> list[Row]:
     """Runs every check in order, prints each result as it comes, and returns all rows."""
     directory = Path(config.run_dir)
     shutil.rmtree(directory, ignore_errors=True)
@@ -143,7 +146,9 @@ def report(rows: list[Row], directory: Path, device: torch.device) -> int:
         if row.outcome is Outcome.skipped:
             print(f"*** SKIPPED {row.name}: {row.reason} ***")
     write_json(directory / "report.json", {**facts, "rows": [asdict(row) for row in rows]})
-    Console().print(f"{num_failed} of {len(rows)} checks failed; {directory / 'report.json'}", soft_wrap=True, highlight=False)
+    Console().print(
+        f"{num_failed} of {len(rows)} checks failed; {directory / 'report.json'}", soft_wrap=True, highlight=False
+    )
     return int(num_failed > 0)
 
 

@@ -18,9 +18,10 @@ from mtptrain.decoding.acceptance import (
     summarise,
     token_batches,
 )
+from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.prompts import Prompts
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Drafter, Generation
+from mtptrain.decoding.speculate import Generation
 from mtptrain.target.families import eos_token_ids
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
@@ -96,7 +97,10 @@ class Measured:
         """Returns the figures of a report: pooled, without loops, by prompt length and by category."""
         answers = self.answers.values()
         bounds = zip(CONTEXT_BUCKETS, [*CONTEXT_BUCKETS[1:], 2**62], strict=True)
-        buckets = {str(first): [each.generation for each in answers if first <= each.prompt_tokens < end] for first, end in bounds}
+        buckets = {
+            str(first): [each.generation for each in answers if first <= each.prompt_tokens < end]
+            for first, end in bounds
+        }
         categories = sorted({each.category for each in answers if each.category is not None})
         by_category = {name: [each.generation for each in answers if each.category == name] for name in categories}
         return {
@@ -108,7 +112,9 @@ class Measured:
             "without_loops": asdict(self.without_loops),
             "by_prompt_tokens": {name: asdict(summarise(part)) for name, part in buckets.items() if part},
             "by_category": {name: asdict(summarise(part)) for name, part in by_category.items()},
-            "acceptance_length_of_prompts": [1 + sum(each.accepted_at) / each.rounds for each in self.generations if each.rounds],
+            "acceptance_length_of_prompts": [
+                1 + sum(each.accepted_at) / each.rounds for each in self.generations if each.rounds
+            ],
             "quality": None if self.quality is None else asdict(self.quality),
         }
 
@@ -138,7 +144,12 @@ class Measurement:
     them."""
 
     def __init__(
-        self, settings: AcceptanceConfig, target: Target, tokenizer: PreTrainedTokenizerBase | None, prompts: Prompts, ranks: Ranks
+        self,
+        settings: AcceptanceConfig,
+        target: Target,
+        tokenizer: PreTrainedTokenizerBase | None,
+        prompts: Prompts,
+        ranks: Ranks,
     ) -> None:
         self.settings = settings
         self.target = target
@@ -154,7 +165,10 @@ class Measurement:
         turn = 1
         while any(share.waiting for share in shares.values()):
             batches = {name: in_batches(share.waiting, self.settings) for name, share in shares.items()}
-            total, shown = sum(len(share.waiting) for share in shares.values()), "acceptance" if turn == 1 else f"turn {turn}"
+            total, shown = (
+                sum(len(share.waiting) for share in shares.values()),
+                "acceptance" if turn == 1 else f"turn {turn}",
+            )
             with tqdm(total=total, desc=shown, unit="prompt", disable=not self.ranks.is_first) as bar:
                 for index in range(max(map(len, batches.values()))):
                     for name, candidate in candidates.items():
@@ -208,7 +222,9 @@ class Measurement:
             messages.append({"role": "user", "content": content})
             if number <= turn:
                 tokens = share.answers[prompt_id, number].generation.tokens
-                messages.append({"role": "assistant", "content": str(self.tokenizer.decode(tokens, skip_special_tokens=True))})
+                messages.append(
+                    {"role": "assistant", "content": str(self.tokenizer.decode(tokens, skip_special_tokens=True))}
+                )
         return render_prompt(self.tokenizer, messages)
 
     def _gather(self, candidate: Candidate, share: Share) -> Measured:

@@ -63,7 +63,8 @@ DECODING_COLUMNS = {
     "verify, ms": ("verify_ms", ".2f"),
 }
 DECODING_LEGEND = (
-    "Tokens/s are counted after the prompt; K = 0 is plain decoding. Predicted: from the acceptance on prompts of other files and "
+    "Tokens/s are counted after the prompt; K = 0 is plain decoding. Predicted: from the acceptance on prompts of "
+    "other files and "
     "the cost of rounds of random tokens. Refilled: if new prompts replaced finished ones, as in an engine."
 )
 
@@ -169,7 +170,9 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
     drafters = drafters_of(reports)
     first = next(iter(reports.values()))
     settings = {
-        name: first[name] for name in SETTINGS if name in first and all(each.get(name) == first[name] for each in reports.values())
+        name: first[name]
+        for name in SETTINGS
+        if name in first and all(each.get(name) == first[name] for each in reports.values())
     }
     has_speed = have_equal_speeds(reports)
     num_depths = max(len(each["acceptance_rate_at"]) for each in drafters.values())
@@ -223,7 +226,13 @@ def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures
 def have_equal_speeds(reports: Mapping[str, ReportFigures]) -> bool:
     """Whether tokens/s of all reports compare: the same batches, ranks and device."""
     return (
-        len({(each["batch_size"], each.get("batch_tokens"), each["num_ranks"], each["device"]) for each in reports.values()}) == 1
+        len(
+            {
+                (each["batch_size"], each.get("batch_tokens"), each["num_ranks"], each["device"])
+                for each in reports.values()
+            }
+        )
+        == 1
     )
 
 

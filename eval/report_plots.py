@@ -20,7 +20,8 @@ def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
         "Acceptance length by prompt length": lambda axes, each: plot_groups(axes, each, "by_prompt_tokens", "from"),
         "Acceptance length by category": lambda axes, each: plot_groups(axes, each, "by_category", ""),
         "Acceptance length of each prompt": plot_prompts,
-        "Overlap of the head's and the target's distributions, and acceptance, over rounds that reach a position": plot_overlap,
+        "Overlap of the head's and the target's distributions, and acceptance, over rounds that reach a "
+        "position": plot_overlap,
         "Calibration: are drafts accepted as often as the head predicts?": plot_calibration,
     }
     if has_speed:
@@ -66,8 +67,12 @@ def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
         centers = [i + (index - (len(shown) - 1) / 2) * width for i, group in enumerate(groups) if group in each[key]]
         lengths = [each[key][group]["acceptance_length"] for group in groups if group in each[key]]
         axes.bar(centers, lengths, width * 0.92, label=name)
-    counts = {group: max(each[key][group]["prompts"] for each in drafters.values() if group in each[key]) for group in groups}
-    axes.set_xticks(range(len(groups)), [f"{prefix} {group}\n{counts[group]} prompts".strip() for group in groups], fontsize=9)
+    counts = {
+        group: max(each[key][group]["prompts"] for each in drafters.values() if group in each[key]) for group in groups
+    }
+    axes.set_xticks(
+        range(len(groups)), [f"{prefix} {group}\n{counts[group]} prompts".strip() for group in groups], fontsize=9
+    )
     axes.set(ylabel="acceptance length", ylim=(1, None))
     put_legend(axes)
     return len(groups) > 0
@@ -91,7 +96,14 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
         (line,) = axes.plot(
             positions, quality["overlap_at"], marker="o", label=f"{name}: sum min(p, q) at {quality['temperature']:g}"
         )
-        axes.plot(positions, quality["accepted_at"], marker="x", linestyle="--", color=line.get_color(), label=f"{name}: accepted")
+        axes.plot(
+            positions,
+            quality["accepted_at"],
+            marker="x",
+            linestyle="--",
+            color=line.get_color(),
+            label=f"{name}: accepted",
+        )
         axes.set_xticks(positions)
     axes.set(xlabel="draft position", ylabel="mean over rounds", ylim=(0, 1))
     if shown:
@@ -102,7 +114,11 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
 def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
     """Acceptance against confidence. Greedy output takes the likeliest token, so it accepts drafts more often than
     predicted."""
-    shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality") and each["quality"]["calibration"]}
+    shown = {
+        name: each["quality"]
+        for name, each in drafters.items()
+        if each.get("quality") and each["quality"]["calibration"]
+    }
     for name, quality in shown.items():
         label = f"{name}: off by {quality['calibration_error']:.3f}"
         confidence = [tenth["confidence"] for tenth in quality["calibration"]]
@@ -123,7 +139,9 @@ def plot_costs(axes: Axes, drafters: Drafters) -> bool:
         for name in names:
             seconds, per_token = drafters[name]["seconds"], 1e3 / drafters[name]["tokens_per_s"]
             named = sum(seconds.get(each, 0.0) for each in PHASES)
-            spent.append((seconds["all"] - named if phase == "rest" else seconds.get(phase, 0.0)) / seconds["all"] * per_token)
+            spent.append(
+                (seconds["all"] - named if phase == "rest" else seconds.get(phase, 0.0)) / seconds["all"] * per_token
+            )
         axes.barh(names, spent, left=left, label=phase)
         left = [a + b for a, b in zip(left, spent, strict=True)]
     for name, total in zip(names, left, strict=True):

@@ -55,7 +55,8 @@ def main(cfg: DictConfig) -> None:
     settings = config.acceptance
     if settings.temperature > 0:
         raise ValueError(
-            f"acceptance.temperature: must be 0 for this check, but is {settings.temperature:g}, where drafts are accepted at random; "
+            f"acceptance.temperature: must be 0 for this check, but is {settings.temperature:g}, where drafts are "
+            "accepted at random; "
             "leave it out"
         )
     target_dir = resolve_target(config.target.path, config.target.revision)
@@ -76,7 +77,9 @@ def main(cfg: DictConfig) -> None:
     write_run_page(config)
     if not comparison.is_equal:
         print(what_differs(list(prompts), comparison, divergence), file=sys.stderr)
-        is_near = abs(comparison.counts.acceptance_length / comparison.acceptance.acceptance_length - 1) <= BFLOAT16_TOLERANCE
+        is_near = (
+            abs(comparison.counts.acceptance_length / comparison.acceptance.acceptance_length - 1) <= BFLOAT16_TOLERANCE
+        )
         sys.exit(0 if settings.dtype == Dtype.bfloat16 and is_near else 1)
 
 
@@ -101,7 +104,8 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
         server = VllmServer(serving.url)
         if server.max_model_len < needed_tokens:
             raise ValueError(
-                f"serving.url: the server's context must hold {needed_tokens} tokens, the longest prompt, its answer and 2 K more, "
+                f"serving.url: the server's context must hold {needed_tokens} tokens, the longest prompt, its answer "
+                "and 2 K more, "
                 f"but holds {server.max_model_len}; start it with --max-model-len {needed_tokens}"
             )
         return server
@@ -109,7 +113,11 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     found = run_head(config, target_dir, torch.device("cpu"))
     facts = read_serving_facts(head_dir, serving.engine, found.sha256)
     python = find_python(serving.python)
-    draft = {"method": facts["method"], "model": str(head_dir.resolve()), "num_speculative_tokens": settings.num_speculative_tokens}
+    draft = {
+        "method": facts["method"],
+        "model": str(head_dir.resolve()),
+        "num_speculative_tokens": settings.num_speculative_tokens,
+    }
     has_gpu = torch.cuda.is_available()
     return StartedVllm(
         python=str(python),
@@ -139,7 +147,8 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
         )
     if facts["head_sha256"] != head_sha256:
         raise ValueError(
-            f"{head_dir / 'serving.json'}: head_sha256 must be {head_sha256}, that of this run's head, but is {facts['head_sha256']}: "
+            f"{head_dir / 'serving.json'}: head_sha256 must be {head_sha256}, that of this run's head, but is "
+            f"{facts['head_sha256']}: "
             "another head was exported; run mtptrain.export again"
         )
     return facts
@@ -210,7 +219,8 @@ def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineC
     num_drafts = 0 if counts is None else len(counts.accepted_at)
     if counts is None or num_drafts != config.acceptance.num_speculative_tokens:
         raise ValueError(
-            f"serving.url: the server must draft {config.acceptance.num_speculative_tokens} tokens a round, but drafts {num_drafts}; start "
+            f"serving.url: the server must draft {config.acceptance.num_speculative_tokens} tokens a round, but drafts "
+            f"{num_drafts}; start "
             "it with the command of the export's README, or set acceptance.num_speculative_tokens"
         )
     return counts
@@ -255,7 +265,9 @@ class Comparison:
         return is_plain and all(ours == theirs for _, ours, theirs in self.rows)
 
 
-def explain(config: PipelineConfig, target_dir: Path, prompts: list[list[int]], comparison: Comparison) -> Divergence | None:
+def explain(
+    config: PipelineConfig, target_dir: Path, prompts: list[list[int]], comparison: Comparison
+) -> Divergence | None:
     """Returns the first token on which both sides differ, if the engine reports enough to tell."""
     target, loaded = load_pair(config, target_dir)
     divergence = first_answer_divergence(target, prompts, comparison.ours.plain, comparison.theirs.tokens)
@@ -273,8 +285,10 @@ def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Dive
     if divergence is not None:
         first = f"first in prompt {prompt_ids[divergence.prompt]}, {divergence}"
     return (
-        f"serving check: vLLM {comparison.theirs.version} must equal our counters and plain greedy decoding, but differs "
-        f"in {', '.join(unequal) or 'its answers'}: {first}. A gap below 1e-3 is rounding. Otherwise export the head again; a server "
+        f"serving check: vLLM {comparison.theirs.version} must equal our counters and plain greedy decoding, but "
+        "differs "
+        f"in {', '.join(unequal) or 'its answers'}: {first}. A gap below 1e-3 is rounding. Otherwise export the head "
+        "again; a server "
         "must be idle, run in float32 and be started with --no-enable-chunked-prefill"
     )
 
@@ -300,7 +314,10 @@ def report(config: PipelineConfig, comparison: Comparison, divergence: Divergenc
 
 def print_table(config: PipelineConfig, comparison: Comparison) -> None:
     settings = config.acceptance
-    title = f"Serving check: vLLM {comparison.theirs.version}, K={settings.num_speculative_tokens}, greedy, {settings.dtype}"
+    title = (
+        f"Serving check: vLLM {comparison.theirs.version}, K={settings.num_speculative_tokens}, greedy, "
+        f"{settings.dtype}"
+    )
     table = Table(title=f"{title}, {len(comparison.ours.plain)} prompts")
     table.add_column("", no_wrap=True)
     for column in ("ours", "vLLM", "difference"):

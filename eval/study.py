@@ -41,7 +41,11 @@ from .study_figures import RunResult, draw, print_tables
 
 STUDY_SETTINGS = ("study", "run_dir", "seed", "plan")
 """Sections of the config that the study sets itself and does not pass on to variants."""
-STAGES = {"prompts": "data_prep.prompts", "hidden_states": "data_prep.hidden_states", "draft_vocab": "data_prep.draft_vocab"}
+STAGES = {
+    "prompts": "data_prep.prompts",
+    "hidden_states": "data_prep.hidden_states",
+    "draft_vocab": "data_prep.draft_vocab",
+}
 """Stages before training, and their programs."""
 
 
@@ -58,7 +62,9 @@ def main(cfg: DictConfig) -> None:
     write_provenance(study.directory, study.config)
     print_tables(study.settings.name, study.settings.prompt_tokens, measured)
     draw(study.settings.prompt_tokens, measured, study.directory / "study.svg")
-    write_json(study.directory / "study.json", {"command": command(), "study": asdict(study.settings), "measured": measured})
+    write_json(
+        study.directory / "study.json", {"command": command(), "study": asdict(study.settings), "measured": measured}
+    )
     print(f"plot: {study.directory / 'study.svg'}")
     write_run_page(study.config)
 
@@ -83,29 +89,38 @@ class Study:
         if not settings.variants or not settings.seeds or not settings.prompt_tokens:
             names = sorted(path.stem for path in (Path(RECIPES) / "study").glob("*.yaml"))
             raise ValueError(
-                f"study: must have variants, seeds and prompt_tokens, but has {len(settings.variants)}, {len(settings.seeds)} and "
-                f"{len(settings.prompt_tokens)}; choose one of recipes/study ({', '.join(names)}), for example study={names[0]}"
+                f"study: must have variants, seeds and prompt_tokens, but has {len(settings.variants)}, "
+                f"{len(settings.seeds)} and "
+                f"{len(settings.prompt_tokens)}; choose one of recipes/study ({', '.join(names)}), for example "
+                f"study={names[0]}"
             )
         for name, variant in self.variants.items():
             if not re.fullmatch(r"[\w-]+", name) or name in ("data", "held_out"):
                 raise ValueError(
-                    f"study.variants: names must be letters, digits, - and _, and not data or held_out, but one is {name!r}; rename it"
+                    "study.variants: names must be letters, digits, - and _, and not data or held_out, but one is "
+                    f"{name!r}; rename it"
                 )
             if variant.target != self.config.target or variant.prompts.source is PromptSource.responses:
                 raise ValueError(
-                    f"study.variants.{name}: must be of the study's target and take prompts from files or conversations, but has target "
+                    f"study.variants.{name}: must be of the study's target and take prompts from files or "
+                    "conversations, but has target "
                     f"{variant.target.path} and prompts.source={variant.prompts.source}; make it a separate study"
                 )
             source = self.config.prompts
-            lengths_of = {"max_document_tokens": source.max_document_tokens, "max_train_tokens": source.max_train_tokens}
+            lengths_of = {
+                "max_document_tokens": source.max_document_tokens,
+                "max_train_tokens": source.max_train_tokens,
+            }
             if asdict(variant.prompts) | lengths_of != asdict(source):
                 raise ValueError(
-                    f"study.variants.{name}: must take its documents from where the study's prompts are held out, but differs in "
+                    f"study.variants.{name}: must take its documents from where the study's prompts are held out, but "
+                    "differs in "
                     "settings of prompts other than max_document_tokens and max_train_tokens; make it a separate study"
                 )
             if variant.acceptance != answers:
                 raise ValueError(
-                    f"study.variants.{name}: must be measured as the others are, but has other settings of acceptance; set them for all"
+                    f"study.variants.{name}: must be measured as the others are, but has other settings of acceptance; "
+                    "set them for all"
                 )
         if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
             raise ValueError(f"study.seeds: must be different and at least 0, but are {settings.seeds}; correct them")
@@ -114,9 +129,14 @@ class Study:
         if self.config.seed != 0:
             raise ValueError(f"seed: must be left out, but is {self.config.seed}; set study.seeds")
         context_tokens, lengths = target_config_of(self.config).max_position_embeddings, settings.prompt_tokens
-        if len(set(lengths)) < len(lengths) or min(lengths) < 4 or max(lengths) + answers.max_new_tokens > context_tokens:
+        if (
+            len(set(lengths)) < len(lengths)
+            or min(lengths) < 4
+            or max(lengths) + answers.max_new_tokens > context_tokens
+        ):
             raise ValueError(
-                f"study.prompt_tokens: must be different, at least 4, and fit the target's context of {context_tokens} with "
+                f"study.prompt_tokens: must be different, at least 4, and fit the target's context of {context_tokens} "
+                "with "
                 f"{answers.max_new_tokens} new ones, but are {lengths}; correct them"
             )
 
@@ -124,17 +144,28 @@ class Study:
         """Writes the prompts: for each length, that many tokens before the same positions of held-out documents."""
         lengths, directory, answers = self.settings.prompt_tokens, self.directory / "held_out", self.config.acceptance
         longest = [*self.common, f"prompts.max_document_tokens={max(lengths)}"]
-        self._run(directory, longest, [STAGES["prompts"]], {"prompts": {**asdict(self.config.prompts), "windows": max(lengths)}})
+        self._run(
+            directory,
+            longest,
+            [STAGES["prompts"]],
+            {"prompts": {**asdict(self.config.prompts), "windows": max(lengths)}},
+        )
         chooses = any(variant.train.validation_prompts for variant in self.variants.values())
         documents = held_out_documents(directory / "prompts", HeldOut.reporting if chooses else HeldOut.all)
         prompts = held_out_prompts(
-            documents, len(documents), max(lengths), answers.max_new_tokens, target_config_of(self.config).max_position_embeddings
+            documents,
+            len(documents),
+            max(lengths),
+            answers.max_new_tokens,
+            target_config_of(self.config).max_position_embeddings,
         )
         prompts = {document: tokens for document, tokens in prompts.items() if len(tokens) >= max(lengths)}
         if len(prompts) < self.settings.num_prompts:
             raise ValueError(
-                f"study.num_prompts: must be at most {len(prompts)}, the prompts of {max(lengths)} tokens in held-out documents, "
-                f"but is {self.settings.num_prompts}; lower it, lower study.prompt_tokens, or raise prompts.validation_fraction"
+                f"study.num_prompts: must be at most {len(prompts)}, the prompts of {max(lengths)} tokens in held-out "
+                "documents, "
+                f"but is {self.settings.num_prompts}; lower it, lower study.prompt_tokens, or raise "
+                "prompts.validation_fraction"
             )
         lines = (
             {"id": f"{document} {length}", "category": str(length), "input_ids": prompts[document][-length:]}
@@ -154,7 +185,12 @@ class Study:
             if (data / stage).exists():
                 (directory / stage).symlink_to((data / stage).resolve())
         overrides = [*self.common, *self.settings.variants[variant], f"seed={seed}"]
-        trained = {"seed": seed, "head": asdict(config.head), "train": asdict(config.train), "deepspeed": config.deepspeed}
+        trained = {
+            "seed": seed,
+            "head": asdict(config.head),
+            "train": asdict(config.train),
+            "deepspeed": config.deepspeed,
+        }
         if not self._run(directory, overrides, ["mtptrain.train"], trained, record="trained.json"):
             return None
         output_dir = directory / f"acceptance_{prompts_file.stem}"
@@ -162,7 +198,11 @@ class Study:
         prompts = [f"acceptance.prompts_file={quoted(prompts_file)}", f"acceptance.output_dir={quoted(output_dir)}"]
         record = f"measured_{prompts_file.stem}.json"
         self._run(
-            directory, [*overrides, *head_only, *prompts], ["eval.acceptance"], {"settings": asdict(config.acceptance)}, record
+            directory,
+            [*overrides, *head_only, *prompts],
+            ["eval.acceptance"],
+            {"settings": asdict(config.acceptance)},
+            record,
         )
         return result_of(output_dir / "generations.jsonl", self.settings.prompt_tokens)
 
@@ -199,7 +239,8 @@ class Study:
             different = [name for name in wanted if recorded["settings"].get(name) != wanted[name]]
             if different:
                 raise ValueError(
-                    f"{path}: {different[0]} must be {wanted[different[0]]}, but was {recorded['settings'].get(different[0])}; remove "
+                    f"{path}: {different[0]} must be {wanted[different[0]]}, but was "
+                    f"{recorded['settings'].get(different[0])}; remove "
                     "the folder, or set study.name"
                 )
             state = recorded["state"]
@@ -207,7 +248,12 @@ class Study:
             directory.mkdir(parents=True, exist_ok=True)
             write_json(path, {"state": state, "settings": wanted})
             outcomes = [
-                run_program(program, [*overrides, f"run_dir={quoted(directory)}"], self.settings.num_ranks, directory / "log.txt")
+                run_program(
+                    program,
+                    [*overrides, f"run_dir={quoted(directory)}"],
+                    self.settings.num_ranks,
+                    directory / "log.txt",
+                )
                 for program in programs
             ]
             state = "done" if all(outcomes) else "diverged"
@@ -259,12 +305,17 @@ def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
     """Computes the result of a run from the counts of its answers. A prompt length without rounds has None."""
     lines = [json.loads(line) for line in generations.read_text().splitlines()]
     names = ("tokens", "rounds", "empty_rounds", "drafted", "accepted_at")
-    answers = [(int(line["id"].split()[1]), line["has_loop"], Generation(**{name: line[name] for name in names})) for line in lines]
+    answers = [
+        (int(line["id"].split()[1]), line["has_loop"], Generation(**{name: line[name] for name in names}))
+        for line in lines
+    ]
 
     def lengths(with_loops: bool) -> dict[str, float | None]:
         length_of = {}
         for tokens in prompt_tokens:
-            pooled = summarise([each for length, loops, each in answers if length == tokens and (with_loops or not loops)])
+            pooled = summarise(
+                [each for length, loops, each in answers if length == tokens and (with_loops or not loops)]
+            )
             length_of[str(tokens)] = pooled.acceptance_length if pooled.rounds else None
         return length_of
 

@@ -37,7 +37,9 @@ def shown(values: Sequence[float]) -> str:
 
 
 def num_depths(measured: StudyResults) -> int:
-    return max((len(run["acceptance_rate_at"]) for runs in measured.values() for run in runs.values() if run), default=0)
+    return max(
+        (len(run["acceptance_rate_at"]) for runs in measured.values() for run in runs.values() if run), default=0
+    )
 
 
 def lengths_table(prompt_tokens: Sequence[int], measured: StudyResults, key: str = "acceptance") -> list[list[str]]:
@@ -55,7 +57,8 @@ def positions_table(measured: StudyResults) -> list[list[str]]:
     depths = range(num_depths(measured))
     rows = [["accepted", *(f"at {depth}" for depth in depths)]]
     return rows + [
-        [variant, *(shown(over_seeds(runs, "acceptance_rate_at", depth)) for depth in depths)] for variant, runs in measured.items()
+        [variant, *(shown(over_seeds(runs, "acceptance_rate_at", depth)) for depth in depths)]
+        for variant, runs in measured.items()
     ]
 
 
@@ -84,7 +87,10 @@ def draw(prompt_tokens: Sequence[int], measured: StudyResults, path: Path) -> No
         rates = {depth: over_seeds(runs, "acceptance_rate_at", depth) for depth in depths}
         for axes, points in ((by_tokens, lengths), (by_position, rates)):
             values = {x: each for x, each in points.items() if each}
-            means, deviations = [statistics.mean(each) for each in values.values()], [spread(each) for each in values.values()]
+            means, deviations = (
+                [statistics.mean(each) for each in values.values()],
+                [spread(each) for each in values.values()],
+            )
             axes.errorbar(list(values), means, yerr=deviations, marker="o", capsize=3, label=variant)
     by_tokens.set_xscale("log", base=2)
     by_tokens.set_xticks(prompt_tokens, list(map(str, prompt_tokens)))

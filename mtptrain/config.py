@@ -1,7 +1,8 @@
 """The config of every program: the schema, its documentation and the only place of defaults.
 
-The sections are in `mtptrain.settings`, the choices of a recipe in `recipes/`. Each `main` begins with `config = load_config(cfg)`,
-which returns checked dataclasses; the functions below `main` take the values that they need and never see Hydra.
+The sections are in `mtptrain.settings`, the choices of a recipe in `recipes/`. Each `main` begins with `config =
+load_config(cfg)`, which returns checked dataclasses; the functions below `main` take the values that they need and
+never see Hydra.
 """
 
 from dataclasses import dataclass, field
@@ -95,8 +96,8 @@ class PipelineConfig:
     verify: bool = False
     """data_prep.hidden_states compares every byte of the finished store with its hashes, then exits."""
     distributed_timeout_hours: float = at_least(1 / 3600, default=TIMEOUT_HOURS)
-    """How long ranks wait for each other in any process group before the run fails. A rank that fails ends the run at once,
-    whatever this value is."""
+    """How long ranks wait for each other in any process group before the run fails. A rank that fails ends the run at
+    once, whatever this value is."""
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = MISSING
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
@@ -153,10 +154,14 @@ def _check_relations(config: PipelineConfig) -> None:
 
 
 def _check_stream(config: PipelineConfig) -> None:
-    for name, value in {"train.epochs": config.train.epochs, "hidden_states.num_parts": config.hidden_states.num_parts}.items():
+    for name, value in {
+        "train.epochs": config.train.epochs,
+        "hidden_states.num_parts": config.hidden_states.num_parts,
+    }.items():
         if config.train.stream and value != 1:
             raise ValueError(
-                f"{name}: must be 1 with train.stream=true, which reads every shard once and deletes it, but is {value}; set {name}=1, "
+                f"{name}: must be 1 with train.stream=true, which reads every shard once and deletes it, but is "
+                f"{value}; set {name}=1, "
                 "or train.stream=false"
             )
 

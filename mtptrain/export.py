@@ -1,7 +1,8 @@
 """Stage 5: write the head as a directory that a serving engine loads.
 
-Reads `run_dir/train/best/` (or the head of `head.init_from`, if nothing was trained), the target's embeddings, final norm and lm_head,
-and `run_dir/hidden_states/` and `run_dir/acceptance/report.json` if they exist. Writes `run_dir/export/<engine>/`: weights,
+Reads `run_dir/train/best/` (or the head of `head.init_from`, if nothing was trained), the target's embeddings, final
+norm and lm_head, and `run_dir/hidden_states/` and `run_dir/acceptance/report.json` if they exist. Writes
+`run_dir/export/<engine>/`: weights,
 `config.json`, a README with the launch command and the measured acceptance, and `serving.json` for programs.
 
     python -m mtptrain.export recipe=quickstart export.engine=vllm
@@ -31,8 +32,8 @@ from mtptrain.target.hub import DEMO, resolve_target
 from mtptrain.utils.files import save_tensors, write_json
 
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""The method that vLLM chooses if none is given, by the first of these names that the path contains (vllm/config/speculative.py,
-0.32)."""
+"""The method that vLLM chooses if none is given, by the first of these names that the path contains
+(vllm/config/speculative.py, 0.32)."""
 
 
 @program
@@ -49,15 +50,20 @@ def export(config: PipelineConfig) -> None:
     if config.export.engine == ExportEngine.vllm:
         check_directory_name(output_dir, form.method)
     dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
-    trained = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu"))
+    trained = trained_or_initial_head(
+        config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu")
+    )
 
-    # Write to a temporary directory next to the final one, so that a directory with the final name is always whole and verified.
+    # Write to a temporary directory next to the final one, so that a directory with the final name is always whole and
+    # verified.
     temporary = output_dir.with_name(output_dir.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     write_head(temporary, form, trained.head.state_dict())
     form.add_target(temporary, target_dir)
     check_tensors(temporary, form)
-    proof = prove_equal_proposals(config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(temporary, form))
+    proof = prove_equal_proposals(
+        config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(temporary, form)
+    )
     facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
     write_json(temporary / "serving.json", {**facts, "hf_overrides": form.hf_overrides, "head_sha256": trained.sha256})
     (temporary / "README.md").write_text(readme(config, form, trained, target_dir, output_dir))
@@ -68,11 +74,13 @@ def export(config: PipelineConfig) -> None:
 
 
 def check_directory_name(output_dir: Path, method: str) -> None:
-    """Refuse a path from which vLLM would derive another method. The launch command names the method, but users may shorten it."""
+    """Refuse a path from which vLLM would derive another method. The launch command names the method, but users may
+    shorten it."""
     name = next((each for each in METHODS_BY_NAME if each in str(output_dir.resolve()).lower()), None)
     if name is not None and METHODS_BY_NAME[name] != method:
         raise ValueError(
-            f"export.output_dir: the path must not contain {' or '.join(METHODS_BY_NAME)}, by which vLLM chooses a method on its own, "
+            f"export.output_dir: the path must not contain {' or '.join(METHODS_BY_NAME)}, by which vLLM chooses a "
+            "method on its own, "
             f"unless it is {method}, but {output_dir.resolve()} contains {name!r}; set export.output_dir"
         )
 
@@ -81,7 +89,8 @@ def check_output_dir(output_dir: Path) -> None:
     """Refuse to replace a directory that no export has written."""
     if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "provenance.json").is_file():
         raise ValueError(
-            f"export.output_dir: must be new, empty or an earlier export, but {output_dir} holds other files; choose another directory"
+            f"export.output_dir: must be new, empty or an earlier export, but {output_dir} holds other files; choose "
+            "another directory"
         )
 
 
@@ -108,7 +117,8 @@ def check_tensors(directory: Path, form: Format) -> None:
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             raise ValueError(
-                f"{path}: {name} must be {_shape(expected.get(name))}, but is {_shape(actual.get(name))}; the engine would serve random "
+                f"{path}: {name} must be {_shape(expected.get(name))}, but is {_shape(actual.get(name))}; the engine "
+                "would serve random "
                 "weights: export again"
             )
 
@@ -134,8 +144,10 @@ def readme(config: PipelineConfig, form: Format, found: RunHead, target_dir: Pat
     if report.get("head_sha256") == found.sha256:
         rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
         measured = (
-            f"Acceptance length {report['acceptance_length']:.3f} (bonus token included), rate by position {rates}: K = "
-            f"{report['num_speculative_tokens']}, temperature {report['temperature']:g}, {report['prompts']} prompts, {report['dtype']}."
+            f"Acceptance length {report['acceptance_length']:.3f} (bonus token included), rate by position {rates}: K "
+            "= "
+            f"{report['num_speculative_tokens']}, temperature {report['temperature']:g}, {report['prompts']} prompts, "
+            f"{report['dtype']}."
         )
     parts = [
         f"# Draft head for `{config.target.path}`",

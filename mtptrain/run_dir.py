@@ -14,10 +14,16 @@ _RECORDED_PACKAGES = ("mtptrain", "torch", "transformers", "deepspeed", "safeten
 
 
 def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
-    """Write `config.yaml` (resolved) and `provenance.json` (argv, git revision, package versions) into a stage's folder."""
+    """Write `config.yaml` (resolved) and `provenance.json` (argv, git revision, package versions) into a stage's
+    folder."""
     stage_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.structured(config), stage_dir / "config.yaml")
-    provenance = {"argv": sys.argv, "git_revision": _git_revision(), "python": sys.version.split()[0], "packages": _versions()}
+    provenance = {
+        "argv": sys.argv,
+        "git_revision": _git_revision(),
+        "python": sys.version.split()[0],
+        "packages": _versions(),
+    }
     write_json(stage_dir / "provenance.json", provenance)
 
 
@@ -28,7 +34,9 @@ def require(path: Path, program: str) -> Path:
         FileNotFoundError: that stage has not been run.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{path}: must exist, but does not; run {program} with the same recipe and run_dir first")
+        raise FileNotFoundError(
+            f"{path}: must exist, but does not; run {program} with the same recipe and run_dir first"
+        )
     return path
 
 

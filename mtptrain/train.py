@@ -1,14 +1,15 @@
 """Stage 3: fit a head to the stored hidden states.
 
-Reads `run_dir/hidden_states/`, `run_dir/prompts/` for validation, and `run_dir/draft_vocab/` if the head has its own vocabulary.
-Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the highest measured acceptance length) and `last/`.
+Reads `run_dir/hidden_states/`, `run_dir/prompts/` for validation, and `run_dir/draft_vocab/` if the head has its own
+vocabulary. Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the highest measured
+acceptance length) and `last/`.
 With `train.validation_prompts=0` it also writes `heads/`, from which `eval.choose_head` chooses the best.
 
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
 
-On SIGTERM or SIGUSR1 it finishes the current step, saves a checkpoint and exits with code 75 (torchrun itself exits with 1). The same
-command resumes from there.
+On SIGTERM or SIGUSR1 it finishes the current step, saves a checkpoint and exits with code 75 (torchrun itself exits
+with 1). The same command resumes from there.
 """
 
 import os
@@ -17,8 +18,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# Sizes differ from step to step, which fragments GPU memory. Torch reads this variable at the first allocation on a GPU. Only this
-# program sets it: vLLM's workers would inherit it, and they cannot share such memory with each other.
+# Sizes differ from step to step, which fragments GPU memory. Torch reads this variable at the first allocation on a
+# GPU. Only this program sets it: vLLM's workers would inherit it, and they cannot share such memory with each other.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
 
 import torch
@@ -41,7 +42,13 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.target.hub import resolve_target
 from mtptrain.training.batches import BatchSchedule
-from mtptrain.training.checkpoint import Progress, check_checkpoint, load_checkpoint, newest_whole_checkpoint, save_checkpoint
+from mtptrain.training.checkpoint import (
+    Progress,
+    check_checkpoint,
+    load_checkpoint,
+    newest_whole_checkpoint,
+    save_checkpoint,
+)
 from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
 from mtptrain.training.flops import StepFlops, matmul_peak
 from mtptrain.training.metrics import Meter, Tracer, Tracking
@@ -149,7 +156,9 @@ def open_hidden_states(config: PipelineConfig, identity: StoreIdentity, prompts_
     if not config.train.stream:
         return open_store(store_dir, identity)
     documents = Documents.load(prompts_file)
-    return open_stream(store_dir, identity, documents, config.hidden_states.shard_tokens, config.train.stream_shards, config.seed)
+    return open_stream(
+        store_dir, identity, documents, config.hidden_states.shard_tokens, config.train.stream_shards, config.seed
+    )
 
 
 def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
@@ -161,7 +170,8 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
     num_steps = settings.max_steps or settings.epochs * steps_per_epoch
     if settings.stream and num_steps > steps_per_epoch:
         raise ValueError(
-            f"train.max_steps: must be at most {steps_per_epoch}, the steps of one epoch, with train.stream=true, but is {num_steps}; "
+            f"train.max_steps: must be at most {steps_per_epoch}, the steps of one epoch, with train.stream=true, but "
+            f"is {num_steps}; "
             "lower it, or set train.stream=false"
         )
     return num_steps
@@ -198,6 +208,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
     bar = tqdm(total=run.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
     tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
     postfix: dict[str, str] = {}
+    recorded_every = settings.log_every, settings.validate_every, settings.save_every
     # 1. Wait for the states of the first step, if they are streamed.
     stopped_by = wait_for_states(run, progress.step, ranks, stop)
     run.meter.restart()
@@ -212,7 +223,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
         bar.update()
         # 3. Record its metrics.
         is_last = progress.step == run.num_steps
-        if is_last or any(is_due(progress.step, n) for n in (settings.log_every, settings.validate_every, settings.save_every)):
+        if is_last or any(is_due(progress.step, every) for every in recorded_every):
             record = run.trainer.describe(metrics, progress.step) | run.meter.read(ranks)
             postfix |= in_progress_bar(record)
             bar.set_postfix(postfix)
@@ -244,7 +255,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             save(config, run, progress, ranks)
         if stopped_by:
             if ranks.is_first:
-                tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command goes on from here")
+                tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; repeat the command to resume")
             break
     bar.close()
     tracer.close()
@@ -254,7 +265,8 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
 
 
 def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-    """Wait for the states of step `step`, from 0, if they are streamed; returns the signal that any rank received meanwhile."""
+    """Wait for the states of step `step`, from 0, if they are streamed; returns the signal that any rank received
+    meanwhile."""
     if run.releases is None or step >= run.num_steps:
         return None
     return run.releases.wait_for(step, ranks, stop)
@@ -269,7 +281,9 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None) -> tuple[Progress, dict[str, str]]:
+def validate(
+    config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
+) -> tuple[Progress, dict[str, str]]:
     """Measure the head's acceptance on all ranks; rank 0 saves it as `last`, and as `best` if it is.
 
     Returns:
@@ -287,7 +301,8 @@ def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tra
         tracking.write(progress.step, measured)
         tqdm.write(
             f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} "
-            f"({acceptance.prompts} held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
+            f"({acceptance.prompts} held-out prompts, greedy, "
+            f"K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
         )
         if is_best:
             (stage_dir / CHOICE).unlink(missing_ok=True)  # it names the head that is replaced
@@ -300,7 +315,8 @@ def validate(config: PipelineConfig, run: Run, progress: Progress, tracking: Tra
 def keep_unmeasured(
     config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
 ) -> tuple[Progress, dict[str, str]]:
-    """Save the head on rank 0: as `last`, as `best` unless an earlier one was measured, and in `heads` to be measured later."""
+    """Save the head on rank 0: as `last`, as `best` unless an earlier one was measured, and in `heads` to be measured
+    later."""
     if tracking is not None:
         stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
         is_measured = progress.best_acceptance_length > 0 or (stage_dir / CHOICE).is_file()

@@ -1,10 +1,13 @@
-"""Starts torchrun on one node of a multi-node job, with the address and the network interface at which the other nodes reach it.
+"""Starts torchrun on one node of a job, with the address and the network interface at which other nodes reach it.
 
-torchrun and gloo look up the node's own host name, which on many machines is a loopback address (127.0.1.1 on Debian) that no other
-node can reach. This program instead asks the kernel which address it uses to reach another node of the job. It does not change
-GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME if they are set. It uses no Slurm command, because it may run inside a container.
+torchrun and gloo look up the node's own host name, which on many machines is a loopback address (127.0.1.1 on Debian)
+that no other node can reach. This program instead asks the kernel which address it uses to reach another node of the
+job. It does not change GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME if they are set. It uses no Slurm command, because it
+may run inside a container.
 
-    srun python slurm/on_node.py ADDRESS,ADDRESS[,...] TORCHRUN_ARGUMENTS     # addresses of all nodes, in the order of SLURM_NODEID
+    srun python slurm/on_node.py ADDRESS,ADDRESS[,...] TORCHRUN_ARGUMENTS
+
+The addresses are those of all nodes, in the order of SLURM_NODEID.
 """
 
 import os
@@ -39,7 +42,8 @@ def interface_with(address: str) -> str:
             return name
     raise RuntimeError(
         f"the address {address}, from which this node reaches the others, must belong to a network interface of "
-        f"{socket.gethostname()}, but its interfaces are {', '.join(psutil.net_if_addrs())}; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        f"{socket.gethostname()}, but its interfaces are {', '.join(psutil.net_if_addrs())}; set GLOO_SOCKET_IFNAME "
+        "and NCCL_SOCKET_IFNAME"
     )
 
 
@@ -49,9 +53,11 @@ def main(addresses: list[str], arguments: list[str]) -> None:
     if not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= os.environ.keys():
         interface = interface_with(address)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this name, not every name that begins with it
-    # torchrun would compare the head node's address with this node's host name, which may resolve to a loopback address. `is_host`
-    # tells it instead whether this node hosts the rendezvous store.
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={interface}"
+        )  # "=": this name, not every name that begins with it
+    # torchrun would compare the head node's address with this node's host name, which may resolve to a loopback
+    # address. `is_host` tells it instead whether this node hosts the rendezvous store.
     own = ["--local-addr", address, "--rdzv-conf", f"is_host={int(index == 0)}"]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *own, *arguments])
 

@@ -1,5 +1,5 @@
-"""The folder of a run, then the stages that its settings ask for, in order: each with its module, and what runs it: `ranks`, one
-`process`, or one process that asks a `server`.
+"""The folder of a run, then the stages that its settings ask for, in order: each with its module, and what runs it:
+`ranks`, one `process`, or one process that asks a `server`.
 
 Checks the settings on the way, so that a wrong one is found before anything is queued.
 
@@ -33,5 +33,7 @@ if __name__ == "__main__":
     with initialize_config_dir(RECIPES, version_base="1.3"):
         settings = load_config(compose("pipeline", sys.argv[1:]))
     if settings.plan:
-        raise ValueError("plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings")
+        raise ValueError(
+            "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings"
+        )
     print(settings.run_dir, *(" ".join(stage) for stage in stages(settings)), sep="\n")

@@ -15,7 +15,9 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 import tests.cuda.guard  # noqa: F401 - must come before torch
 
 os.environ.setdefault("WANDB_MODE", "offline")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a GPU must not keep forked processes from using it
+os.environ.setdefault(
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+)  # looking for a GPU must not keep forked processes from using it
 
 import pytest
 import torch
@@ -67,14 +69,20 @@ WINDOW = 16
 """Tokens that the layers with a sliding window see, in the families below that have one."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": LLAMA3_ROPE}),
+    "llama": (
+        "llama",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": LLAMA3_ROPE},
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral with window": ("mistral", {"sliding_window": WINDOW}),
     "qwen2": ("qwen2", {"num_attention_heads": 2, "rope_parameters": YARN_ROPE}),
     "qwen2 with window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 128}),
     "qwen3 with window": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
-    "qwen3_moe": ("qwen3_moe", {"head_dim": 128, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"head_dim": 128, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    ),
     "gemma3_text": (
         "gemma3_text",
         {
@@ -124,7 +132,8 @@ def make_target(
     chat_template: str | None = GENERATION_TEMPLATE,
     **config: object,
 ) -> Path:
-    """Write a tiny random target: H=64, 2 layers, 1 query head of 64, context of 512, vocabulary of 260, unless settings differ."""
+    """Write a tiny random target: H=64, 2 layers, 1 query head of 64, context of 512, vocabulary of 260, unless
+    settings differ."""
     torch.manual_seed(seed)
     settings: dict[str, object] = {
         "vocab_size": 260,
@@ -140,7 +149,9 @@ def make_target(
         "bos_token_id": None,
         "initializer_range": 0.2,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**settings, **family_settings, **config}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **{**settings, **family_settings, **config})
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # a norm that is left out must show
@@ -176,14 +187,17 @@ def config_for(tmp_path: Path, tiny_target: Path) -> Callable[..., PipelineConfi
 
 
 def program_command(module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> list[str]:
-    """The command line of a program with a recipe of the demo target, through torchrun where several ranks are asked for."""
+    """The command line of a program with a recipe of the demo target, through torchrun where several ranks are asked
+    for."""
     launcher = [sys.executable, "-m"]
     if num_ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
     return [*launcher, module, f"recipe={recipe}", *PLAIN, *overrides]
 
 
-def run_program(module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> subprocess.CompletedProcess[str]:
+def run_program(
+    module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart"
+) -> subprocess.CompletedProcess[str]:
     """Run a program of the project to its end."""
     return run_ranks(module, [f"recipe={recipe}", *PLAIN, *overrides], num_ranks)
 
@@ -194,7 +208,10 @@ def write_text_files(directory: Path, num_files: int = 40, num_lines: int = 30) 
     names = [f"{verb}_{noun}" for verb in ("read", "write", "open") for noun in ("file", "line", "row", "table")]
     directory.mkdir(parents=True, exist_ok=True)
     for i in range(num_files):
-        lines = [f"    {generator.choice(names)} = {generator.choice(names)}({generator.randint(0, 9)})" for _ in range(num_lines)]
+        lines = [
+            f"    {generator.choice(names)} = {generator.choice(names)}({generator.randint(0, 9)})"
+            for _ in range(num_lines)
+        ]
         (directory / f"module_{i:03d}.py").write_text(f"def main_{i}():\n" + "\n".join(lines) + "\n")
     return directory
 

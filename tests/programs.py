@@ -1,7 +1,8 @@
-"""Programs of the project, run in processes that fork from one which has imported everything: a run takes a second, not ten.
+"""Programs of the project, run in processes that fork from one which has imported everything: a run takes a second, not
+ten.
 
-What a program sees is what `python -m` and torchrun give it: arguments, environment, working directory, an exit code. Tests that kill
-a run, or look at processes, start the command itself: `program_command`.
+What a program sees is what `python -m` and torchrun give it: arguments, environment, working directory, an exit code.
+Tests that kill a run, or look at processes, start the command itself: `program_command`.
 """
 
 import atexit
@@ -23,11 +24,14 @@ from mtptrain.utils.distributed import free_port
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 600
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["data_prep.hidden_states", "data_prep.prompts", "eval.acceptance", "mtptrain.train", __name__])
+FORKED.set_forkserver_preload(
+    ["data_prep.hidden_states", "data_prep.prompts", "eval.acceptance", "mtptrain.train", __name__]
+)
 
 
 def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module` to its end, as each of several ranks where they are asked for: the others end with the first that fails.
+    """Run `python -m module` to its end, as each of several ranks where they are asked for: the others end with the
+    first that fails.
 
     Returns:
         The first exit code that is not 0, and what all ranks printed.
@@ -46,7 +50,9 @@ def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subproce
         codes = wait_for(processes)
         if codes is None:
             raise subprocess.TimeoutExpired(command, TIMEOUT_S, read_whole(stdout), read_whole(stderr))
-        return subprocess.CompletedProcess(command, next(filter(None, codes), 0), *(read_whole(file) for file in (stdout, stderr)))
+        return subprocess.CompletedProcess(
+            command, next(filter(None, codes), 0), *(read_whole(file) for file in (stdout, stderr))
+        )
 
 
 def ranks_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -76,7 +82,8 @@ def run_module(module: str, arguments: list[str], environment: dict[str, str], s
 
 
 def wait_for(processes: list[BaseProcess]) -> list[int] | None:
-    """Exit codes of all, once they have ended; those that go on when one has failed are ended. None where the time is up."""
+    """Exit codes of all, once they have ended; those that go on when one has failed are ended. None where the time is
+    up."""
     deadline = time.monotonic() + TIMEOUT_S
     while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
         if time.monotonic() > deadline:

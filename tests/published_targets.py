@@ -1,4 +1,5 @@
-"""The targets of the recipes by the dimensions that were published with them: the fields of their config.json that give their sizes."""
+"""The targets of the recipes by the dimensions that were published with them: the fields of their config.json that give
+their sizes."""
 
 from dataclasses import dataclass
 from typing import Any

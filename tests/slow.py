@@ -1,6 +1,7 @@
 """Tests that `make test` leaves out and `make test-all`, which continuous integration runs, does not.
 
-Each line is a pattern of test ids, with what stays in `make test` for the same claim. An id is marked when a pattern matches at its start.
+Each line is a pattern of test ids, with what stays in `make test` for the same claim. An id is marked when a pattern
+matches at its start.
 """
 
 import re

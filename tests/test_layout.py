@@ -1,4 +1,5 @@
-"""Arrows point one way: data_prep -> mtptrain <- eval; programs are started, never imported; third parties are declared."""
+"""Arrows point one way: data_prep -> mtptrain <- eval; programs are started, never imported; third parties are
+declared."""
 
 import ast
 import re
@@ -38,7 +39,8 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
-    """The line and dotted name of all that a module imports, also inside functions; `from a import b` gives a and a.b."""
+    """The line and dotted name of all that a module imports, also inside functions; `from a import b` gives a and
+    a.b."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -64,7 +66,9 @@ def import_violations(root: Path) -> list[str]:
             if top in FORBIDDEN[package]:
                 violations.append(f"{path.relative_to(root)}:{line}: {package} must not import {top}")
             elif imported in programs:
-                violations.append(f"{path.relative_to(root)}:{line}: {imported} is a program, which no module may import")
+                violations.append(
+                    f"{path.relative_to(root)}:{line}: {imported} is a program, which no module may import"
+                )
     return list(dict.fromkeys(violations))
 
 
@@ -90,7 +94,10 @@ def upward_imports(root: Path) -> list[str]:
 def circles(root: Path) -> list[list[str]]:
     """Modules that import each other in a circle, at the top of a module or inside functions."""
     all_modules = modules(root)
-    graph = {name: {each for _, each in imports(name, path) if each in all_modules} - {name} for name, path in all_modules.items()}
+    graph = {
+        name: {each for _, each in imports(name, path) if each in all_modules} - {name}
+        for name, path in all_modules.items()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -137,10 +144,18 @@ def test_folders_files_and_functions_are_small_enough_to_read() -> None:
         ("mtptrain/heads/bad.py", "from tests.conftest import x", "1: mtptrain must not import tests"),
         ("data_prep/bad.py", "from eval.acceptance import x", "1: data_prep must not import eval"),
         ("eval/bad.py", "def f():\n    import data_prep", "2: eval must not import data_prep"),
-        ("mtptrain/bad.py", "from mtptrain.train import x", "1: mtptrain.train is a program, which no module may import"),
+        (
+            "mtptrain/bad.py",
+            "from mtptrain.train import x",
+            "1: mtptrain.train is a program, which no module may import",
+        ),
         ("eval/bad.py", "from mtptrain import train", "1: mtptrain.train is a program, which no module may import"),
         ("mtptrain/heads/bad.py", "from .. import train", "1: mtptrain.train is a program, which no module may import"),
-        ("mtptrain/heads/__init__.py", "from ..train import x", "1: mtptrain.train is a program, which no module may import"),
+        (
+            "mtptrain/heads/__init__.py",
+            "from ..train import x",
+            "1: mtptrain.train is a program, which no module may import",
+        ),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, module: str, source: str, violation: str) -> None:
@@ -166,9 +181,12 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
         top: str(path.relative_to(ROOT))
         for name, path in modules(ROOT).items()
         for _, source in imports(name, path)
-        if (top := source.split(".")[0]) not in {*FORBIDDEN, *sys.stdlib_module_names, IN_AN_ENVIRONMENT_OF_ITS_OWN.get(name)}
+        if (top := source.split(".")[0])
+        not in {*FORBIDDEN, *sys.stdlib_module_names, IN_AN_ENVIRONMENT_OF_ITS_OWN.get(name)}
     }
     undeclared = {
-        top: where for top, where in imported.items() if declared.isdisjoint(d.lower() for d in distributions.get(top, [top]))
+        top: where
+        for top, where in imported.items()
+        if declared.isdisjoint(d.lower() for d in distributions.get(top, [top]))
     }
     assert undeclared == {}

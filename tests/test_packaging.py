@@ -55,9 +55,22 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("environment")
     venv.create(directory, symlinks=True)
     python = directory / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=directory)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        wheel,
+        cwd=directory,
+    )
     [site_packages] = directory.glob("lib/python*/site-packages")
-    # A path listed in a .pth file is searched for packages, but its own .pth files, an editable install's say, are not read.
+    # A path listed in a .pth file is searched for packages, but its own .pth files, an editable install's say, are not
+    # read.
     dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site_packages / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
     return python
@@ -66,7 +79,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_sources(directory: Path) -> Path:
     directory.mkdir()
     for i in range(40):
-        (directory / f"module_{i}.py").write_text(f'"""Module {i}."""\n\n\ndef plus_{i}(x: int) -> int:\n    return x + {i}\n' * 3)
+        (directory / f"module_{i}.py").write_text(
+            f'"""Module {i}."""\n\n\ndef plus_{i}(x: int) -> int:\n    return x + {i}\n' * 3
+        )
     return directory
 
 

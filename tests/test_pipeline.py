@@ -50,7 +50,10 @@ def test_the_report_has_the_fields_that_others_read_and_its_figures_follow_from_
     low, high = report["intervals"]["acceptance_length"]
     assert low <= report["acceptance_length"] <= high
     assert sum(part["rounds"] for part in report["by_prompt_tokens"].values()) == report["rounds"]
-    assert "without_loops" in report["baselines"]["prompt_lookup"] and report["speed"].keys() == {"head", "prompt_lookup"}
+    assert "without_loops" in report["baselines"]["prompt_lookup"] and report["speed"].keys() == {
+        "head",
+        "prompt_lookup",
+    }
 
 
 def test_the_table_names_the_head_and_prompt_lookup(finished: Run) -> None:
@@ -77,7 +80,11 @@ def test_the_export_holds_the_trained_weights_and_its_launch_command(finished: R
 def without_times(path: Path) -> dict[str, object]:
     """Of a report, what depends on prompts and settings alone; sums of probabilities round with the batches."""
     report = json.loads(path.read_text())
-    return {name: figures for name, figures in report.items() if name not in ("command", "device", "speed", "num_ranks", "quality")}
+    return {
+        name: figures
+        for name, figures in report.items()
+        if name not in ("command", "device", "speed", "num_ranks", "quality")
+    }
 
 
 def test_acceptance_takes_its_own_prompts_temperature_and_output_dir(finished: Run, tmp_path: Path) -> None:
@@ -105,7 +112,9 @@ def test_acceptance_takes_its_own_prompts_temperature_and_output_dir(finished: R
 def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(finished: Run, tmp_path: Path) -> None:
     target_dir = next(each.removeprefix("target.path=") for each in finished[1] if each.startswith("target.path="))
     baselines = "acceptance.baselines=[none,prompt_lookup,model,tree,hybrid]"
-    rows = [{"id": f"p{i}", "text": f"def read_file_{i}():\n    open_line = ", "category": "ab"[i % 2]} for i in range(6)]
+    rows = [
+        {"id": f"p{i}", "text": f"def read_file_{i}():\n    open_line = ", "category": "ab"[i % 2]} for i in range(6)
+    ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = (
         f"acceptance.prompts_file={tmp_path}/prompts.jsonl",
@@ -132,21 +141,34 @@ def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(
 
 
 def test_a_conversation_goes_on_from_the_targets_own_answer(finished: Run, tmp_path: Path) -> None:
-    rows = [{"question_id": 81, "category": "writing", "turns": ["hello", "shorter"]}, {"id": "single", "turns": ["def f"]}]
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["hello", "shorter"]},
+        {"id": "single", "turns": ["def f"]},
+    ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = (f"acceptance.prompts_file={tmp_path}/prompts.jsonl", f"acceptance.output_dir={tmp_path}/both")
     result = run_program("eval.acceptance", *finished[1], *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     found = {
-        (row["id"], row["turn"]): row for row in map(json.loads, (tmp_path / "both/generations.jsonl").read_text().splitlines())
+        (row["id"], row["turn"]): row
+        for row in map(json.loads, (tmp_path / "both/generations.jsonl").read_text().splitlines())
     }
     assert list(found) == [("81", 1), ("81", 2), ("single", 1)]
     tokenizer = load_tokenizer(Path(make_config(*finished[1]).target.path))
     answer = tokenizer.decode(found["81", 1]["tokens"], skip_special_tokens=True)
-    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}, {"role": "user", "content": "shorter"}]
+    said = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "shorter"},
+    ]
     second = {"id": "second", "messages": said}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(second) + "\n")
-    assert run_program("eval.acceptance", *finished[1], *settings[:1], f"acceptance.output_dir={tmp_path}/alone").returncode == 0
+    assert (
+        run_program(
+            "eval.acceptance", *finished[1], *settings[:1], f"acceptance.output_dir={tmp_path}/alone"
+        ).returncode
+        == 0
+    )
     alone = json.loads((tmp_path / "alone/generations.jsonl").read_text())
     assert alone["tokens"] == found["81", 2]["tokens"]
     report = json.loads((tmp_path / "both/report.json").read_text())
@@ -158,7 +180,9 @@ def test_two_ranks_measure_the_same_acceptance_as_one(finished: Run, tmp_path: P
     result = run_program("eval.acceptance", *finished[1], f"acceptance.output_dir={tmp_path}", num_ranks=2)
     assert result.returncode == 0, result.stderr[-3000:]
     assert without_times(tmp_path / "report.json") == without_times(finished[0] / "acceptance/report.json")
-    two, one = (json.loads((path / "report.json").read_text())["quality"] for path in (tmp_path, finished[0] / "acceptance"))
+    two, one = (
+        json.loads((path / "report.json").read_text())["quality"] for path in (tmp_path, finished[0] / "acceptance")
+    )
     assert two["rounds_at"] == one["rounds_at"] and two["rounds_at"][0] > 0
     assert two["overlap_at"] == pytest.approx(one["overlap_at"], abs=1e-5)
 
@@ -173,7 +197,9 @@ def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path:
     result = run_program("eval.acceptance", *finished[1], *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     report, plain = (json.loads((path / "report.json").read_text()) for path in (tmp_path, finished[0] / "acceptance"))
-    assert report["top_p"] == 0.9 and report["acceptance_length"] == plain["acceptance_length"], "greedy answers have no top-p"
+    assert report["top_p"] == 0.9 and report["acceptance_length"] == plain["acceptance_length"], (
+        "greedy answers have no top-p"
+    )
     names = [f"temperature_{each}{drafts}" for each in ("0.7", "1") for drafts in ("", "_sampled_drafts")]
     assert list(report["baselines"]) == names and all(report["baselines"][name]["prompts"] == 8 for name in names)
     assert [report["baselines"][name]["quality"]["temperature"] for name in names] == [0.7, 0.7, 1.0, 1.0]
@@ -182,10 +208,14 @@ def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path:
 
 
 def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: Run, tmp_path: Path) -> None:
-    """The recipe of continual use, as its header says: measured as it is served, trained on the traffic, measured again."""
+    """The recipe of continual use, as its header says: measured as it is served, trained on the traffic, measured
+    again."""
     lines = []
     for i in range(30):
-        said = [{"role": "user", "content": f"read {i}"}, {"role": "assistant", "content": f"def read_file_{i}(): open_line"}]
+        said = [
+            {"role": "user", "content": f"read {i}"},
+            {"role": "assistant", "content": f"def read_file_{i}(): open_line"},
+        ]
         lines.append(json.dumps({"id": f"c{i}", "messages": said}))
     (tmp_path / "traffic.jsonl").write_text("\n".join(lines) + "\n")
     of_files = ("prompts.", "run_dir=", "acceptance.prompt_tokens")
@@ -244,7 +274,10 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("acceptance.prompts_file=/none.jsonl",), "acceptance.prompts_file: must be a jsonl file, but /none.jsonl does not exist"),
+        (
+            ("acceptance.prompts_file=/none.jsonl",),
+            "acceptance.prompts_file: must be a jsonl file, but /none.jsonl does not exist",
+        ),
         (
             ("acceptance.max_new_tokens=600",),
             "acceptance.prompt_tokens: held-out documents must hold a prompt of 32 tokens that fits",
@@ -261,7 +294,10 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
             ("acceptance.baselines=[tree]", "acceptance.tree_top_k=300"),
             "acceptance.tree_top_k: must be at most 260, the tokens that the head can draft, but is 300; lower it",
         ),
-        (("head.ttt_steps=2",), "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)"),
+        (
+            ("head.ttt_steps=2",),
+            "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)",
+        ),
     ],
     ids=lambda value: value[0].split("=")[0] if isinstance(value, tuple) else None,
 )
@@ -277,7 +313,8 @@ def test_a_head_for_other_weights_is_refused(finished: Run, tmp_path: Path) -> N
         result = run_program(module, *finished[1], f"target.path={other}")
         assert result.returncode != 0
         assert re.search(
-            r"head\.json: target_weights_sha256 must be \w+, that of .* the head belongs to another target", result.stderr
+            r"head\.json: target_weights_sha256 must be \w+, that of .* the head belongs to another target",
+            result.stderr,
         )
 
 

@@ -1,4 +1,5 @@
-"""Recipes for real targets, at the dimensions that were published: their heads, what serves them, and the plans in their headers.
+"""Recipes for real targets, at the dimensions that were published: their heads, what serves them, and the plans in
+their headers.
 
 `WRITE_RECIPE_PLANS=1 python -m pytest tests/test_recipe_plans.py` writes the headers.
 """
@@ -74,7 +75,10 @@ def test_the_head_of_every_recipe_is_built_for_its_target(target: str, head: str
 @pytest.mark.parametrize(("target", "head"), CASES)
 def test_both_engines_have_a_format_for_the_head_of_every_recipe(target: str, head: str, engine: str) -> None:
     config, target_config = compose_recipe(f"{target}_{head}"), PUBLISHED_TARGETS[target].config()
-    assert format_for(engine, config.head, target_config).config_json("bfloat16")["hidden_size"] == target_config.hidden_size
+    assert (
+        format_for(engine, config.head, target_config).config_json("bfloat16")["hidden_size"]
+        == target_config.hidden_size
+    )
     assert config.export.engine == "vllm"
 
 
@@ -123,7 +127,9 @@ def test_the_header_of_every_recipe_has_its_commands_and_its_plan(
 
 def make_header(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> str:
     lines = [f"#   {command}" for command in commands(recipe, target, config, plan)]
-    lines.append(f"# Plan for {config.planner.num_gpus} GPUs of {config.planner.gpu_memory_gb:g} GB; all of it is estimated:")
+    lines.append(
+        f"# Plan for {config.planner.num_gpus} GPUs of {config.planner.gpu_memory_gb:g} GB; all of it is estimated:"
+    )
     rows = [f"{name}: {value}" for name, value in plan_rows(plan, config)]
     for text in [*rows, *(f"WARNING {warning}" for warning in plan_warnings(plan, config))]:
         lines += textwrap.wrap(text, 132, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False)
@@ -157,7 +163,9 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
         with_recipe[1] += f" responses.url={SERVER}"
         with_recipe.insert(1, f"{serve} --data-parallel-size {engines}   # until the responses are generated")
     ranks = "".join(
-        f"NPROC_{stage}={ranks} " for stage, ranks in (("hidden_states", extracting), ("acceptance", measuring)) if ranks < num_gpus
+        f"NPROC_{stage}={ranks} "
+        for stage, ranks in (("hidden_states", extracting), ("acceptance", measuring))
+        if ranks < num_gpus
     )
     chain = f"SKIP=responses ARRAY_TASKS=1 {ranks}slurm/pipeline.sh recipe={recipe}"
     return [*with_recipe, f"{chain}   # or everything after the responses, under Slurm"]
@@ -171,12 +179,16 @@ def write_header(path: Path, header: str) -> None:
     """Replace the header, or put one in front of the defaults."""
     text, block = path.read_text(), f"{BEGIN}\n{header}{END}\n"
     path.write_text(
-        BETWEEN.sub(lambda _: block, text) if BETWEEN.search(text) else text.replace("defaults:\n", f"{block}defaults:\n", 1)
+        BETWEEN.sub(lambda _: block, text)
+        if BETWEEN.search(text)
+        else text.replace("defaults:\n", f"{block}defaults:\n", 1)
     )
 
 
 def test_a_recipe_stands_for_every_published_target_and_head() -> None:
-    recipes = {path.stem for path in (Path(RECIPES) / "recipe").glob("*.yaml") if not path.stem.startswith("quickstart")}
+    recipes = {
+        path.stem for path in (Path(RECIPES) / "recipe").glob("*.yaml") if not path.stem.startswith("quickstart")
+    }
     assert recipes == {f"{target}_{head}" for target, head in CASES}
 
 

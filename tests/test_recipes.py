@@ -1,4 +1,5 @@
-"""Every recipe and every choice of a group composes; wrong names, keys and values are answered by what would be right."""
+"""Every recipe and every choice of a group composes; wrong names, keys and values are answered by what would be
+right."""
 
 import ast
 import inspect
@@ -34,7 +35,10 @@ OUT_OF_RANGE = {
     "train.feature_weight": {"-0.1": "at least 0.0, but is -0.1"},
     "bench.vocab_size": {"1": "at least 2, but is 1"},
     "bench.depths": {"0": "at least 1, but is 0"},
-    "bench.draft_depths": {"[]": "at least one number, each at least 1, but is []", "[1,0]": "each at least 1, but is [1, 0]"},
+    "bench.draft_depths": {
+        "[]": "at least one number, each at least 1, but is []",
+        "[1,0]": "each at least 1, but is [1, 0]",
+    },
     "bench.batch_sizes": {"[]": "at least one number", "[0]": "each at least 1, but is [0]"},
     "bench.decode_prompts": {"0": "at least 1, but is 0"},
     "bench.longest_tokens": {"512": "at least 1024, but is 512"},
@@ -65,7 +69,10 @@ OUT_OF_RANGE = {
     "planner.gpu_memory_gb": {"0": "at least 1, but is 0.0"},
     "planner.gpu_tflops": {"-1": "at least 0.0, but is -1.0"},
     "planner.gpu_memory_gb_per_s": {"-1": "at least 0.0, but is -1.0"},
-    "planner.hidden_states_peak_share": {"0": "above 0 and at most at 1, but is 0.0", "1.1": "at most at 1, but is 1.1"},
+    "planner.hidden_states_peak_share": {
+        "0": "above 0 and at most at 1, but is 0.0",
+        "1.1": "at most at 1, but is 1.1",
+    },
     "planner.train_peak_share": {"0": "above 0 and at most at 1, but is 0.0", "1.1": "at most at 1, but is 1.1"},
     "planner.disk_gb_per_s": {"-1": "at least 0.0, but is -1.0"},
     "planner.hidden_states_tokens_per_s": {"-1": "at least 0.0, but is -1.0"},
@@ -133,7 +140,9 @@ def test_every_head_composes_with_the_quickstart(head: str) -> None:
     assert type(make_config(f"head={head}").head) is HEADS[head].Config
 
 
-@pytest.mark.parametrize(("setting", "value"), [(setting, value) for setting, values in OUT_OF_RANGE.items() for value in values])
+@pytest.mark.parametrize(
+    ("setting", "value"), [(setting, value) for setting, values in OUT_OF_RANGE.items() for value in values]
+)
 def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str) -> None:
     with pytest.raises(ValueError) as refused:
         make_config(f"{setting}={value}")
@@ -144,10 +153,22 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str) -> No
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["temperatures=[0.7,0.70000001]"], "acceptance.temperatures: must be different numbers of at least 0.01, but are"),
-        (["temperatures=[0]"], r"but are \[0.0\] in addition to acceptance.temperature=0, which is measured in any case"),
-        (["top_p=0.9"], "acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are 0.9 and 0"),
-        (["baselines=[tree,none,tree]"], r"acceptance.baselines: must name each once, but is \[tree,none,tree\]; remove"),
+        (
+            ["temperatures=[0.7,0.70000001]"],
+            "acceptance.temperatures: must be different numbers of at least 0.01, but are",
+        ),
+        (
+            ["temperatures=[0]"],
+            r"but are \[0.0\] in addition to acceptance.temperature=0, which is measured in any case",
+        ),
+        (
+            ["top_p=0.9"],
+            "acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are 0.9 and 0",
+        ),
+        (
+            ["baselines=[tree,none,tree]"],
+            r"acceptance.baselines: must name each once, but is \[tree,none,tree\]; remove",
+        ),
         (
             ["baselines=[tree]", "sample_drafts=true"],
             "acceptance.sample_drafts: must be false where acceptance.baselines names `tree`",
@@ -173,7 +194,9 @@ def test_every_setting_that_is_checked_is_provoked_here() -> None:
     related = {
         f"{node.value.attr}.{node.attr}"
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and isinstance(node.value.value, ast.Name)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and isinstance(node.value.value, ast.Name)
     }
     bounded = bounded_settings(make_config())
     assert len(bounded) > 60

@@ -98,7 +98,9 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -242,7 +244,9 @@ def held_out_document_loss(model: LlamaForCausalLM, documents: list[np.ndarray])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--from-phase", type=int, default=0, help="0: start from random weights; later: from those in output-dir")
+    parser.add_argument(
+        "--from-phase", type=int, default=0, help="0: start from random weights; later: from those in output-dir"
+    )
     parser.add_argument("--draft-for", type=Path, help="train a small model with the tokenizer of this target")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -261,7 +265,10 @@ def main() -> None:
         if len(tokenizer) != VOCAB_SIZE:
             parser.error(f"--draft-for: must be a demo target, with {VOCAB_SIZE} tokens, but has {len(tokenizer)}")
     tokenizer.save_pretrained(args.output_dir)
-    training_documents, held_out_documents = encode(tokenizer, list(training.values())), encode(tokenizer, list(held_out.values()))
+    training_documents, held_out_documents = (
+        encode(tokenizer, list(training.values())),
+        encode(tokenizer, list(held_out.values())),
+    )
     for name, documents in (("training", training_documents), ("held-out", held_out_documents)):
         print(f"{len(documents)} {name} files, {sum(map(len, documents)):,} tokens")
 

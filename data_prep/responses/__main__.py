@@ -114,7 +114,8 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
     print_report(store.directory, manifest, job.survey, progress, left_out)
     if not manifest.counts.answers:
         raise RuntimeError(
-            f"{store.directory}: at least one conversation must get a response, but none did; see {FAILURES} for the reasons"
+            f"{store.directory}: at least one conversation must get a response, but none did; see {FAILURES} for the "
+            "reasons"
         )
     return manifest
 
@@ -122,16 +123,19 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
 def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
     if config.prompts.source is PromptSource.text_files:
         raise ValueError(
-            f"prompts.source: must be {PromptSource.responses} to generate responses, but is {config.prompts.source}; set it, and "
+            f"prompts.source: must be {PromptSource.responses} to generate responses, but is {config.prompts.source}; "
+            "set it, and "
             "prompts.paths=[...] to files of conversations"
         )
     if not config.prompts.paths:
         raise ValueError(
-            "prompts.paths: must name at least one file or data set of conversations, but is empty; set prompts.paths=[...]"
+            "prompts.paths: must name at least one file or data set of conversations, but is empty; set "
+            "prompts.paths=[...]"
         )
     if config.responses.url and ranks.world_size > 1:
         raise ValueError(
-            f"responses.url: must be used by one process, but there are {ranks.world_size} ranks; start it without torchrun and "
+            f"responses.url: must be used by one process, but there are {ranks.world_size} ranks; start it without "
+            "torchrun and "
             "set responses.concurrency"
         )
 
@@ -149,8 +153,14 @@ def make_job(config: PipelineConfig) -> Job:
         settings.max_new_tokens,
         find_stop_token_ids(target_dir, target_config),
     )
-    server = None if settings.url is None else connect(settings.url, settings, sampling, tokenizer, int(target_config.vocab_size))
-    context_tokens = server.context_tokens if server and server.context_tokens else target_config.max_position_embeddings
+    server = (
+        None
+        if settings.url is None
+        else connect(settings.url, settings, sampling, tokenizer, int(target_config.vocab_size))
+    )
+    context_tokens = (
+        server.context_tokens if server and server.context_tokens else target_config.max_position_embeddings
+    )
     limits = Limits(settings.max_new_tokens, context_tokens, config.seed)
     conversations = read_conversations(config.prompts.paths, config.prompts.schema, config.prompts.split)
     survey = survey_conversations(conversations, config.prompts.paths)
@@ -168,7 +178,8 @@ def find_stop_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> tu
     stop_token_ids = eos_token_ids(target_config, read_generation_config(target_dir))
     if not stop_token_ids:
         raise ValueError(
-            "target.path: eos_token_id must be set in generation_config.json or config.json, since it ends a response, but is not set "
+            "target.path: eos_token_id must be set in generation_config.json or config.json, since it ends a response, "
+            "but is not set "
             f"in {target_dir}; add it"
         )
     return stop_token_ids
@@ -192,7 +203,11 @@ def connect(
 
 
 def make_identity(
-    settings: ResponsesConfig, limits: Limits, target: TargetIdentity, sources: dict[str, str], server: CompletionServer | None
+    settings: ResponsesConfig,
+    limits: Limits,
+    target: TargetIdentity,
+    sources: dict[str, str],
+    server: CompletionServer | None,
 ) -> ResponsesIdentity:
     names = ["temperature", "top_p", "top_k", "max_new_tokens", *([] if server else ["dtype", "batch_size"])]
     sampled = {f"responses.{name}": getattr(settings, name) for name in names}
@@ -205,7 +220,9 @@ def make_identity(
     )
 
 
-def fill(job: Job, missing: Sequence[int], settings: ResponsesConfig, store: ResponsesStore, ranks: Ranks) -> ResponsesProgress:
+def fill(
+    job: Job, missing: Sequence[int], settings: ResponsesConfig, store: ResponsesStore, ranks: Ranks
+) -> ResponsesProgress:
     """Regenerate this rank's share of the missing conversations."""
     progress, started = ResponsesProgress(), time.monotonic()
     if missing:
@@ -263,12 +280,16 @@ def fill_from_server(
             bar.update()
             if failures_in_a_row >= max(MIN_FAILURES_TO_STOP, 2 * concurrency):
                 raise RuntimeError(
-                    f"responses.url: {server.url} must keep responding, but {failures_in_a_row} consecutive conversations failed, the last "
-                    f"one because {reason}; correct that and run data_prep.responses again, which continues with what is missing"
+                    f"responses.url: {server.url} must keep responding, but {failures_in_a_row} consecutive "
+                    "conversations failed, the last "
+                    f"one because {reason}; correct that and run data_prep.responses again, which continues with what "
+                    "is missing"
                 )
 
 
-def save_conversation(conversation: RegeneratedConversation, journal: Journal, progress: ResponsesProgress, bar: tqdm) -> None:
+def save_conversation(
+    conversation: RegeneratedConversation, journal: Journal, progress: ResponsesProgress, bar: tqdm
+) -> None:
     journal.write(conversation)
     progress.rows += 1
     progress.tokens += sum(conversation.answer_tokens)

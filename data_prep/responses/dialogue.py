@@ -198,7 +198,11 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
 
 
 def message_content(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt_ids: Sequence[int], response: Response, text: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    prompt_ids: Sequence[int],
+    response: Response,
+    text: str,
 ) -> tuple[str, bool, bool]:
     """Returns the content of the assistant message, and whether rendering it reproduces the text and the tokens.
 
@@ -213,7 +217,9 @@ def message_content(
     with_probe = render_text(tokenizer, [*messages, {"role": "assistant", "content": _PROBE}])
     response_start = prompt[len(commonprefix([prompt, with_probe])) :]  # noqa: RUF071 (common characters are meant)
     contents = dict.fromkeys((text, response_start + text))
-    rendered = {content: render_text(tokenizer, [*messages, {"role": "assistant", "content": content}]) for content in contents}
+    rendered = {
+        content: render_text(tokenizer, [*messages, {"role": "assistant", "content": content}]) for content in contents
+    }
     kept = [content for content in contents if rendered[content].startswith(prompt + text)]
     if not kept:
         return text, False, False

@@ -89,7 +89,8 @@ class ResponsesManifest:
         content = json.loads(path.read_text())
         if content["schema_version"] != SCHEMA_VERSION:
             raise ValueError(
-                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content['schema_version']}; delete {path.parent} and run "
+                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content['schema_version']}; delete "
+                f"{path.parent} and run "
                 "data_prep.responses again"
             )
         return ResponsesManifest(
@@ -114,7 +115,9 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
     sources = manifest.identity.sources
     remedy = f"run data_prep.responses again, in another run_dir or after deleting {directory}"
     expected = target.facts() | {"prompts.paths": sorted(prompts.paths)}
-    refuse_different_facts(path, expected, manifest.identity.target.facts() | {"prompts.paths": sorted(sources)}, remedy)
+    refuse_different_facts(
+        path, expected, manifest.identity.target.facts() | {"prompts.paths": sorted(sources)}, remedy
+    )
     hashes = _hash_readable(prompts)
     refuse_different_facts(path, _source_facts(hashes), _source_facts({name: sources[name] for name in hashes}), remedy)
     if manifest.failed:

@@ -39,12 +39,19 @@ class ResponsesProgress:
         """Sums the counts of all ranks."""
         failed = {row: reason for part in parts for row, reason in part.failed.items()}
         return ResponsesProgress(
-            sum(part.rows for part in parts), sum(part.tokens for part in parts), max(part.seconds for part in parts), failed
+            sum(part.rows for part in parts),
+            sum(part.tokens for part in parts),
+            max(part.seconds for part in parts),
+            failed,
         )
 
 
 def print_report(
-    directory: Path, manifest: ResponsesManifest, survey: Survey, progress: ResponsesProgress, left_out: Mapping[str, str]
+    directory: Path,
+    manifest: ResponsesManifest,
+    survey: Survey,
+    progress: ResponsesProgress,
+    left_out: Mapping[str, str],
 ) -> None:
     """Print the table, and for each reason how many conversations were left out and the first of them.
 

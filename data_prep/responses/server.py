@@ -48,7 +48,9 @@ class CompletionServer:
         self._timeout_s = timeout_s
         self._sampling = sampling
         self._vocab_size = vocab_size
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
         self._ssl_context = httpx.create_ssl_context()
         served = self._models()
         self.model = self._choose_model(model, list(served))
@@ -73,7 +75,8 @@ class CompletionServer:
         num_read = (content.get("usage") or {}).get("prompt_tokens", len(prompt_ids))
         if num_read != len(prompt_ids):
             raise ValueError(
-                f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids as it is, but counts {num_read} tokens; "
+                f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids as it is, but counts "
+                f"{num_read} tokens; "
                 "use a server that adds none"
             )
 
@@ -91,7 +94,9 @@ class CompletionServer:
                 failure, retry_after_s = str(error), error.response.headers.get("Retry-After", "")
                 if error.response.status_code != 429 and error.response.status_code < 500:
                     break
-                waiting_s = max(waiting_s, min(float(retry_after_s), self._timeout_s) if retry_after_s.isdecimal() else 0.0)
+                waiting_s = max(
+                    waiting_s, min(float(retry_after_s), self._timeout_s) if retry_after_s.isdecimal() else 0.0
+                )
             except (OSError, httpx.HTTPError) as error:
                 failure = f"the server does not answer: {_reason(error)}"
             except ValueError as error:
@@ -131,7 +136,9 @@ class CompletionServer:
             num_tokens = len(token_ids) if token_ids is not None else int(content["usage"]["completion_tokens"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             shown = json.dumps(content)[:SHOWN_CHARACTERS]
-            raise RequestFailed(f"the server's answer is no completion ({type(error).__name__}: {error}): {shown}") from error
+            raise RequestFailed(
+                f"the server's answer is no completion ({type(error).__name__}: {error}): {shown}"
+            ) from error
         if reason not in ("stop", "length"):
             raise RequestFailed(f"the server ended an answer for the reason {reason!r}")
         stop_token_id = None
@@ -145,7 +152,8 @@ class CompletionServer:
             return {model["id"]: model for model in content["data"]}
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, but {self.url}"
+                "responses.url: must be the base URL of an OpenAI-compatible server, such as "
+                f"http://localhost:8000/v1, but {self.url}"
                 f"/models answers {json.dumps(content)[:SHOWN_CHARACTERS]}; correct the address"
             ) from error
 
@@ -159,7 +167,8 @@ class CompletionServer:
             )
         if model not in served:
             raise ValueError(
-                f"responses.model: must be one that {self.url} serves, {', '.join(served)}, but is {model}; correct it or start the "
+                f"responses.model: must be one that {self.url} serves, {', '.join(served)}, but is {model}; correct it "
+                "or start the "
                 "server with it"
             )
         return model
@@ -184,17 +193,20 @@ class CompletionServer:
             is_key_wrong = error.response.status_code in (401, 403)
             key = "; set the environment variable responses.api_key_variable" if is_key_wrong else ""
             raise ValueError(
-                f"responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, but at {self.url}"
+                "responses.url: must be the base URL of an OpenAI-compatible server, such as "
+                f"http://localhost:8000/v1, but at {self.url}"
                 f"{path} {error}{key or '; correct the address or serve the target'}"
             ) from error
         except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionError(
-                f"responses.url: must be a running server, but {self.url}{path} does not answer ({_reason(error)}); start it or correct "
+                f"responses.url: must be a running server, but {self.url}{path} does not answer ({_reason(error)}); "
+                "start it or correct "
                 "the address"
             ) from error
         except (ValueError, RequestFailed) as error:
             raise ValueError(
-                f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} is not JSON ({error}); correct "
+                f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} is not JSON "
+                f"({error}); correct "
                 "the address"
             ) from error
 
@@ -215,11 +227,16 @@ class CompletionServer:
         method, data = ("GET", None) if request is None else ("POST", json.dumps(request).encode())
         async with (
             asyncio.timeout(self._timeout_s),
-            httpx.AsyncClient(headers=self._headers, verify=self._ssl_context, timeout=None, follow_redirects=True) as client,
+            httpx.AsyncClient(
+                headers=self._headers, verify=self._ssl_context, timeout=None, follow_redirects=True
+            ) as client,
             client.stream(method, url, content=data) as response,
         ):
             if response.is_error:
-                message = f"the server answers {response.status_code}: {await _error_text(response) or response.reason_phrase}"
+                message = (
+                    f"the server answers {response.status_code}: "
+                    f"{await _error_text(response) or response.reason_phrase}"
+                )
                 raise httpx.HTTPStatusError(message, request=response.request, response=response)
             body = bytearray()
             async for chunk in response.aiter_bytes():
@@ -247,7 +264,10 @@ def _reason(error: Exception) -> str:
 
 
 def regenerate_with_server(
-    server: CompletionServer, dialogues: Iterator[Dialogue], concurrency: int, save: Callable[[RegeneratedConversation], None]
+    server: CompletionServer,
+    dialogues: Iterator[Dialogue],
+    concurrency: int,
+    save: Callable[[RegeneratedConversation], None],
 ) -> Generator[RegeneratedConversation | tuple[int, str]]:
     """Regenerate conversations, at most `concurrency` at once, and yield each as it ends; if it failed, its row and
     why.
@@ -275,7 +295,9 @@ def regenerate_with_server(
     with ThreadPoolExecutor(concurrency) as pool:
         try:
             while True:
-                running |= {pool.submit(converse, dialogue) for dialogue in islice(dialogues, concurrency - len(running))}
+                running |= {
+                    pool.submit(converse, dialogue) for dialogue in islice(dialogues, concurrency - len(running))
+                }
                 if not running:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:

@@ -75,13 +75,17 @@ class ResponsesStore:
 
     def resume(self) -> None:
         """Remove the manifest, which marks a finished stage, before the responses change."""
-        write_json(self.directory / PLAN, {"identity": asdict(self._identity), "server_versions": self._server_versions})
+        write_json(
+            self.directory / PLAN, {"identity": asdict(self._identity), "server_versions": self._server_versions}
+        )
         (self.directory / MANIFEST).unlink(missing_ok=True)
 
     def journal(self, rank: int) -> "Journal":
         return Journal(self.directory / JOURNALS.replace("*", f"{rank:05d}"))
 
-    def finish(self, failed: Mapping[int, str], refused: Mapping[str, str], location: Callable[[int], str]) -> ResponsesManifest:
+    def finish(
+        self, failed: Mapping[int, str], refused: Mapping[str, str], location: Callable[[int], str]
+    ) -> ResponsesManifest:
         """Write all conversations to one file in input order, then the manifest.
 
         Only one process may call this, after all journals are closed.
@@ -162,6 +166,7 @@ def _parse(line: bytes, path: Path) -> RegeneratedConversation:
         return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path}: every line must be a conversation with responses, but one is not ({error}); delete {path} and run "
+            f"{path}: every line must be a conversation with responses, but one is not ({error}); delete {path} and "
+            "run "
             "data_prep.responses again"
         ) from error

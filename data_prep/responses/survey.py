@@ -57,7 +57,9 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
     survey = Survey(refused=dict(conversations.refused))
     digests = {path: hashlib.sha256() for path in paths}
     num_rows = len(conversations.names)
-    for row, name in enumerate(tqdm(conversations.names, desc="conversations", unit="row", disable=num_rows < QUIET_ROWS)):
+    for row, name in enumerate(
+        tqdm(conversations.names, desc="conversations", unit="row", disable=num_rows < QUIET_ROWS)
+    ):
         messages = conversations.messages(row)
         digests[conversations.origins[row][0].path].update(_line(name, messages))
         try:
@@ -70,7 +72,8 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
     if not survey.turns:
         reasons = "".join(f", {group.count} refused ({group.reason})" for group in group_refusals(survey.refused))
         raise ValueError(
-            f"prompts.paths: must hold at least one conversation with a user turn, but {', '.join(paths)} holds none{reasons}; correct the "
+            f"prompts.paths: must hold at least one conversation with a user turn, but {', '.join(paths)} holds "
+            f"none{reasons}; correct the "
             "paths or the data"
         )
     return survey

@@ -13,7 +13,9 @@ from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampl
 def generation_config(sampling: Sampling) -> GenerationConfig:
     """Returns the config that samples with `top_k`, then `top_p`, and greedily at temperature 0."""
     is_sampled = sampling.temperature > 0
-    chosen = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if is_sampled else {}
+    chosen = (
+        {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if is_sampled else {}
+    )
     return GenerationConfig(
         do_sample=is_sampled,
         max_new_tokens=sampling.max_new_tokens,
@@ -35,7 +37,9 @@ def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> l
     torch.manual_seed(prompts[0].seed)
     # Settings that are not given here, such as penalties, would come from the checkpoint's generation_config.json.
     target.model.generation_config = GenerationConfig()
-    tokens = target.model.generate(input_ids, attention_mask=attention_mask, generation_config=generation_config(sampling))
+    tokens = target.model.generate(
+        input_ids, attention_mask=attention_mask, generation_config=generation_config(sampling)
+    )
     assert isinstance(tokens, torch.Tensor)
     return [_response(row[width:], sampling.stop_token_ids) for row in tokens.tolist()]
 

@@ -32,10 +32,11 @@ from tqdm import tqdm
 from mtptrain.command_line import command, program
 from mtptrain.config import BenchConfig, PipelineConfig, load_config
 from mtptrain.convert.warm_start import trained_or_initial_head
+from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import PHASES, Drafter, Generation, speculate
+from mtptrain.decoding.speculate import PHASES, Generation, speculate
 from mtptrain.heads.base import Head
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import resolve_target
@@ -71,7 +72,10 @@ def main(cfg: DictConfig) -> None:
         "head_sha256": found.sha256,
         "prompts_sha256": prompts.sha256,
         "device": device_name(ranks.device),
-        **{name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens")},
+        **{
+            name: getattr(settings, name)
+            for name in ("temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens")
+        },
         "dtype": str(settings.dtype),
         "rows": rows,
     }
@@ -93,7 +97,9 @@ def check(config: PipelineConfig) -> None:
             f"{config.acceptance.max_new_tokens}; raise it"
         )
     if config.bench.out and not Path(config.bench.out).parent.is_dir():
-        raise ValueError(f"bench.out: must be a JSON file in a folder that exists, but is {config.bench.out}; correct it")
+        raise ValueError(
+            f"bench.out: must be a JSON file in a folder that exists, but is {config.bench.out}; correct it"
+        )
 
 
 def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
@@ -105,13 +111,16 @@ def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
     halves: list[Batch] = [half[: bench.decode_prompts] for half in halves_of(prompts)]
     if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
         raise ValueError(
-            f"bench.batch_sizes: must be at most {num_prompts}, the prompts of each half, one measured and one predicted from, but hold "
+            f"bench.batch_sizes: must be at most {num_prompts}, the prompts of each half, one measured and one "
+            "predicted from, but hold "
             f"{max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and acceptance.num_prompts"
         )
     return halves
 
 
-def measure(config: PipelineConfig, target: Target, head: Head, prompts: Batch, other_prompts: Batch) -> list[DecodingRow]:
+def measure(
+    config: PipelineConfig, target: Target, head: Head, prompts: Batch, other_prompts: Batch
+) -> list[DecodingRow]:
     """Returns a row for each batch size and K, 0 for plain decoding.
 
     Args:
@@ -120,7 +129,9 @@ def measure(config: PipelineConfig, target: Target, head: Head, prompts: Batch, 
     """
     settings, bench, deepest = config.acceptance, config.bench, max(config.bench.draft_depths)
     drafters: dict[int, Drafter] = {0: NoDrafter()}
-    drafters |= {depths: HeadDrafter(head, target.parts, depths, settings.sample_drafts) for depths in bench.draft_depths}
+    drafters |= {
+        depths: HeadDrafter(head, target.parts, depths, settings.sample_drafts) for depths in bench.draft_depths
+    }
 
     def decode_with(depths: int, batch: Batch) -> Spent:
         sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
@@ -139,7 +150,9 @@ def measure(config: PipelineConfig, target: Target, head: Head, prompts: Batch, 
             if index % BATCHES_PER_COST == 0:
                 on_random = fastest(random_tokens(batch, len(target.parts.lm_head), seed=index))
                 costs = {depths: costs[depths] + spent for depths, spent in on_random.items()}
-        answers = [decode_with(deepest, batch).answers for batch in tqdm(other_batches, desc="other prompts", unit="batch")]
+        answers = [
+            decode_with(deepest, batch).answers for batch in tqdm(other_batches, desc="other prompts", unit="batch")
+        ]
         rows += [describe(batch_size, depths, measured, costs, answers) for depths in drafters]
     return rows
 
@@ -202,7 +215,13 @@ def decode(target: Target, drafter: Drafter, batch: Batch, depths: int, max_new_
     """Decode a batch of prompts; `depths` is K, 0 for plain decoding."""
     clock = PhaseClock(target.device)
     answers = speculate(
-        target, drafter, batch, num_speculative_tokens=depths, max_new_tokens=max_new_tokens, sampler=sampler, clock=clock
+        target,
+        drafter,
+        batch,
+        num_speculative_tokens=depths,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        clock=clock,
     )
     tokens = sum(len(answer.tokens) - 1 for answer in answers)
     return Spent(tokens, max(map(num_rounds, answers)), tuple(answers), clock.read())
@@ -250,7 +269,10 @@ def describe(
         "tokens_per_s": spent.tokens_per_s,
         "speed_up": spent.tokens_per_s / plain.tokens_per_s,
         "speed_up_with_prompt": plain.all_seconds / spent.all_seconds * spent.tokens / plain.tokens,
-        "predicted_speed_up": other_plain_rounds / other_rounds * costs[0].seconds_per_round / costs[depths].seconds_per_round,
+        "predicted_speed_up": other_plain_rounds
+        / other_rounds
+        * costs[0].seconds_per_round
+        / costs[depths].seconds_per_round,
         "refilled_speed_up": spent.tokens / own_rounds * plain.seconds_per_round / spent.seconds_per_round,
         "tokens_per_round": spent.tokens / spent.rounds,
         **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
@@ -281,7 +303,10 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
     ):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        depths, is_best = row["num_speculative_tokens"], row["num_speculative_tokens"] == recommended(rows, row["batch_size"])
+        depths, is_best = (
+            row["num_speculative_tokens"],
+            row["num_speculative_tokens"] == recommended(rows, row["batch_size"]),
+        )
         table.add_row(
             str(row["batch_size"]),
             f"{depths or 'none'}{' *' if is_best else ''}",
@@ -308,9 +333,13 @@ def draw(rows: Sequence[DecodingRow], path: Path) -> None:
         depths = [row["num_speculative_tokens"] for row in curve]
         label = f"batches of {batch_size}: K = {recommended(rows, batch_size) or 'none'}"
         (line,) = axes.plot(depths, [row["speed_up"] for row in curve], marker="o", label=label)
-        axes.plot(depths, [row["predicted_speed_up"] for row in curve], linestyle="--", color=line.get_color(), linewidth=1)
+        axes.plot(
+            depths, [row["predicted_speed_up"] for row in curve], linestyle="--", color=line.get_color(), linewidth=1
+        )
     axes.axhline(1.0, color="#999", linewidth=0.8)
-    axes.set(xlabel="K, 0 for plain decoding", ylabel="speed-up over plain decoding (dashed: predicted)", ylim=(0, None))
+    axes.set(
+        xlabel="K, 0 for plain decoding", ylabel="speed-up over plain decoding (dashed: predicted)", ylim=(0, None)
+    )
     axes.legend(title="fastest")
     figure.savefig(path, format="svg")
 

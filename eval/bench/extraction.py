@@ -18,13 +18,11 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +36,12 @@ from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
 from mtptrain.hidden_states.extraction.overlapped_writer import OverlappedWriter
-from mtptrain.hidden_states.extraction.transformers_streams import PACKED, TransformersStreams, packed_forward, token_budget_batches
+from mtptrain.hidden_states.extraction.transformers_streams import (
+    PACKED,
+    TransformersStreams,
+    packed_forward,
+    token_budget_batches,
+)
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
@@ -49,6 +52,8 @@ from mtptrain.target.model import Target, load_target
 from mtptrain.training.batches import BatchSchedule, document_costs
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.distributed import init_ranks
+
+from .random_data import random_documents, random_store
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -84,7 +89,10 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
     documents = random_documents(config, target.config.vocab_size)
     layers = HEADS[config.head.name].layers_to_capture(config.head, target.config)
     streams = TransformersStreams(
-        target, (*layers, target.config.num_hidden_layers), config.hidden_states.batch_tokens, config.hidden_states.compile
+        target,
+        (*layers, target.config.num_hidden_layers),
+        config.hidden_states.batch_tokens,
+        config.hidden_states.compile,
     )
     candidates: dict[str, Callable[[], object]] = {
         "bare_forward": lambda: bare_forward(target, documents, config.hidden_states.batch_tokens),
@@ -98,7 +106,9 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
         bare_forward(target, documents, config.hidden_states.batch_tokens)
     seconds = fastest(candidates, config.bench.repeats, device)
     figures = {f"{name}_tokens_per_s": len(documents.input_ids) / value for name, value in seconds.items()}
-    figures["mfu"] = counter.get_total_flops() / seconds["bare_forward"] / matmul_peak(device, target.parts.embed_tokens.dtype)
+    figures["mfu"] = (
+        counter.get_total_flops() / seconds["bare_forward"] / matmul_peak(device, target.parts.embed_tokens.dtype)
+    )
     return figures | bench_vllm(config, documents, layers, directory)
 
 
@@ -107,16 +117,11 @@ def load_bench_target(config: PipelineConfig, device: torch.device) -> Target:
     if config.bench.target is None:
         return load_target(resolve_target(config.target.path, config.target.revision), dtype, device)
     if config.bench.target != "8b":
-        raise ValueError(f"bench.target: must be `8b` or left out for the recipe's target, but is {config.bench.target!r}")
+        raise ValueError(
+            f"bench.target: must be `8b` or left out for the recipe's target, but is {config.bench.target!r}"
+        )
     with torch.device(device):
         return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA_8B), dtype=dtype))
-
-
-def random_documents(config: PipelineConfig, vocab_size: int) -> Documents:
-    rng = np.random.default_rng(config.seed)
-    lengths = np.exp(rng.normal(math.log(config.bench.median_tokens), 0.8, config.bench.documents))
-    sizes = np.clip(lengths, 8, config.bench.max_tokens).astype(int).tolist()
-    return Documents.from_list([(i, rng.integers(0, vocab_size, n), np.ones(n)) for i, n in enumerate(sizes)])
 
 
 def fastest(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
@@ -143,18 +148,33 @@ def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> Non
 
 
 def fill_store(
-    streams: Streams, config: PipelineConfig, target: PreTrainedConfig, documents: Documents, directory: Path, dtype: StoreDtype
+    streams: Streams,
+    config: PipelineConfig,
+    target: PreTrainedConfig,
+    documents: Documents,
+    directory: Path,
+    dtype: StoreDtype,
 ) -> None:
     """Writes a complete store, as stage 2 does."""
     if isinstance(streams, TransformersStreams):
         streams.target.model.set_attn_implementation(PACKED)
     num_captured = len(HEADS[config.head.name].layers_to_capture(config.head, target))
     shards = shard_ranges(documents.lengths, max(1, len(documents.input_ids) // 4))
-    identity = StoreIdentity(TargetIdentity("bench", None, "", "", "", ""), tuple(range(num_captured)), "", "", dtype=dtype.value)
+    identity = StoreIdentity(
+        TargetIdentity("bench", None, "", "", "", ""), tuple(range(num_captured)), "", "", dtype=dtype.value
+    )
     with tempfile.TemporaryDirectory(dir=directory) as store:
         begin_store(Path(store), identity, 1, range(len(shards)))
         fill_shards(
-            streams, documents, dict(enumerate(shards)), Path(store), target.hidden_size, num_captured, dtype, "", show=False
+            streams,
+            documents,
+            dict(enumerate(shards)),
+            Path(store),
+            target.hidden_size,
+            num_captured,
+            dtype,
+            "",
+            show=False,
         )
         assert finish_store(Path(store), identity, 1, target.hidden_size, len(shards))
 
@@ -183,7 +203,10 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
     target.model.set_attn_implementation("sdpa")
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for start in range(0, len(documents), PLAIN_BATCH):
-            prompts = [torch.from_numpy(documents.tokens(i)).long() for i in range(start, min(start + PLAIN_BATCH, len(documents)))]
+            prompts = [
+                torch.from_numpy(documents.tokens(i)).long()
+                for i in range(start, min(start + PLAIN_BATCH, len(documents)))
+            ]
             input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(target.device)
             mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
             output = target.model(input_ids=input_ids, attention_mask=mask.to(target.device), output_hidden_states=True)
@@ -192,7 +215,9 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
                 torch.save({"input_ids": prompt, "hidden_states": states}, Path(folder) / f"{start + row}.pt")
 
 
-def bench_vllm(config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path) -> ExtractionFigures:
+def bench_vllm(
+    config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path
+) -> ExtractionFigures:
     """Returns tokens/s of the vLLM backend writing a store, without its start; empty if there is no vLLM or no
     checkpoint."""
     if config.bench.target is not None:
@@ -246,13 +271,20 @@ def bench_opening(num_tokens: int, directory: Path) -> ExtractionFigures:
 
     def open_whole() -> HiddenStore:
         store = HiddenStore.open(directory)
-        assert store.document_lengths.sum() == store.manifest.num_tokens and len(store.document_ids) and len(document_costs(store))
+        assert (
+            store.document_lengths.sum() == store.manifest.num_tokens
+            and len(store.document_ids)
+            and len(document_costs(store))
+        )
         return store
 
     seconds, before = fastest({"open": open_whole}, 5, torch.device("cpu"))["open"], anonymous_bytes()
     store = open_whole()
     growth = anonymous_bytes() - before
-    excess = sum(record.num_bytes for record in store.manifest.shards) / store.manifest.num_tokens - 2 * store.manifest.hidden_size
+    excess = (
+        sum(record.num_bytes for record in store.manifest.shards) / store.manifest.num_tokens
+        - 2 * store.manifest.hidden_size
+    )
     return {"open_seconds": seconds, "open_anonymous_mb": growth / 1e6, "bytes_per_token_beyond_states": excess}
 
 
@@ -260,32 +292,6 @@ def anonymous_bytes() -> int:
     """Returns the anonymous memory of this process, which excludes the page cache."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
-
-
-def random_store(directory: Path, dtype: StoreDtype, num_tokens: int, length: int, hidden_size: int) -> HiddenStore:
-    """Writes two shards of documents of the same length."""
-    rng = np.random.default_rng(0)
-    documents = Documents.from_list([(i, rng.integers(0, 1000, length), np.ones(length)) for i in range(num_tokens // length)])
-    shards = shard_ranges(documents.lengths, num_tokens // 2)
-    identity = StoreIdentity(TargetIdentity("bench", None, "", "", "", ""), (), "", "", dtype=dtype.value)
-    begin_store(directory, identity, num_tokens // 2, range(len(shards)))
-    fill_shards(RandomStreams(hidden_size), documents, dict(enumerate(shards)), directory, hidden_size, 0, dtype, "", show=False)
-    finish_store(directory, identity, num_tokens // 2, hidden_size, len(shards))
-    return HiddenStore.open(directory)
-
-
-class RandomStreams:
-    """A backend that returns random states."""
-
-    def __init__(self, hidden_size: int) -> None:
-        self.hidden_size, self.generator = hidden_size, torch.Generator().manual_seed(0)
-
-    def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        for prompts in shards:
-            yield ((i, self.states(len(prompt))) for i, prompt in enumerate(prompts))
-
-    def states(self, num_tokens: int) -> torch.Tensor:
-        return torch.randn(num_tokens, 1, self.hidden_size, generator=self.generator).bfloat16()
 
 
 def copy_mapped(store: HiddenStore) -> None:
@@ -302,22 +308,28 @@ def read_batches(schedule: BatchSchedule) -> None:
 def print_table(config: PipelineConfig, device: torch.device, figures: ExtractionFigures) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread"
     title = (
-        f"Extraction, {config.bench.target or config.target.path}, head {config.head.name}, {config.hidden_states.dtype}, {name}"
+        f"Extraction, {config.bench.target or config.target.path}, head {config.head.name}, "
+        f"{config.hidden_states.dtype}, {name}"
     )
-    bare, plain, copy = (figures[key] for key in ("bare_forward_tokens_per_s", "plain_loop_tokens_per_s", "mapped_copy_gb_per_s"))
+    bare, plain, copy = (
+        figures[key] for key in ("bare_forward_tokens_per_s", "plain_loop_tokens_per_s", "mapped_copy_gb_per_s")
+    )
     writing = Table("", "tokens/s", "of the bare forward", "of the plain loop", title=title)
     for key, value in figures.items():
         if key.endswith("_tokens_per_s"):
             label = key.removesuffix("_tokens_per_s").replace("_", " ")
             writing.add_row(label, f"{value:,.0f}", f"{value / bare:.3f}", f"{value / plain:.2f}")
     writing.caption = f"MFU of the bare forward: {figures['mfu']:.1%} of the measured matmul peak"
-    reading = Table("", "GB/s of bf16", "of the mapped copy", title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one thread")
+    reading = Table(
+        "", "GB/s of bf16", "of the mapped copy", title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one thread"
+    )
     for key, value in figures.items():
         if key.endswith("_gb_per_s"):
             reading.add_row(key.removesuffix("_gb_per_s").replace("_", " "), f"{value:.2f}", f"{value / copy:.2f}")
     reading.caption = (
         f"a store of {config.bench.open_tokens:,} tokens opens in {figures['open_seconds']:.3f} s and takes "
-        f"{figures['open_anonymous_mb']:.1f} MB; a token costs {figures['bytes_per_token_beyond_states']:.2f} bytes more than its states"
+        f"{figures['open_anonymous_mb']:.1f} MB; a token costs {figures['bytes_per_token_beyond_states']:.2f} bytes "
+        "more than its states"
     )
     Console().print(writing, reading)
 

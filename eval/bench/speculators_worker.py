@@ -23,7 +23,11 @@ class Peer:
     """One model, one batch, one optimizer: bf16 autocast over fp32 weights, as its own trainer does on a GPU."""
 
     def __init__(self, request: dict) -> None:
-        hidden_size, vocab_size, self.device = request["hidden_size"], request["vocab_size"], torch.device(request["device"])
+        hidden_size, vocab_size, self.device = (
+            request["hidden_size"],
+            request["vocab_size"],
+            torch.device(request["device"]),
+        )
         layer = LlamaConfig(
             hidden_size=hidden_size,
             intermediate_size=request["intermediate_size"],

@@ -29,7 +29,9 @@ def tensor_bytes(step: Callable[[], object], device: torch.device) -> int:
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
     changes = sorted(
-        (event["ts"], index, event["args"]["Bytes"]) for index, event in enumerate(events) if event["name"] == "[memory]"
+        (event["ts"], index, event["args"]["Bytes"])
+        for index, event in enumerate(events)
+        if event["name"] == "[memory]"
     )
     return max(accumulate(num_bytes for *_, num_bytes in changes), default=0)
 

@@ -74,7 +74,8 @@ def check(config: PipelineConfig) -> None:
         raise ValueError(f"bench.target: must be one of {known} or left out, but is {config.bench.target!r}")
     if config.bench.target is not None and not torch.cuda.is_available():
         raise ValueError(
-            f"bench.target: must be left out where there is no GPU, but is {config.bench.target}; its steps take hours on a CPU"
+            f"bench.target: must be left out where there is no GPU, but is {config.bench.target}; its steps take hours "
+            "on a CPU"
         )
     for size in (*config.bench.hidden_sizes, config.bench.prompt_sizes[0]):
         if size % 64:
@@ -85,14 +86,17 @@ def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Train
     """Measures ours, the plain formula and the peer at every size, with all tokens supervised."""
     has_peer = Path(config.bench.peer_python).exists()
     if not has_peer:
-        print(f"*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators, but {config.bench.peer_python} does not "
+        print("*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators, but "
+              f"{config.bench.peer_python} does not "
               "exist; run `make .venv-peer/.installed` ***")  # fmt: skip
     rows = []
     for hidden_size in config.bench.hidden_sizes:
         for num_tokens in config.bench.train_tokens:
             case, shape = case_of(hidden_size, config.bench.vocab_size, config.bench.depths), full_documents(num_tokens)
             peer = PeerProcess(config.bench.peer_python, case, shape, ranks.device) if has_peer else None
-            rows.append({"hidden_size": hidden_size, "tokens": num_tokens} | in_turns(config, ranks, case, shape, peer, peak))
+            rows.append(
+                {"hidden_size": hidden_size, "tokens": num_tokens} | in_turns(config, ranks, case, shape, peer, peak)
+            )
             print(json.dumps(rows[-1]))
             if peer is not None:
                 peer.close()
@@ -106,7 +110,9 @@ def full_documents(num_tokens: int) -> Shape:
     return lengths, [0] * len(lengths)
 
 
-def in_turns(config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, peer: PeerProcess | None, peak: float) -> TrainFigures:
+def in_turns(
+    config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, peer: PeerProcess | None, peak: float
+) -> TrainFigures:
     """Measures speed and memory of all candidates on one batch."""
     candidates: dict[str, Callable[[], float]] = {}
     peaks: dict[str, int] = {}
@@ -176,7 +182,9 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
     hidden_size, vocab_size = config.bench.prompt_sizes
     case, answer, documents = case_of(hidden_size, vocab_size, config.bench.depths), 256, 2
     steps = {
-        str(factor): Ours(config, case, ([answer * (1 + factor)] * documents, [answer * factor] * documents), ranks).timed
+        str(factor): Ours(
+            config, case, ([answer * (1 + factor)] * documents, [answer * factor] * documents), ranks
+        ).timed
         for factor in (0, 1, 3, 9)
     }
     curve = fastest(steps, config.bench.repeats)
@@ -199,7 +207,10 @@ def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Tra
     """Measures single documents of each length, with a final answer of 1,024 tokens, and up to a quarter of the longest
     also with all tokens supervised."""
     measured = []
-    case, longest = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths), config.bench.longest_tokens
+    case, longest = (
+        case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths),
+        config.bench.longest_tokens,
+    )
     lengths = [1024 << i for i in range(longest.bit_length()) if 1024 << i <= longest]
     fully_supervised = [(length, length) for length in lengths[1:] if length <= longest // 4]
     for length, rows in [*((length, 1024) for length in lengths), *fully_supervised]:
@@ -272,7 +283,10 @@ GPU_COLUMNS = {
 
 
 def print_tables(figures: TrainFigures) -> None:
-    console, title = Console(), f"Training step, {figures['device']}, matmul peak {figures['matmul_tflops']:.2f} TFLOP/s in bf16"
+    console, title = (
+        Console(),
+        f"Training step, {figures['device']}, matmul peak {figures['matmul_tflops']:.2f} TFLOP/s in bf16",
+    )
     console.width = max(console.width, 120)
     print_table(console, figures.get("steps"), STEP_COLUMNS, title)
     print_table(console, figures.get("lengths"), LENGTH_COLUMNS, "One document")

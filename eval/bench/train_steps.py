@@ -56,7 +56,9 @@ class Ours:
     def __init__(self, config: PipelineConfig, case: Case, shape: Shape, ranks: Ranks) -> None:
         torch.manual_seed(0)
         target = case.target
-        settings = {"capture_layers": [2, 4, 6], "draft_vocab_size": case.draft_vocab_size} if case.head == "eagle3" else {}
+        settings = (
+            {"capture_layers": [2, 4, 6], "draft_vocab_size": case.draft_vocab_size} if case.head == "eagle3" else {}
+        )
         self.head = build_head(HEADS[case.head].Config(ttt_steps=case.depths, **settings), target)
         if self.head.d2t is not None:
             self.head.d2t.zero_()
@@ -155,7 +157,9 @@ def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: i
         ids = torch.randint(0, target.vocab_size, (length,), dtype=torch.int32)
         mask = (torch.arange(length) >= prompt).to(torch.uint8)
         documents.append(
-            StoredDocument(index, ids, mask, states[:, -1].contiguous(), states[:, :-1].contiguous() if num_captured else None)
+            StoredDocument(
+                index, ids, mask, states[:, -1].contiguous(), states[:, :-1].contiguous() if num_captured else None
+            )
         )
     return make_batch(documents, depths)
 
@@ -193,7 +197,9 @@ class PeerProcess:
         line = self._process.stdout.readline()
         if not line:
             ended = self._process.wait()
-            raise RuntimeError(f"bench.peer_python: the peer must answer, but ended with {ended}; run {WORKER} by hand to see why")
+            raise RuntimeError(
+                f"bench.peer_python: the peer must answer, but ended with {ended}; run {WORKER} by hand to see why"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 

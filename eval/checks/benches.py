@@ -47,7 +47,11 @@ formula, which keeps all logits."""
 def too_small(bench: str) -> str:
     """Returns why a bench at the dimensions of 8B cannot run on this GPU, or an empty string if it can."""
     found = torch.cuda.get_device_properties(0).total_memory / 1e9
-    return "" if found >= NEEDED_GB[bench] else f"needs {NEEDED_GB[bench]} GB of memory on a GPU, and there are {found:.0f}"
+    return (
+        ""
+        if found >= NEEDED_GB[bench]
+        else f"needs {NEEDED_GB[bench]} GB of memory on a GPU, and there are {found:.0f}"
+    )
 
 
 def figures_of(stages: Stages, module: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -77,7 +81,9 @@ def bench_step(stages: Stages, is_tiny: bool) -> Finding:
 
 
 def describe_case(case: dict[str, Any]) -> str:
-    name = f"{case.get('head', 'eagle3')} T={case['depths']}" if "depths" in case else f"eagle3, {case['tokens']} tokens"
+    name = (
+        f"{case.get('head', 'eagle3')} T={case['depths']}" if "depths" in case else f"eagle3, {case['tokens']} tokens"
+    )
     vocabulary = f" D={case['draft_vocab_size']:,}" if case.get("draft_vocab_size") else ""
     return f"{name}{vocabulary} {case['tokens_per_s']:,.0f} tokens/s, MFU {case['mfu']:.0%}"
 

@@ -46,7 +46,9 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
         out = attention(query, key, value, own[: DEPTHS - 1], own[DEPTHS - 1 :], packing)
         results.append([out, *torch.autograd.grad((out.float() * weights).sum(), leaves)])
     return at_most(
-        max(relative_error(*pair) for pair in zip(*results, strict=True)), BOUNDS[dtype], "largest error of states and gradients"
+        max(relative_error(*pair) for pair in zip(*results, strict=True)),
+        BOUNDS[dtype],
+        "largest error of states and gradients",
     )
 
 
@@ -62,7 +64,9 @@ def dense_depth_attention(
     document = (packing.positions == 0).cumsum(0)  # [N]
     tokens = torch.arange(len(key), device=key.device)
     is_seen = (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])  # [M, N]
-    return dense_attention(query, [key[packing.key_indices], *own_keys], [value[packing.key_indices], *own_values], is_seen)
+    return dense_attention(
+        query, [key[packing.key_indices], *own_keys], [value[packing.key_indices], *own_values], is_seen
+    )
 
 
 def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:
@@ -72,7 +76,9 @@ def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Ca
     case = case_of(hidden_size=256, vocab_size=512, depths=DEPTHS, head=head)
     settings = {"capture_layers": [2, 4, 6]} if head == "eagle3" else {}
     built = build_head(HEADS[head].Config(ttt_steps=DEPTHS, **settings), case.target).to(device, dtype)
-    batch = random_batch(case.target, (LENGTHS, [0] * len(LENGTHS)), len(built.capture_layers), DEPTHS).to(device, dtype)
+    batch = random_batch(case.target, (LENGTHS, [0] * len(LENGTHS)), len(built.capture_layers), DEPTHS).to(
+        device, dtype
+    )
     return case, built, random_parts(case.target, device).to(device, dtype), batch
 
 
@@ -108,7 +114,9 @@ def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
     scale = torch.ones(DEPTHS, device=device) / batch.num_drafts
     teacher_states = parts.final_norm(batch.hidden_states)[batch.packing.rows + 1]
     ours = states.clone().requires_grad_()
-    loss = draft_losses(ours, parts.lm_head, teacher_states, parts.logits, is_draft, scale, LossSettings(chunk_rows=96)).loss
+    loss = draft_losses(
+        ours, parts.lm_head, teacher_states, parts.logits, is_draft, scale, LossSettings(chunk_rows=96)
+    ).loss
     plain = states.float().requires_grad_()
     wanted = plain_kl(plain, parts.to(device, torch.float32), teacher_states.float(), is_draft, scale)
     (grad,), (wanted_grad,) = torch.autograd.grad(loss, ours), torch.autograd.grad(wanted, plain)

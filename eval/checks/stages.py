@@ -49,7 +49,9 @@ NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}
 
 
 def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
+    )
     return [sys.executable, *launcher, "-m", python_module(module), *arguments]
 
 
@@ -88,7 +90,9 @@ class Stages:
             RuntimeError: the program failed; the message has the last line of its errors. All that it printed is in
                 `<module>.log` next to the run folder.
         """
-        result = self._run(module, [*self.overrides, f"run_dir={quoted(run_dir or self.directory)}", *overrides], num_ranks)
+        result = self._run(
+            module, [*self.overrides, f"run_dir={quoted(run_dir or self.directory)}", *overrides], num_ranks
+        )
         log = self.directory.with_name(f"{module}.log")
         log.write_text(result.stdout + result.stderr)
         if result.returncode:
@@ -134,7 +138,9 @@ class Stages:
         self.program("mtptrain.train", num_ranks=self.num_ranks)
         found = losses(self.directory)
         first, last = found[0], found[-1]
-        return judged(last < first, f"loss {first:.3f} to {last:.3f} in {len(found)} steps", "falls", "the loss did not fall")
+        return judged(
+            last < first, f"loss {first:.3f} to {last:.3f} in {len(found)} steps", "falls", "the loss did not fall"
+        )
 
     def resumed_training(self) -> Finding:
         """Kills a run after a checkpoint, starts it again, and compares its losses with those of the undisturbed
@@ -145,10 +151,14 @@ class Stages:
         self.program("mtptrain.train", run_dir=run_dir, num_ranks=self.num_ranks)
         ours, theirs = losses(run_dir), losses(self.directory)
         if len(ours) != len(theirs) or killed_at >= len(theirs):
-            return Finding(Outcome.failed, reason=f"killed after {killed_at} of {len(theirs)} steps, and ended with {len(ours)}")
+            return Finding(
+                Outcome.failed, reason=f"killed after {killed_at} of {len(theirs)} steps, and ended with {len(ours)}"
+            )
         error = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
         return at_most(
-            error, LOSS_ERROR if self.device.type == "cuda" else 0.0, f"killed after step {killed_at}, largest error of a loss"
+            error,
+            LOSS_ERROR if self.device.type == "cuda" else 0.0,
+            f"killed after step {killed_at}, largest error of a loss",
         )
 
     def acceptance(self) -> Finding:
@@ -162,7 +172,9 @@ class Stages:
         equal."""
         settings, target_dir = self.config.acceptance, self._target_dir()
         target = load_target(target_dir, dtype, self.device)
-        head = trained_or_initial_head(self.directory / "train/best", self.config.head, target_dir, dtype, self.device).head
+        head = trained_or_initial_head(
+            self.directory / "train/best", self.config.head, target_dir, dtype, self.device
+        ).head
         prompts = list(read_prompts(self.config, target_dir).input_ids.values())
 
         def answers(drafter: HeadDrafter | NoDrafter) -> list[list[int]]:
@@ -180,10 +192,14 @@ class Stages:
 
         plain, drafted = answers(NoDrafter()), answers(HeadDrafter(head, target.parts, settings.num_speculative_tokens))
         divergences = [
-            first_answer_divergence(target, [each[0]], [each[1]], [each[2]]) for each in zip(prompts, plain, drafted, strict=True)
+            first_answer_divergence(target, [each[0]], [each[1]], [each[2]])
+            for each in zip(prompts, plain, drafted, strict=True)
         ]
         gaps = [abs(each.logit_gap) / max(1.0, abs(each.logit)) for each in divergences if each is not None]
-        figure = f"{len(plain) - len(gaps)} of {len(plain)} answers equal, largest gap {max(gaps, default=0.0):.2g} of the logit"
+        figure = (
+            f"{len(plain) - len(gaps)} of {len(plain)} answers equal, largest gap {max(gaps, default=0.0):.2g} of the "
+            "logit"
+        )
         return judged(
             max(gaps, default=0.0) <= NEAR_TIE[dtype],
             figure,
@@ -203,7 +219,9 @@ class Stages:
         report = json.loads((self.directory / "serving_check/report.json").read_text())
         ours, theirs = (report[side]["acceptance_length"] for side in ("ours", "theirs"))
         bound = "equal" if report["dtype"] == "float32" else "2 % of the acceptance length"
-        return Finding(Outcome.passed, f"acceptance length {ours:.3f} here, {theirs:.3f} served by vLLM {report['version']}", bound)
+        return Finding(
+            Outcome.passed, f"acceptance length {ours:.3f} here, {theirs:.3f} served by vLLM {report['version']}", bound
+        )
 
     def vllm_is_missing(self) -> str:
         """Returns why vLLM cannot be used, or an empty string if it can."""
@@ -256,7 +274,8 @@ def kill_after_a_checkpoint(command: list[str], run_dir: Path) -> int:
         while not complete_checkpoints(run_dir / "train/checkpoints"):
             if process.poll() is not None or time.monotonic() - started > LIMIT_S:
                 raise RuntimeError(
-                    "training must be killed after its first checkpoint, but ended or hung before; run it by hand to see why"
+                    "training must be killed after its first checkpoint, but ended or hung before; run it by hand to "
+                    "see why"
                 )
             time.sleep(0.01)
     finally:

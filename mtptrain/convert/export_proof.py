@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from mtptrain.decoding.draft import Verified
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Verified
 from mtptrain.heads.base import Head
 from mtptrain.hidden_states.store import MANIFEST, HiddenStore
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
@@ -46,7 +46,8 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
         ours, theirs = (propose(each.float(), parts, tokens, states) for each in (head, reloaded))
         if not torch.equal(ours, theirs):
             raise RuntimeError(
-                "export: the exported head must propose what the trained one does, but differs on the same hidden states; nothing was "
+                "export: the exported head must propose what the trained one does, but differs on the same hidden "
+                "states; nothing was "
                 "written, report this with the run's config.yaml"
             )
         count += ours.numel()
@@ -63,7 +64,10 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
     if not (store_dir / MANIFEST).is_file():
         return []
     store = HiddenStore.open(store_dir)
-    if (store.manifest.identity.capture_layers, store.manifest.hidden_size) != (head.capture_layers, parts.embed_tokens.shape[1]):
+    if (store.manifest.identity.capture_layers, store.manifest.hidden_size) != (
+        head.capture_layers,
+        parts.embed_tokens.shape[1],
+    ):
         return []
     documents: list[Document] = []
     for index in range(store.num_documents):

@@ -29,7 +29,8 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
     if (engine, head.name) not in FORMATS:
         engines = [served for served, name in FORMATS if name == head.name]
         raise ValueError(
-            f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class for it; "
+            f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class "
+            "for it; "
             f"set export.engine={engines[0]}"
         )
     check_served(engine, head, target)

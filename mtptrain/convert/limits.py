@@ -114,13 +114,15 @@ LIMITS = (
     Limit("sglang", "eagle3", "head.capture_layers", "other than 1 at first for a deepseek_v2", deepseek_stream_1,
           "for this family SGLang counts layers from 0 if the list starts with 1, and from 1 otherwise",
           "set export.engine=vllm, or train with other layers"),
-    Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no biases", foreign_layer,
+    Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no "
+                                                "biases", foreign_layer,
           "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm"),
     Limit("transformers", "mtp", "target.path", "a target that is not quantised", quantisation,
           "the head's layer would have to be quantised like the target's",
           "export for the target in bf16"),
-    Limit("transformers", "mtp", "head", "of the target's heads, key/value heads, head dim and intermediate size", foreign_sizes,
+    Limit("transformers", "mtp", "head", "of the target's heads, key/value heads, head dim and intermediate "
+                                         "size", foreign_sizes,
           "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm, or train without these settings"),
 )
@@ -138,6 +140,7 @@ def check_served(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Non
         violation = limit.find_violation(head, target) if (limit.engine, limit.head) == (engine, head.name) else None
         if violation is not None:
             raise ValueError(
-                f"{limit.setting}: must be {limit.must_be} to export head {head.name} for {engine}, but is {violation}: {limit.reason}; "
+                f"{limit.setting}: must be {limit.must_be} to export head {head.name} for {engine}, but is "
+                f"{violation}: {limit.reason}; "
                 f"{limit.instead}"
             )

@@ -96,7 +96,8 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         architecture = VllmEagle3.architecture if is_eagle3 else VllmEagle.architecture
     if architecture not in KNOWN:
         raise ValueError(
-            f"head.init_from: must be a draft head of a known format ({', '.join(KNOWN)}, our head.json, or a model with "
+            f"head.init_from: must be a draft head of a known format ({', '.join(KNOWN)}, our head.json, or a model "
+            "with "
             f"model.layers.N.eh_proj), but {directory} is a {architecture}; choose another head"
         )
     name, form = KNOWN[architecture]
@@ -123,7 +124,8 @@ def resolve_init(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and the hub answered: "
+            f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and the hub "
+            "answered: "
             f"{str(error).splitlines()[0]}; correct the path or download the head first"
         ) from error
 
@@ -137,7 +139,8 @@ def tensor_files(directory: Path) -> list[Path]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"head.init_from: weights must be safetensors files, but {directory} has none; convert a pytorch_model.bin to "
+            f"head.init_from: weights must be safetensors files, but {directory} has none; convert a pytorch_model.bin "
+            "to "
             "safetensors first (it is a pickle, which can execute code, and is therefore not read)"
         )
     return files
@@ -168,7 +171,8 @@ def check_config(directory: Path, config: dict[str, Any]) -> None:
     for name, supported in (("hidden_act", "silu"), ("logit_scale", 1.0)):
         if config.get(name) not in (None, supported):
             raise ValueError(
-                f"{directory / 'config.json'}: {name} must be {supported}, as in our heads, but is {config[name]}; choose another head"
+                f"{directory / 'config.json'}: {name} must be {supported}, as in our heads, but is {config[name]}; "
+                "choose another head"
             )
 
 
@@ -189,14 +193,20 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
     stored: dict[str, Any] = json.loads((directory / "head.json").read_text())["head"]
     config_class = HEADS[stored["name"]].Config
     known = {field.name for field in fields(config_class)}
-    settings = effective_settings(config_class(**{name: value for name, value in stored.items() if name in known}), target_config)
+    settings = effective_settings(
+        config_class(**{name: value for name, value in stored.items() if name in known}), target_config
+    )
     tensors = read_tensors([directory / "head.safetensors"])
-    return PublishedHead(directory, stored["name"], {name: [value] for name, value in settings.items()}, tensors, None, None)
+    return PublishedHead(
+        directory, stored["name"], {name: [value] for name, value in settings.items()}, tensors, None, None
+    )
 
 
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
     """Returns the settings on which a head's weights depend, with the target's sizes if they are unset."""
-    settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in IGNORED_SETTINGS}
+    settings = {
+        field.name: getattr(config, field.name) for field in fields(config) if field.name not in IGNORED_SETTINGS
+    }
     dims = vars(head_dims(config, target_config, settings.get("head_dim")))
     layers = HEADS[config.name].layers_to_capture(config, target_config)
     captured = {"capture_layers": list(layers)} if layers else {}
@@ -208,17 +218,20 @@ def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> Pub
     prefixes = sorted({match[1] for name in names if (match := NATIVE_MTP.match(name))})
     if len(prefixes) > 1:
         raise ValueError(
-            f"head.init_from: must hold one MTP layer, as head mtp has, but {directory} has {len(prefixes)} ({', '.join(prefixes)}); "
+            f"head.init_from: must hold one MTP layer, as head mtp has, but {directory} has {len(prefixes)} "
+            f"({', '.join(prefixes)}); "
             "choose another checkpoint"
         )
     check_config(directory, config)
     if config.get("mtp_hidden_states_first"):
         raise ValueError(
-            f"{directory / 'config.json'}: mtp_hidden_states_first must be false, because eh_proj of head mtp reads the embedding first, "
+            f"{directory / 'config.json'}: mtp_hidden_states_first must be false, because eh_proj of head mtp reads "
+            "the embedding first, "
             "but is true; choose another checkpoint"
         )
     tensors = {
-        name.removeprefix(prefixes[0]): tensor for name, tensor in read_tensors(tensor_files(directory), prefixes[0]).items()
+        name.removeprefix(prefixes[0]): tensor
+        for name, tensor in read_tensors(tensor_files(directory), prefixes[0]).items()
     }
     return PublishedHead(directory, "mtp", _sizes("mtp", config), rename(tensors, NATIVE_NAMES), None, None)
 
@@ -237,13 +250,16 @@ def _eagle3_settings(
     nested = config.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise ValueError(
-            f"{directory / 'config.json'}: eagle_config.use_aux_hidden_state must be true, because head eagle3 reads captured layers, "
+            f"{directory / 'config.json'}: eagle_config.use_aux_hidden_state must be true, because head eagle3 reads "
+            "captured layers, "
             "but is false; choose another head"
         )
     lm_head = tensors.get("lm_head.weight")
     settings: dict[str, list[object]] = {
         "draft_vocab_size": [None if lm_head is None else len(lm_head)],
-        "norm_before_fc": ["input_norm.weight" in tensors or bool(config.get("norm_before_fc") or nested.get("norm_before_fc"))],
+        "norm_before_fc": [
+            "input_norm.weight" in tensors or bool(config.get("norm_before_fc") or nested.get("norm_before_fc"))
+        ],
         "fc_norm": ["fc_norm.0.weight" in tensors or bool(config.get("fc_norm") or config.get("use_aux_norm"))],
         "norm_output": [bool(config.get("norm_output"))],
         "norm_before_residual": [bool(config.get("norm_before_residual"))],

@@ -22,7 +22,8 @@ def launch(form: Format, target: str, directory: Path, num_speculative_tokens: i
     """Returns the command that starts SGLang with a chain of drafts, not a tree."""
     return (
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {form.method} "
-        f"--speculative-draft-model-path {directory} --speculative-num-steps {num_speculative_tokens} --speculative-eagle-topk 1 "
+        f"--speculative-draft-model-path {directory} --speculative-num-steps {num_speculative_tokens} "
+        "--speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {num_speculative_tokens + 1}"
     )
 
@@ -57,7 +58,8 @@ class SglangMtp(Format):
 
     def notes(self) -> list[str]:
         return [
-            "SGLang zeroes the token embedding that this class reads at position 0, which the head was neither trained nor measured "
+            "SGLang zeroes the token embedding that this class reads at position 0, which the head was neither trained "
+            "nor measured "
             "with: the key and value of that one position differ, and no others."
         ]
 

@@ -70,11 +70,15 @@ print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, m
         files = [*names.values(), self.weights_name]
         weight_map = {tensor: name for name in files for tensor in tensor_names(directory / name)}
         total_bytes = sum((directory / name).stat().st_size for name in files)
-        write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+        write_json(
+            directory / "model.safetensors.index.json",
+            {"metadata": {"total_size": total_bytes}, "weight_map": weight_map},
+        )
 
     def notes(self) -> list[str]:
         return [
-            "For transformers 5.23, one sequence at a time. It drafts one token a round, whatever K was measured: of the rates by "
+            "For transformers 5.23, one sequence at a time. It drafts one token a round, whatever K was measured: of "
+            "the rates by "
             "position the first is the one to expect.",
             "The target's weights here are hard links to the files of the target where the file system allows it.",
         ]

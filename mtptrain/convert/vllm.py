@@ -28,7 +28,8 @@ class VllmFormat(Format):
         if window is None or window >= self.target.max_position_embeddings:
             return []
         return [
-            f"vLLM gives the head the target's sliding window of {window} tokens too (`CacheConfig.sliding_window`); it was trained "
+            f"vLLM gives the head the target's sliding window of {window} tokens too (`CacheConfig.sliding_window`); "
+            "it was trained "
             "and measured without one. Texts of up to that length are drafted alike."
         ]
 
@@ -52,12 +53,16 @@ class VllmMtp(VllmFormat):
 
     def state(self, tensors: Tensors) -> Tensors:
         parts = dict(tensors)
-        sizes = [heads * self.dims.head_dim for heads in (self.dims.num_attention_heads, *[self.dims.num_key_value_heads] * 2)]
+        sizes = [
+            heads * self.dims.head_dim
+            for heads in (self.dims.num_attention_heads, *[self.dims.num_key_value_heads] * 2)
+        ]
         return super().state(parts | dict(zip(self._QKV_PARTS, parts.pop(self._QKV).split(sizes), strict=True)))
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return self.llama_config(dtype) | {
-            # Without these, DeepSeek's class has experts (dense below first_k_dense_replace) and latent attention (both dims 0).
+            # Without these, DeepSeek's class has experts (dense below first_k_dense_replace) and latent attention (both
+            # dims 0).
             "n_routed_experts": 0,
             "first_k_dense_replace": 100_000,
             "moe_layer_freq": 1,

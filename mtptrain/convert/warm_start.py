@@ -70,7 +70,10 @@ def trained_or_initial_head(
 
 SOURCES = {
     "hidden_norm.weight": ("input_layernorm.weight",),
-    "post_attention_layernorm.weight": ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight"),  # Gemma's, others'
+    "post_attention_layernorm.weight": (
+        "pre_feedforward_layernorm.weight",
+        "post_attention_layernorm.weight",
+    ),  # Gemma's, others'
 }
 """The names in a target's layer of head tensors that have another name there."""
 
@@ -97,7 +100,8 @@ def start_from_target(head: Head, target_dir: Path) -> None:
     if not any(name.endswith("proj.weight") for name in copied):
         sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(layer.items())[:4])
         raise ValueError(
-            f"head.start_from_target: the target's last layer must have projections of the head's shapes, but {target_dir} has {sizes}; "
+            "head.start_from_target: the target's last layer must have projections of the head's shapes, but "
+            f"{target_dir} has {sizes}; "
             "set head.start_from_target=false"
         )
     fuse = dict(head.named_parameters()).get("eh_proj.weight", dict(head.named_parameters()).get("fc.weight"))
@@ -161,7 +165,8 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHea
         state = replace(published, tensors=tensors).state(config, target_config)
     except (KeyError, RuntimeError) as error:
         raise ValueError(
-            f"head.init_from: {published.directory} must hold every tensor of its format, but does not ({error}); download it again"
+            f"head.init_from: {published.directory} must hold every tensor of its format, but does not ({error}); "
+            "download it again"
         ) from error
     state = without_repeated_tensors(state, expected, published.directory, target_dir)
     check_tensors(state, expected, published.directory, config)
@@ -173,15 +178,19 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
     """Refuse another kind of head or other settings, and name the command-line arguments that match the head."""
     directory, settings = published.directory, published.settings
     if published.name != config.name:
-        choices = "".join(f" {_override(name, values[0])}" for name, values in settings.items() if values[0] not in (None, False))
+        choices = "".join(
+            f" {_override(name, values[0])}" for name, values in settings.items() if values[0] not in (None, False)
+        )
         raise ValueError(
-            f"head.init_from: {directory} must hold a head {config.name}, as in the recipe, but holds a head {published.name}; set "
+            f"head.init_from: {directory} must hold a head {config.name}, as in the recipe, but holds a head "
+            f"{published.name}; set "
             f"head={published.name}{choices}, or choose another head"
         )
     hidden_size = (published.config or {}).get("hidden_size", target_config.hidden_size)
     if hidden_size != target_config.hidden_size:
         raise ValueError(
-            f"head.init_from: {directory} must be for a hidden size of {target_config.hidden_size}, the target's, but is for "
+            f"head.init_from: {directory} must be for a hidden size of {target_config.hidden_size}, the target's, but "
+            "is for "
             f"{hidden_size}; the head belongs to another target"
         )
     ours = effective_settings(config, target_config)
@@ -189,8 +198,11 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
     if different:
         raise ValueError(
             f"head.init_from: the head's settings must be those of {directory}, but differ in "
-            + ", ".join(f"head.{name} ({_either(values)} there, {ours[name]} here)" for name, values in different.items())
-            + f"; set {' '.join(_override(name, values[0]) for name, values in different.items())}, or choose another head"
+            + ", ".join(
+                f"head.{name} ({_either(values)} there, {ours[name]} here)" for name, values in different.items()
+            )
+            + f"; set {' '.join(_override(name, values[0]) for name, values in different.items())}, or choose another "
+            "head"
         )
     warn_of_other_arithmetic(published, target_config)
 
@@ -219,7 +231,8 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
     for name, (theirs, ours) in pairs.items():
         if theirs != ours:
             warnings.warn(
-                f"{published.directory / 'config.json'}: {name} should be {ours}, the target's value, which is used, but is {theirs}; "
+                f"{published.directory / 'config.json'}: {name} should be {ours}, the target's value, which is used, "
+                f"but is {theirs}; "
                 "the head may draft worse than published until it is trained",
                 stacklevel=2,
             )
@@ -235,7 +248,8 @@ def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path,
         difference = relative_difference(state[name], ours)
         if difference > 0.01:  # beyond what rounding to bf16 explains
             warnings.warn(
-                f"{directory}: {name} should equal the target's, which is used, but differs (relative difference {difference:.2g}); "
+                f"{directory}: {name} should equal the target's, which is used, but differs (relative difference "
+                f"{difference:.2g}); "
                 "the head may draft worse than published until it is trained",
                 stacklevel=2,
             )
@@ -262,7 +276,8 @@ def without_zero_biases(tensors: Tensors, directory: Path) -> Tensors:
     for name in biases:
         if tensors[name].any():
             raise ValueError(
-                f"head.init_from: {name} of {directory} must be zero, because our heads have no biases, but is not; choose another head"
+                f"head.init_from: {name} of {directory} must be zero, because our heads have no biases, but is not; "
+                "choose another head"
             )
     return {name: tensor for name, tensor in tensors.items() if name not in biases}
 
@@ -270,10 +285,13 @@ def without_zero_biases(tensors: Tensors, directory: Path) -> Tensors:
 def check_tensors(state: Tensors, expected: Tensors, directory: Path, config: HeadConfig) -> None:
     """Refuse missing tensors, which would stay random, unknown tensors, and tensors of another shape."""
     for name in sorted(expected.keys() | state.keys()):
-        expected_shape, shape = (tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, state))
+        expected_shape, shape = (
+            tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, state)
+        )
         if shape != expected_shape:
             raise ValueError(
-                f"head.init_from: {name} of {directory} must be {_describe(expected_shape)} for head {config.name} and this target, but is "
+                f"head.init_from: {name} of {directory} must be {_describe(expected_shape)} for head {config.name} and "
+                "this target, but is "
                 f"{_describe(shape)}; choose another head"
             )
 
@@ -289,6 +307,8 @@ def check_draft_token_ids(state: Tensors, vocab_size: int, directory: Path) -> N
     ids = state["d2t"] + torch.arange(len(state["d2t"]))
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(
-            f"head.init_from: d2t of {directory} must be offsets to different tokens within the target's 0..{vocab_size - 1}, but "
-            f"lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}; the head belongs to another target"
+            f"head.init_from: d2t of {directory} must be offsets to different tokens within the target's "
+            f"0..{vocab_size - 1}, but "
+            f"lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}; the head belongs to "
+            "another target"
         )

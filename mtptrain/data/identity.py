@@ -147,7 +147,9 @@ def refuse_different_facts(
     """Raise a ValueError that names every fact of `path` that is not as expected, followed by `note` and `remedy`."""
     names = dict.fromkeys([*expected, *found])
     differences = [
-        f"{name} must be {expected.get(name)}, but is {found.get(name)}" for name in names if expected.get(name) != found.get(name)
+        f"{name} must be {expected.get(name)}, but is {found.get(name)}"
+        for name in names
+        if expected.get(name) != found.get(name)
     ]
     if differences:
         raise ValueError(f"{path}: {'; '.join(differences)}{note}; {remedy}")

@@ -81,7 +81,9 @@ class Documents:
         try:
             return Documents(**load_file(path))
         except (SafetensorError, TypeError) as error:
-            raise ValueError(f"{path}: must be a split of prompts, but is not: {error}; rerun data_prep.prompts") from error
+            raise ValueError(
+                f"{path}: must be a split of prompts, but is not: {error}; rerun data_prep.prompts"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ class PromptsManifest:
         content = json.loads(path.read_text())
         if content.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(
-                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; rerun data_prep.prompts"
+                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; rerun "
+                "data_prep.prompts"
             )
         return PromptsManifest(**{**content, "tokenizer": TokenizerIdentity(**content["tokenizer"])})
 
@@ -164,7 +167,8 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     if not tokenizer.chat_template:
         raise ValueError(
-            f"target.path: the tokenizer must have a chat template to render messages, but that of {tokenizer.name_or_path} has "
+            "target.path: the tokenizer must have a chat template to render messages, but that of "
+            f"{tokenizer.name_or_path} has "
             "none; choose an instruction-tuned target, add chat_template.jinja to its directory, or use plain text"
         )
     template: str = tokenizer.get_chat_template()
@@ -188,7 +192,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         )
     except TemplateError as error:
         raise ValueError(
-            f"messages: must be ones that the chat template of {tokenizer.name_or_path} accepts, but it answers: {error}; correct "
+            f"messages: must be ones that the chat template of {tokenizer.name_or_path} accepts, but it answers: "
+            f"{error}; correct "
             "them"
         ) from error
     assert not isinstance(encoded, (str, list))

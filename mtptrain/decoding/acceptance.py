@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
+from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Drafter, Generation, Round, speculate
+from mtptrain.decoding.speculate import Generation, Round, speculate
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 
@@ -83,7 +84,9 @@ def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: 
         return None
     per_source = ([(each.rounds, each.empty_rounds, *each.accepted_at) for each in answers] for answers in sources)
     counts = np.array([np.sum(rows, axis=0) for rows in per_source], dtype=np.float64)  # [S, 2 + K]
-    weights = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), draws)  # [draws, S]
+    weights = np.random.default_rng(seed).multinomial(
+        len(counts), np.full(len(counts), 1 / len(counts)), draws
+    )  # [draws, S]
     rounds, empty_rounds, *accepted_at = (weights @ counts).T
     accepted = np.sum(accepted_at, axis=0)
 
@@ -114,7 +117,9 @@ def has_loop(tokens: Sequence[int]) -> bool:
     return False
 
 
-def token_batches(lengths: Sequence[int], max_new_tokens: int, batch_size: int, batch_tokens: int | None) -> list[list[int]]:
+def token_batches(
+    lengths: Sequence[int], max_new_tokens: int, batch_size: int, batch_tokens: int | None
+) -> list[list[int]]:
     """Group prompts of similar length into batches for decoding, the shortest first.
 
     Args:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from mtptrain.decoding.draft import Draft, Verified
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Draft, Verified
 from mtptrain.heads.base import Head
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target
@@ -25,7 +25,9 @@ class FirstDepth:
 class HeadDrafter:
     """Drafts a chain of K tokens with a head."""
 
-    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, sample_drafts: bool = False) -> None:
+    def __init__(
+        self, head: Head, parts: FrozenParts, num_speculative_tokens: int, sample_drafts: bool = False
+    ) -> None:
         self.head = head
         self.parts = parts
         self.num_speculative_tokens = num_speculative_tokens
@@ -51,8 +53,12 @@ class HeadDrafter:
         """Run depth 0 over the rows that the target has read. This rebuilds the head's keys there."""
         next_tokens = verified.tokens.gather(1, verified.positions + 1)  # [B, S]
         aux_hidden_states = verified.states.aux_hidden_states
-        fused = self.head.fuse(verified.states.hidden_states if aux_hidden_states is None else aux_hidden_states)  # [B, S, H]
-        states, recycled = self.head.decode(fused, self.parts.embed(next_tokens), verified.positions, self.cache)  # [B, S, H]
+        fused = self.head.fuse(
+            verified.states.hidden_states if aux_hidden_states is None else aux_hidden_states
+        )  # [B, S, H]
+        states, recycled = self.head.decode(
+            fused, self.parts.embed(next_tokens), verified.positions, self.cache
+        )  # [B, S, H]
         rows = torch.arange(len(states), device=states.device)
         logits = self.head.logits(states[rows, verified.last_row], self.parts)
         return FirstDepth(logits, recycled[rows, verified.last_row], verified.num_tokens - 2)
@@ -159,7 +165,9 @@ class ModelDrafter:
 
     capture_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, vocab_size: int, num_speculative_tokens: int, sample_drafts: bool = False) -> None:
+    def __init__(
+        self, model: Target, vocab_size: int, num_speculative_tokens: int, sample_drafts: bool = False
+    ) -> None:
         self.model = model
         self.vocab_size = vocab_size
         """The target's vocabulary. Checkpoints of one family pad the tokenizer's tokens to different sizes."""
@@ -181,7 +189,9 @@ class ModelDrafter:
         probs: list[torch.Tensor] = []
         for depth in range(self.draft_slots):
             if depth > 0:
-                logits = self._read(tokens[-1][:, None], (verified.num_tokens + depth - 1)[:, None], torch.zeros_like(last_row))
+                logits = self._read(
+                    tokens[-1][:, None], (verified.num_tokens + depth - 1)[:, None], torch.zeros_like(last_row)
+                )
             if not own_sampler.is_greedy:
                 probs.append(sampler.probs(logits))
             tokens.append(own_sampler.sample(probs[-1]) if probs else logits.argmax(-1))
@@ -227,7 +237,9 @@ class PromptLookupDrafter:
 
     capture_layers: tuple[int, ...] = ()
 
-    def __init__(self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2, latest: bool = False) -> None:
+    def __init__(
+        self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2, latest: bool = False
+    ) -> None:
         self.draft_slots = num_speculative_tokens
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
@@ -237,7 +249,9 @@ class PromptLookupDrafter:
         pass
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        rows = [tokens[:count] for tokens, count in zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)]
+        rows = [
+            tokens[:count] for tokens, count in zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)
+        ]
         proposals = [self._look_up(row) for row in rows]
         padding = [self.draft_slots - len(tokens) for tokens in proposals]
         tokens = [proposed + [0] * pad for proposed, pad in zip(proposals, padding, strict=True)]
@@ -261,7 +275,9 @@ class HybridDrafter:
 
     def __init__(self, head: HeadDrafter, min_match: int) -> None:
         self.head = head
-        self.look_up = PromptLookupDrafter(head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match, latest=True)
+        self.look_up = PromptLookupDrafter(
+            head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match, latest=True
+        )
         self.capture_layers = head.capture_layers
         self.draft_slots = head.draft_slots
         self.start = head.start

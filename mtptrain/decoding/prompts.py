@@ -67,7 +67,9 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
         return prompts
     prompts_dir = config.stage_dir("prompts")
     documents = held_out_documents(prompts_dir, HeldOut.reporting)
-    found = held_out_prompts(documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens)
+    found = held_out_prompts(
+        documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens
+    )
     entries = DocumentEntry.read_all(prompts_dir)
     return Prompts(found, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in found})
 
@@ -87,8 +89,10 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
     if known:
         warnings.warn(
             f"acceptance.prompts_file: its first turns should not be among the training prompts, but {len(known):,} of "
-            f"{len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}) in {prompts_dir}; their acceptance "
-            "is that of data the head was trained on: leave them out of the file, or out of prompts.paths and train again",
+            f"{len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}) in {prompts_dir}; "
+            "their acceptance "
+            "is that of data the head was trained on: leave them out of the file, or out of prompts.paths and train "
+            "again",
             stacklevel=2,
         )
 
@@ -110,7 +114,9 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
     indices = [index for index, entry in enumerate(entries) if entry.group in wanted]
     if not documents.loss_mask.all():
         indices = first_answers(documents, entries, indices)
-    return Documents.from_list([(int(documents.document_ids[i]), documents.tokens(i), documents.mask(i)) for i in indices])
+    return Documents.from_list(
+        [(int(documents.document_ids[i]), documents.tokens(i), documents.mask(i)) for i in indices]
+    )
 
 
 def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
@@ -129,8 +135,10 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     wanted = set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
     if not wanted:
         raise ValueError(
-            "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by and one to "
-            f"report on, but holds out {len(groups)}; raise it and run data_prep.prompts and data_prep.hidden_states again, or set "
+            "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by "
+            "and one to "
+            f"report on, but holds out {len(groups)}; raise it and run data_prep.prompts and data_prep.hidden_states "
+            "again, or set "
             "train.validation_prompts=0"
         )
     return wanted
@@ -158,7 +166,8 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], indices: l
             first[group] = index
     if not first:
         raise ValueError(
-            f"prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but none of "
+            "prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but "
+            "none of "
             f"{len({entries[index].name for index in indices})} does; raise it and run data_prep.prompts again, or set "
             "prompts.validation_fraction higher"
         )
@@ -186,7 +195,8 @@ def held_out_prompts(
             break
     if not prompts:
         raise ValueError(
-            f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens that fits a context of "
+            f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens that fits a "
+            "context of "
             f"{context_tokens} with {max_new_tokens} new ones, but none of {len(documents)} does; lower it, "
             "acceptance.max_new_tokens or train.validation_new_tokens, or raise prompts.validation_fraction"
         )
@@ -205,7 +215,9 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
             prompt.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist; correct the path")
+        raise FileNotFoundError(
+            f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist; correct the path"
+        )
     prompts = Prompts({})
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
@@ -217,7 +229,8 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
         outside = [token for token in input_ids if not 0 <= token < vocab_size]
         if outside:
             raise ValueError(
-                f"{path}:{number}: tokens must be in the target's vocabulary of {vocab_size}, but one is {outside[0]}; make the "
+                f"{path}:{number}: tokens must be in the target's vocabulary of {vocab_size}, but one is {outside[0]}; "
+                "make the "
                 "file for this target"
             )
         prompts.input_ids[prompt_id] = input_ids
@@ -250,21 +263,32 @@ def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tup
     if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
         keys = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(
-            f"{where}: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has {keys}; correct it"
+            f"{where}: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has {keys}; "
+            "correct it"
         )
     if kinds[0] == "input_ids":
         if not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
-            raise ValueError(f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it")
+            raise ValueError(
+                f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it"
+            )
         return row, row["input_ids"]
     if kinds[0] == "text":
         if not isinstance(row["text"], str):
             raise ValueError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
         return row, list(tokenizer(row["text"])["input_ids"])
     if kinds[0] == "turns":
-        if not isinstance(row["turns"], list) or not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
-            raise ValueError(f"{where}: turns must be a list of at least one string, but is {str(row['turns'])[:40]}; correct it")
+        if (
+            not isinstance(row["turns"], list)
+            or not row["turns"]
+            or not all(isinstance(turn, str) for turn in row["turns"])
+        ):
+            raise ValueError(
+                f"{where}: turns must be a list of at least one string, but is {str(row['turns'])[:40]}; correct it"
+            )
         return row, render_prompt(tokenizer, [{"role": "user", "content": row["turns"][0]}])
-    if not isinstance(row["messages"], list) or not all(isinstance(message, dict) for message in row["messages"] or [0]):
+    if not isinstance(row["messages"], list) or not all(
+        isinstance(message, dict) for message in row["messages"] or [0]
+    ):
         raise ValueError(
             f"{where}: messages must be a list of at least one message, but is {str(row['messages'])[:40]}; correct it"
         )

@@ -34,7 +34,11 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the most likely token of each row of logits [..., V], or a sampled one [...]."""
-        return logits.argmax(-1) if self.is_greedy else self.sample(self.probs(logits).flatten(0, -2)).view(logits.shape[:-1])
+        return (
+            logits.argmax(-1)
+            if self.is_greedy
+            else self.sample(self.probs(logits).flatten(0, -2)).view(logits.shape[:-1])
+        )
 
     def sample(self, probs: torch.Tensor) -> torch.Tensor:
         """Draws one token [B] per row of weights [B, V], which need not sum to one."""

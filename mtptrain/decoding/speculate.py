@@ -16,88 +16,15 @@ positions.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from mtptrain.decoding.draft import Draft, Drafter, Verified
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.target.model import Target, TargetStates
+from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache, TreeRows
 from mtptrain.utils.clock import PhaseClock
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The rows that the target has just read: the prompts, or the tokens of a round."""
-
-    tokens: torch.Tensor
-    """All tokens so far, one row per sequence [B, slots]; valid below `num_tokens`."""
-    num_tokens: torch.Tensor
-    """Length of each sequence, including the newest token, which the target has not read [B]."""
-    positions: torch.Tensor
-    """Positions of the rows [B, S]. Those from `num_tokens` - 1 on were rejected or are padding."""
-    states: TargetStates
-    """The target's states of the rows [B, S, H], and those that the drafter captures [B, S, L, H]."""
-
-    @property
-    def last_row(self) -> torch.Tensor:
-        """Index [B] of the row whose next token is the newest one."""
-        return self.num_tokens - 2 - self.positions[:, 0]
-
-
-@dataclass(frozen=True)
-class Draft:
-    """P proposed tokens per sequence: a chain, where P = K, or a tree whose branches have at most K tokens."""
-
-    tokens: torch.Tensor  # [B, P]
-    is_proposed: torch.Tensor
-    """bool[B, P]: False for padding, where a sequence has fewer proposals."""
-    probs: torch.Tensor | None = None
-    """Distributions that the tokens of a chain were sampled from [B, K, V]; None if they were chosen greedily."""
-    parents: torch.Tensor | None = None
-    """For a tree, the index of the token that each token follows [B, P]: lower than its own, or -1 for the newest token
-    of the sequence. The children of a token are all different. None for a chain."""
-    logits: tuple[torch.Tensor, ...] | None = None
-    """For a head's chain, the logits of each depth over the head's own vocabulary: K tensors [B, D]."""
-
-    def ancestors(self) -> torch.Tensor:
-        """Returns bool[B, i, j]: whether row j is row i or an ancestor of it. Row 0 is the newest token, row 1 + p
-        draft p."""
-        batch_size, num_drafts = self.tokens.shape
-        device = self.tokens.device
-        if self.parents is None:
-            return torch.ones(num_drafts + 1, num_drafts + 1, dtype=torch.bool, device=device).tril().expand(batch_size, -1, -1)
-        above = torch.eye(num_drafts + 1, device=device).repeat(batch_size, 1, 1)
-        above[:, 1:].scatter_(2, self.parents[..., None] + 1, 1.0)
-        while True:  # paths of up to 1, 2, 4, ... steps
-            longer = (above @ above).clamp(max=1.0)
-            if torch.equal(longer, above):
-                return above.bool()
-            above = longer
-
-
-class Drafter(Protocol):
-    """Proposes tokens for a batch of sequences and keeps its own state between rounds."""
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The target's residual streams that the drafter reads."""
-
-    @property
-    def draft_slots(self) -> int:
-        """Cache slots that a draft needs after the sequence: K for a chain, at least P for a tree."""
-
-    def start(self, batch_size: int, num_slots: int) -> None:
-        """Forget all sequences and prepare for a new batch."""
-
-    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        """Propose continuations of each sequence.
-
-        Args:
-            verified: what the target has just read.
-            sampler: also used for verification. A copy of it would draw the same random numbers twice.
-        """
 
 
 @dataclass(frozen=True)
@@ -112,7 +39,9 @@ class Accepted:
     """Rows of the accepted branch [B, 1 + K]: 0 for the newest token, 1 + p for draft p; arbitrary after `count`."""
 
 
-def accept(draft: Draft, target_logits: torch.Tensor, ancestors: torch.Tensor, num_depths: int, sampler: Sampler) -> Accepted:
+def accept(
+    draft: Draft, target_logits: torch.Tensor, ancestors: torch.Tensor, num_depths: int, sampler: Sampler
+) -> Accepted:
     """Keep what the target agrees with: sampled drafts by rejection sampling, all others by the target's own choice."""
     if draft.probs is None or sampler.is_greedy:
         return accept_chosen(draft, sampler.choose(target_logits), ancestors, num_depths)
@@ -132,7 +61,9 @@ def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Te
         ancestors: the result of `Draft.ancestors`.
         num_depths: K, the length of the longest branch.
     """
-    row_above = torch.arange(draft.tokens.shape[1], device=draft.tokens.device) if draft.parents is None else draft.parents + 1
+    row_above = (
+        torch.arange(draft.tokens.shape[1], device=draft.tokens.device) if draft.parents is None else draft.parents + 1
+    )
     chosen_there = target_tokens.gather(1, row_above.expand_as(draft.tokens))  # [B, P]
     is_wrong = F.pad((draft.tokens != chosen_there) | ~draft.is_proposed, (1, 0))  # [B, 1 + P]
     is_kept = ~(ancestors & is_wrong[:, None]).any(2)
@@ -162,12 +93,16 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
     num_accepted = is_kept.long().cumprod(1).sum(1)  # [B]
     wanted = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1]))[:, 0]  # [B, V]
     # Nothing was rejected after the last proposed token: zero draft probabilities leave the target's unchanged.
-    rejected_probs = torch.cat([draft_probs * draft.is_proposed[..., None], torch.zeros_like(draft_probs[:, :1])], dim=1)
+    rejected_probs = torch.cat(
+        [draft_probs * draft.is_proposed[..., None], torch.zeros_like(draft_probs[:, :1])], dim=1
+    )
     rejected = rejected_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, wanted.shape[-1]))[:, 0]
     residual = (wanted - rejected).clamp(min=0.0)
     # If draft and target are equal up to rounding, a rejection may leave no mass; then sample from the target.
     bonus = sampler.sample(torch.where(residual.sum(-1, keepdim=True) > 0, residual, wanted))
-    return Accepted(num_accepted, bonus, torch.arange(draft.tokens.shape[1] + 1, device=bonus.device).expand(len(bonus), -1))
+    return Accepted(
+        num_accepted, bonus, torch.arange(draft.tokens.shape[1] + 1, device=bonus.device).expand(len(bonus), -1)
+    )
 
 
 @dataclass(frozen=True)
@@ -344,6 +279,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, context
             raise ValueError(f"prompt {index}: must hold at least one token, but is empty; leave it out")
         if len(prompt) + max_new_tokens > context_tokens:
             raise ValueError(
-                f"prompt {index}: prompt and answer must fit the target's context of {context_tokens} tokens, but are {len(prompt)} + "
+                f"prompt {index}: prompt and answer must fit the target's context of {context_tokens} tokens, but are "
+                f"{len(prompt)} + "
                 f"{max_new_tokens}; shorten the prompt or lower max_new_tokens"
             )

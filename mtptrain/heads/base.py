@@ -26,7 +26,8 @@ R = TypeVar("R")
 
 
 class Head(nn.Module, ABC):
-    """A draft head: one decoder layer that is applied once per depth. Each class has its own file and is listed in `HEADS`.
+    """A draft head: one decoder layer that is applied once per depth. Each class has its own file and is listed in
+    `HEADS`.
 
     A subclass builds its layers in `__init__` and implements `combine` (before attention) and `finish` (after it);
     `fuse` and `layers_to_capture` are optional. `forward` (training) and `decode` (inference) run exactly these
@@ -93,7 +94,9 @@ class Head(nn.Module, ABC):
             The states that `logits` reads [..., H], and the states fed back to the next depth [..., H].
         """
 
-    def forward(self, target_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing, ttt_steps: int) -> torch.Tensor:
+    def forward(
+        self, target_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing, ttt_steps: int
+    ) -> torch.Tensor:
         """Training: compute the states of all depths at the draft positions.
 
         At depth k, draft position t reads the embedding of the token after t + k, and attends as it will in serving: to

@@ -45,7 +45,9 @@ class Eagle3Head(Head):
         hidden_size, eps, num_captured = dims.hidden_size, target_config.rms_norm_eps, len(self.capture_layers)
         self.norm_output, self.norm_before_residual = config.norm_output, config.norm_before_residual
         self.input_norm = RmsNorm(num_captured * hidden_size, eps) if config.norm_before_fc else None
-        self.fc_norm = nn.ModuleList([RmsNorm(hidden_size, eps) for _ in range(num_captured)]) if config.fc_norm else None
+        self.fc_norm = (
+            nn.ModuleList([RmsNorm(hidden_size, eps) for _ in range(num_captured)]) if config.fc_norm else None
+        )
         self.fc = nn.Linear(num_captured * hidden_size, hidden_size, bias=False)
         self.input_layernorm = RmsNorm(hidden_size, eps)
         self.hidden_norm = RmsNorm(hidden_size, eps)
@@ -72,7 +74,8 @@ class Eagle3Head(Head):
             example = str(sorted({num_layers // 4 or 1, num_layers // 2 or 1, num_layers - 1 or 1})).replace(" ", "")
             default = ", the engines' default" if config.capture_layers is None else ""
             raise ValueError(
-                f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, the target's decoder layers, "
+                f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, the target's "
+                "decoder layers, "
                 f"but are {list(layers)}{default}; set them, for example head.capture_layers={example}"
             )
         return layers

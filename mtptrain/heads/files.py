@@ -50,7 +50,8 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
 
 
 def remove_later_heads(stage_dir: Path, step: int) -> None:
-    """Remove the kept heads of the steps after `step`, which a run that starts there trains again, and a choice that measured one."""
+    """Remove the kept heads of the steps after `step`, which a run that starts there trains again, and a choice that
+    measured one."""
     choice = stage_dir / CHOICE
     if choice.is_file() and any(head["step"] > step for head in json.loads(choice.read_text())["heads"]):
         choice.unlink()
@@ -78,13 +79,18 @@ def check_head_target(directory: Path, target_dir: Path) -> None:
     stored, found = _read_facts(directory)[TARGET_WEIGHTS], weights_fingerprint(target_dir)
     if stored != found:
         raise ValueError(
-            f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target_dir}, but is {stored}: the head belongs to "
+            f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target_dir}, but is {stored}: the "
+            "head belongs to "
             "another target; set target.path to it, or train again"
         )
 
 
 def load_head(
-    directory: Path, config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype | None, device: torch.device
+    directory: Path,
+    config: HeadConfig,
+    target_config: PreTrainedConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> Head:
     """Load a head for inference, in its stored dtype if `dtype` is None.
 
@@ -92,8 +98,12 @@ def load_head(
         FileNotFoundError: the directory has no head.
         ValueError: the head has other settings or belongs to another target.
     """
-    stored, wanted = (json.loads(json.dumps(each)) for each in (with_defaults(_read_facts(directory)["head"]), asdict(config)))
-    different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key) and key not in START)
+    stored, wanted = (
+        json.loads(json.dumps(each)) for each in (with_defaults(_read_facts(directory)["head"]), asdict(config))
+    )
+    different = sorted(
+        key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key) and key not in START
+    )
     if different:
         raise ValueError(
             f"{directory / 'head.json'}: the head's settings must be those of the config, but differ in "
@@ -123,6 +133,8 @@ def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | N
 def _read_facts(directory: Path) -> dict[str, Any]:
     """Read the `head.json` that `save_head` wrote."""
     if not (directory / "head.json").is_file():
-        raise FileNotFoundError(f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first")
+        raise FileNotFoundError(
+            f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first"
+        )
     facts: dict[str, Any] = json.loads((directory / "head.json").read_text())
     return facts

@@ -102,17 +102,21 @@ def head_dims(config: HeadConfig, target_config: PreTrainedConfig, head_dim: int
     kv_heads = config.num_key_value_heads or default_kv_heads
     if head_dim is None and (hidden_size % heads or hidden_size // heads not in SERVED_HEAD_DIMS):
         raise ValueError(
-            f"head.num_attention_heads: the head dim (hidden size {hidden_size} / heads) must be one of {SERVED_HEAD_DIMS}, which "
-            f"engines have kernels for, but is {hidden_size / heads:g} with {heads} heads; set head.num_attention_heads to "
+            f"head.num_attention_heads: the head dim (hidden size {hidden_size} / heads) must be one of "
+            f"{SERVED_HEAD_DIMS}, which "
+            f"engines have kernels for, but is {hidden_size / heads:g} with {heads} heads; set "
+            "head.num_attention_heads to "
             f"{hidden_size // 128 or 1} or {hidden_size // 64 or 1}"
         )
     if head_dim not in (None, *SERVED_HEAD_DIMS):
         raise ValueError(
-            f"head.head_dim: must be one of {SERVED_HEAD_DIMS}, which engines have kernels for, but is {head_dim}; set one of them"
+            f"head.head_dim: must be one of {SERVED_HEAD_DIMS}, which engines have kernels for, but is {head_dim}; set "
+            "one of them"
         )
     if heads % kv_heads:
         raise ValueError(
-            f"head.num_key_value_heads: must divide the {heads} attention heads, but is {kv_heads}; set head.num_key_value_heads"
+            f"head.num_key_value_heads: must divide the {heads} attention heads, but is {kv_heads}; set "
+            "head.num_key_value_heads"
         )
     intermediate_size = config.intermediate_size or target_config.intermediate_size
     return HeadDims(hidden_size, heads, kv_heads, head_dim or hidden_size // heads, intermediate_size)
@@ -137,7 +141,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, dims.hidden_size, bias=False)
         self.rope = Rope(dims.head_dim, target_config)
 
-    def queries_keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def queries_keys_values(
+        self, x: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated queries, rotated keys, and values [..., (kv) heads, head_dim] of x [..., input size]."""
         return self._rotated(self.q_proj(x), positions), *self.keys_values(x, positions)
 

@@ -45,8 +45,12 @@ class Packing:
 
     positions: torch.Tensor  # i64[N], position of each token in its document
     rows: torch.Tensor  # i64[M], tokens that are draft positions
-    prompts: torch.Tensor  # i64[N - M], all other tokens, which only provide keys and values; those that nothing sees come last
-    key_indices: torch.Tensor  # i64[N], index of each token in the order of the keys: draft positions, then prompt tokens
+    prompts: (
+        torch.Tensor
+    )  # i64[N - M], all other tokens, which only provide keys and values; those that nothing sees come last
+    key_indices: (
+        torch.Tensor
+    )  # i64[N], index of each token in the order of the keys: draft positions, then prompt tokens
     segments: tuple[Segments, ...]
     """First the causal segments inside each span; then, for spans that do not start their document, segments over all
     tokens of the document before the span. Each of the latter `Segments` has one span per document, so that no kernel

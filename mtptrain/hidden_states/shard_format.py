@@ -41,7 +41,8 @@ def check_store_dtype(dtype: StoreDtype, capture_layers: Collection[int]) -> Non
     """Raises ValueError for `fp8_aux` if no layers are captured."""
     if dtype is StoreDtype.fp8_aux and not capture_layers:
         raise ValueError(
-            "hidden_states.store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux, which keeps "
+            "hidden_states.store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux, "
+            "which keeps "
             "only the captured layers in eight bits; set one of these"
         )
 
@@ -51,7 +52,9 @@ def bytes_per_token(hidden_size: int, num_captured: int, dtype: StoreDtype) -> i
 
     Each document adds `DOCUMENT_BYTES`.
     """
-    last, aux = (hidden_size + 4 if is_fp8(dtype, name) else 2 * hidden_size for name in (HIDDEN_STATES, AUX_HIDDEN_STATES))
+    last, aux = (
+        hidden_size + 4 if is_fp8(dtype, name) else 2 * hidden_size for name in (HIDDEN_STATES, AUX_HIDDEN_STATES)
+    )
     return last + num_captured * aux + 4 + 1
 
 

@@ -9,8 +9,7 @@ are the scales of e4m3 values (`fp8.py`). While the store is being filled, it ha
 and each finished shard has its record in `shard_*.json`. Both are deleted once the manifest is written.
 
 Three checks detect damage. Opening a store compares every shard's length, and the checksum of its header, tables and
-loss mask, with the manifest. Every read of a document compares its checksum. `verify` compares the sha256 of every
-shard.
+loss mask, with the manifest. Every read of a document compares its checksum. `verify` compares every sha256.
 """
 
 import json
@@ -98,7 +97,8 @@ class StoreManifest:
             return StoreManifest(identity=identity_from_json(content.pop("identity")), shards=shards, **content)
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}: must have exactly the fields of a manifest, but does not ({error}); delete {directory} and run "
+                f"{path}: must have exactly the fields of a manifest, but does not ({error}); delete {directory} and "
+                "run "
                 "data_prep.hidden_states again"
             ) from error
 
@@ -169,8 +169,10 @@ class HiddenStore:
         document = _document(shard, local, tensors)
         if checksum != expected:
             raise ValueError(
-                f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, but is "
-                f"{checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}; verify=true checks the whole store"
+                f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, "
+                "but is "
+                f"{checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}; verify=true "
+                "checks the whole store"
             )
         return document
 
@@ -230,12 +232,15 @@ def expected_identity(
     for name, value in vars(expected).items():
         if getattr(stored, name) != value:
             raise ValueError(
-                f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, as for target {config.target.path}, but is "
+                f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, as for target {config.target.path}, "
+                "but is "
                 f"{getattr(stored, name)}; run data_prep.prompts again with this target"
             )
     target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
     settings = config.hidden_states
-    return StoreIdentity.of(target, capture_layers, settings.dtype, prompts_file, settings.store_dtype, settings.backend)
+    return StoreIdentity.of(
+        target, capture_layers, settings.dtype, prompts_file, settings.store_dtype, settings.backend
+    )
 
 
 def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
@@ -269,7 +274,9 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
     records = {index: store.manifest.shards[index] for index in chosen}
     num_bytes = sum(record.num_bytes for record in records.values())
     damaged = {}
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="verify hidden states", disable=not show_progress) as bar:
+    with tqdm(
+        total=num_bytes, unit="B", unit_scale=True, desc="verify hidden states", disable=not show_progress
+    ) as bar:
         for index, record in records.items():
             try:
                 _check_bytes(store.directory, index, record)
@@ -292,7 +299,8 @@ def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
     digest = file_sha256(path)
     if digest != record.sha256:
         raise ValueError(
-            f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were changed or damaged after it "
+            f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were changed or "
+            "damaged after it "
             f"was written; {REMEDY}"
         )
 
@@ -306,7 +314,8 @@ def _check_index(directory: Path, index: int, record: ShardRecord) -> None:
         checksum = index_checksum(head, file.read(record.num_tokens))
     if checksum != record.index_checksum:
         raise ValueError(
-            f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, but is {checksum}: "
+            f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, "
+            f"but is {checksum}: "
             f"bytes were changed or damaged after it was written; {REMEDY}"
         )
 
@@ -317,7 +326,9 @@ def _check_length(directory: Path, index: int, record: ShardRecord) -> None:
     if not path.exists():
         raise FileNotFoundError(f"{path}: shard {index} must exist, but does not; {remedy}")
     if not has_length(path, record):
-        raise ValueError(f"{path}: shard {index} must have {record.num_bytes} bytes, but has {path.stat().st_size}; {remedy}")
+        raise ValueError(
+            f"{path}: shard {index} must have {record.num_bytes} bytes, but has {path.stat().st_size}; {remedy}"
+        )
 
 
 def has_length(path: Path, record: ShardRecord) -> bool:

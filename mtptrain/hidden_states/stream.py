@@ -20,7 +20,15 @@ from tqdm import tqdm
 
 from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
 from mtptrain.data.prompt_files import Documents
-from mtptrain.hidden_states.store import MANIFEST, PLAN, SCHEMA_VERSION, HiddenStore, ShardRecord, StoreManifest, read_json
+from mtptrain.hidden_states.store import (
+    MANIFEST,
+    PLAN,
+    SCHEMA_VERSION,
+    HiddenStore,
+    ShardRecord,
+    StoreManifest,
+    read_json,
+)
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
 from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.files import write_json
@@ -45,7 +53,9 @@ def shard_windows(num_shards: int, window_shards: int, seed: int) -> list[list[i
 def document_order(windows: Sequence[Sequence[int]], shards: Sequence[range], seed: int) -> NDArray[np.int64]:
     """Returns the indices of all documents [D], window by window, shuffled within each window."""
     generator = np.random.default_rng([seed, DOCUMENT_ORDER])
-    return np.concatenate([generator.permutation(np.concatenate([shards[shard] for shard in window])) for window in windows])
+    return np.concatenate(
+        [generator.permutation(np.concatenate([shards[shard] for shard in window])) for window in windows]
+    )
 
 
 def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
@@ -60,7 +70,8 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     content = read_json(path)
     if content["windows"] != [list(window) for window in windows]:
         raise ValueError(
-            f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in training; start "
+            f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in "
+            "training; start "
             f"both programs with the same seed and train.stream_shards, or delete {store_dir} to start again"
         )
     return int(content["released_windows"])
@@ -82,7 +93,9 @@ def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> li
             return None
         shards = chain.from_iterable(windows[released : released + OPEN_WINDOWS])
         missing = [shard for shard in shards if read_record(store_dir, shard) is None]
-        if released_windows(store_dir, windows) == released:  # otherwise some may be missing because they were just released
+        if (
+            released_windows(store_dir, windows) == released
+        ):  # otherwise some may be missing because they were just released
             return missing
 
 
@@ -103,7 +116,13 @@ class StreamedStore(HiddenStore):
     """
 
     def __init__(
-        self, directory: Path, identity: StoreIdentity, documents: Documents, shard_tokens: int, window_shards: int, seed: int
+        self,
+        directory: Path,
+        identity: StoreIdentity,
+        documents: Documents,
+        shard_tokens: int,
+        window_shards: int,
+        seed: int,
     ) -> None:
         """Describe a store without reading the disk; `open_stream` checks the files.
 
@@ -152,7 +171,9 @@ class StreamedStore(HiddenStore):
             )
             record = read_record(self.directory, index)
             if record is None:
-                raise RuntimeError(f"{path}: must stay until training releases it, but does not exist; run both programs again")
+                raise RuntimeError(
+                    f"{path}: must stay until training releases it, but does not exist; run both programs again"
+                )
             self._records[index] = record
         return self._records[index]
 
@@ -178,10 +199,13 @@ def open_stream(
     """
     if (directory / MANIFEST).exists():
         raise ValueError(
-            f"train.stream: must be false if the hidden states are finished, but is true with {directory / MANIFEST}; set "
+            f"train.stream: must be false if the hidden states are finished, but is true with {directory / MANIFEST}; "
+            "set "
             "train.stream=false, which trains on all of them, or choose another run_dir"
         )
-    wait_until((directory / PLAN).exists, f"{directory / PLAN}, which data_prep.hidden_states with the same settings writes")
+    wait_until(
+        (directory / PLAN).exists, f"{directory / PLAN}, which data_prep.hidden_states with the same settings writes"
+    )
     plan = read_json(directory / PLAN)
     identity = identity_from_json(plan["identity"])
     refuse_other(directory / PLAN, expected, identity, shard_tokens, plan["shard_tokens"])
@@ -222,10 +246,11 @@ class Releases:
         return all(record_path(shard_path(self.store.directory, shard)).exists() for shard in shards)
 
     def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-        """Wait until extraction has written what step `step`, from 0, reads; returns the signal that any rank received meanwhile.
+        """Wait until extraction has written what step `step`, from 0, reads; returns the signal that any rank received
+        meanwhile.
 
-        All ranks wait here together. While one rank is reading a batch, or runs a step that others have not begun, no rank would
-        see a signal.
+        All ranks wait here together. While one rank is reading a batch, or runs a step that others have not begun, no
+        rank would see a signal.
         """
         stopped_by: signal.Signals | None = None
 
@@ -236,7 +261,9 @@ class Releases:
             stopped_by = stop.agreed()
             return stopped_by is not None
 
-        wait_until(is_over, f"the shards of step {step + 1}, which data_prep.hidden_states with the same settings writes")
+        wait_until(
+            is_over, f"the shards of step {step + 1}, which data_prep.hidden_states with the same settings writes"
+        )
         return stopped_by
 
     def num_unread(self, step: int) -> int:

@@ -31,7 +31,15 @@ from mtptrain.hidden_states.shard_format import (
     is_fp8,
     scales_of,
 )
-from mtptrain.hidden_states.store import MANIFEST, PLAN, SCHEMA_VERSION, ShardRecord, StoreManifest, has_length, read_json
+from mtptrain.hidden_states.store import (
+    MANIFEST,
+    PLAN,
+    SCHEMA_VERSION,
+    ShardRecord,
+    StoreManifest,
+    has_length,
+    read_json,
+)
 from mtptrain.utils.files import file_sha256, publish, write_text
 
 TEMPORARY = ("shard_*.tmp", f"{PLAN}.*.tmp", f"{MANIFEST}.*.tmp", "mtptrain_*.tmp")
@@ -57,7 +65,9 @@ def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
     return shards
 
 
-def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, shards: Collection[int]) -> StoreManifest | None:
+def begin_store(
+    directory: Path, identity: StoreIdentity, shard_tokens: int, shards: Collection[int]
+) -> StoreManifest | None:
     """Prepare a directory for new shards, or for the missing ones after an interruption.
 
     One process of each part calls this. Other parts may be writing other shards at the same time.
@@ -84,7 +94,9 @@ def begin_store(directory: Path, identity: StoreIdentity, shard_tokens: int, sha
         _reopen(directory, manifest)
     elif (directory / PLAN).exists():
         plan = read_json(directory / PLAN)
-        refuse_other(directory / PLAN, identity, identity_from_json(plan["identity"]), shard_tokens, plan["shard_tokens"])
+        refuse_other(
+            directory / PLAN, identity, identity_from_json(plan["identity"]), shard_tokens, plan["shard_tokens"]
+        )
     else:
         _write_plan(directory, identity, shard_tokens)
     _remove_incomplete(directory, shards)
@@ -123,7 +135,13 @@ class ShardFile:
     """
 
     def __init__(
-        self, directory: Path, index: int, tokens: dict[str, torch.Tensor], hidden_size: int, num_captured: int, dtype: StoreDtype
+        self,
+        directory: Path,
+        index: int,
+        tokens: dict[str, torch.Tensor],
+        hidden_size: int,
+        num_captured: int,
+        dtype: StoreDtype,
     ) -> None:
         """Allocate the disk space of a shard.
 
@@ -168,7 +186,8 @@ class ShardFile:
         assert streams.shape[:2] == (end - first, self._num_captured + 1), "streams of another document"
         if not is_finite(streams):
             raise ValueError(
-                f"{self._path}: hidden states must be finite, but those of document {int(self._tokens['document_ids'][document])} of "
+                f"{self._path}: hidden states must be finite, but those of document "
+                f"{int(self._tokens['document_ids'][document])} of "
                 "documents.jsonl are not; set hidden_states.dtype=float32, or remove the document from the data"
             )
         states = self._encoded(HIDDEN_STATES, streams[:, -1])

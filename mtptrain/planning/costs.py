@@ -68,7 +68,12 @@ def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
     """
     experts = getattr(config, "num_experts_per_tok", 0) or 0
     width = config.moe_intermediate_size * experts if experts else config.intermediate_size
-    values = 8 * config.hidden_size + 4 * config.num_attention_heads * head_dims + 3 * width + 2 * experts * config.hidden_size
+    values = (
+        8 * config.hidden_size
+        + 4 * config.num_attention_heads * head_dims
+        + 3 * width
+        + 2 * experts * config.hidden_size
+    )
     return 2 * config.num_hidden_layers * values
 
 
@@ -148,13 +153,20 @@ def _metered_step(micro_batch: MicroBatch, is_fused: bool = False) -> tuple[Mete
 
 
 def _step(
-    head: Head, parts: FrozenParts, depths: int, hidden_size: int, lengths: Sequence[int], supervised_share: float, chunk_rows: int
+    head: Head,
+    parts: FrozenParts,
+    depths: int,
+    hidden_size: int,
+    lengths: Sequence[int],
+    supervised_share: float,
+    chunk_rows: int,
 ) -> None:
     """Run forward, loss and backward of one micro-batch whose documents end with their responses."""
     rows = [max(1, round((length - 1) * supervised_share)) for length in lengths]
     with unset_fake_temporarily():  # where documents lie is known, and attention's FLOPs are counted by it
         packing = Packing.of(
-            lengths, [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))]
+            lengths,
+            [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))],
         )
     batch, scale = _batch(head, depths, hidden_size, packing), torch.empty(depths, dtype=torch.float32)
     clock = PhaseClock(torch.device("cpu"))
@@ -181,7 +193,8 @@ def _batch(head: Head, depths: int, hidden_size: int, packing: Packing) -> Batch
 def _frozen_parts(config: PreTrainedConfig) -> FrozenParts:
     table = (config.vocab_size, config.hidden_size)
     return FrozenParts.of(
-        config, {EMBED_TOKENS: torch.empty(table), FINAL_NORM: torch.empty(config.hidden_size), LM_HEAD: torch.empty(table)}
+        config,
+        {EMBED_TOKENS: torch.empty(table), FINAL_NORM: torch.empty(config.hidden_size), LM_HEAD: torch.empty(table)},
     )
 
 

@@ -30,9 +30,13 @@ SYNCING = frozenset(
 """Operators after which the host must read the result or its shape."""
 MASKED = frozenset(("index", "index_put", "index_put_"))
 """Operators after which the host must read a shape if an index is a boolean mask."""
-WRITING = frozenset(("fill", "fill_", "zero_", "zeros_like", "full_like", "ones_like", "zeros", "full", "ones", "arange"))
+WRITING = frozenset(
+    ("fill", "fill_", "zero_", "zeros_like", "full_like", "ones_like", "zeros", "full", "ones", "arange")
+)
 """Operators that write their result without reading a tensor of its size."""
-FLASH_OF_CPUS = frozenset(("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"))
+FLASH_OF_CPUS = frozenset(
+    ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+)
 ATTENTION = FLASH_OF_CPUS | {"_flash_attention_forward", "_flash_attention_backward"}
 PART_READING = frozenset(("index", "index_select", "gather", "embedding"))
 """Operators that read only as many bytes of their first tensor as they write."""
@@ -115,7 +119,9 @@ class Meter(TorchDispatchMode):
         else:
             with self.fusing():
                 out = function(*args, **kwargs)
-        self.elementwise_bytes += sum(num_bytes_of(x) for x in [*tensors, *tree_leaves(out)] if isinstance(x, torch.Tensor))
+        self.elementwise_bytes += sum(
+            num_bytes_of(x) for x in [*tensors, *tree_leaves(out)] if isinstance(x, torch.Tensor)
+        )
         return out
 
     @contextmanager
@@ -132,7 +138,11 @@ class Meter(TorchDispatchMode):
         self._alive_bytes[device] -= num_bytes
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, inputs: Any, outputs: Any, out: Any) -> None:
-        if func.is_view or not outputs or name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh")):
+        if (
+            func.is_view
+            or not outputs
+            or name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh"))
+        ):
             return
         num_bytes = _moved(name, inputs, outputs)
         if name in ATTENTION:
@@ -205,7 +215,8 @@ def attention_flops(name: str, args: Any) -> int:
     offsets = tensors[3:5] if products == 2 else tensors[5:7]
     longest, is_causal = (args[5:7], args[8]) if products == 2 else (args[8:10], args[11])
     pairs = sum(
-        q * k / 2 if is_causal else q * k for q, k in zip(*(_lengths(*x) for x in zip(offsets, longest, strict=True)), strict=True)
+        q * k / 2 if is_causal else q * k
+        for q, k in zip(*(_lengths(*x) for x in zip(offsets, longest, strict=True)), strict=True)
     )
     return int(products * 2 * query.shape[1] * query.shape[2] * pairs)
 
@@ -221,7 +232,9 @@ def flash_scratch_bytes(args: Any) -> int:
     query, key, offsets = args[1], args[2], args[6]
     num_heads, head_dim = query.shape[1:]
     padded_rows = query.shape[0] + 128 * (len(offsets) - 1)
-    grads_per_query_head = 2 * key.shape[0] * num_heads * head_dim * key.element_size() if key.shape[1] != num_heads else 0
+    grads_per_query_head = (
+        2 * key.shape[0] * num_heads * head_dim * key.element_size() if key.shape[1] != num_heads else 0
+    )
     # At the end of the kernel the results are allocated too.
     results = num_bytes_of(query) + 2 * num_bytes_of(key)
     return int(padded_rows * num_heads * (-(-head_dim // 32) * 32 + 1) * 4 + grads_per_query_head + results)
@@ -271,5 +284,7 @@ def _waits(name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> boo
 
 
 def _caller() -> str:
-    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.filename != __file__]
+    frames = [
+        frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.filename != __file__
+    ]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"

@@ -128,7 +128,9 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     return Plan(
         workload=workload,
         bytes_per_token=stored_bytes,
-        store_bytes={dtype: size * workload.tokens + DOCUMENT_BYTES * workload.documents for dtype, size in stored_bytes.items()},
+        store_bytes={
+            dtype: size * workload.tokens + DOCUMENT_BYTES * workload.documents for dtype, size in stored_bytes.items()
+        },
         free_bytes=free_disk(Path(config.run_dir)) if free_bytes is None else free_bytes,
         target=target,
         target_bytes=weights,
@@ -142,10 +144,14 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         scratch_bytes_per_token=scratch_bytes_per_token(config, target_config, captured),
         hidden_states=extraction,
         train=training_speed(config, step, stored_bytes[settings.store_dtype], trained_tokens),
-        export_bytes=proof_bytes(
-            target_config.vocab_size, target_config.hidden_size, num_parameters, 1 if target_config.tie_word_embeddings else 2
-        ),
+        export_bytes=export_proof_bytes(target_config, num_parameters),
     )
+
+
+def export_proof_bytes(target_config: PreTrainedConfig, num_parameters: int) -> int:
+    """Return the memory that the proof of an export takes."""
+    num_tables = 1 if target_config.tie_word_embeddings else 2
+    return proof_bytes(target_config.vocab_size, target_config.hidden_size, num_parameters, num_tables)
 
 
 def extraction_speed(
@@ -224,7 +230,9 @@ def free_disk(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def target_weights_bytes(config: PipelineConfig, target_dir: Path, target_config: PreTrainedConfig, target: TargetCosts) -> int:
+def target_weights_bytes(
+    config: PipelineConfig, target_dir: Path, target_config: PreTrainedConfig, target: TargetCosts
+) -> int:
     """Returns the bytes of the target's weights in extraction: the size of local quantised files, otherwise all
     parameters."""
     if getattr(target_config, "quantization_config", None) is not None and any(target_dir.glob("*.safetensors")):
@@ -251,7 +259,9 @@ def states_in_flight_bytes(
     """
     num_layers: int = target_config.num_hidden_layers
     num_streams = len({*captured, num_layers})
-    token_bytes: int = num_layers * num_streams * target_config.hidden_size * _itemsize(config.hidden_states.dtype.value)
+    token_bytes: int = (
+        num_layers * num_streams * target_config.hidden_size * _itemsize(config.hidden_states.dtype.value)
+    )
     return token_bytes * (2 * config.hidden_states.batch_tokens + longest_tokens)
 
 

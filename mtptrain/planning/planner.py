@@ -27,7 +27,9 @@ def print_plan(config: PipelineConfig) -> Plan:
     for name, value in plan_rows(plan, config):
         table.add_row(name, value)
     table.add_row("free disk", f"{_gb(plan.free_bytes)} where run_dir is")
-    table.add_row("export", f"{_gb(plan.export_bytes)} of host memory, which does not depend on the target's decoder layers")
+    table.add_row(
+        "export", f"{_gb(plan.export_bytes)} of host memory, which does not depend on the target's decoder layers"
+    )
     console = Console()
     console.print(table, markup=False)
     for warning in plan_warnings(plan, config):
@@ -39,27 +41,39 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
     """Returns the plan as names and texts, except the rows that depend on the local disk."""
     chosen, memory = config.hidden_states.store_dtype, plan.memory
     sizes = {
-        dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)" for dtype in plan.store_bytes
+        dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)"
+        for dtype in plan.store_bytes
     }
-    target = f"{plan.target.num_parameters / 1e9:.2f} B parameters, {_gb(plan.target_bytes_per_gpu)} of weights on each GPU"
+    target = (
+        f"{plan.target.num_parameters / 1e9:.2f} B parameters, {_gb(plan.target_bytes_per_gpu)} of weights on each GPU"
+    )
     if plan.is_spread:
         target += f", spread by accelerate over {config.planner.num_gpus} in one process"
     elif config.hidden_states.backend is Backend.vllm and config.hidden_states.tensor_parallel_size > 1:
         target += f", tensor parallel over {config.hidden_states.tensor_parallel_size}"
     is_vllm = config.hidden_states.backend is Backend.vllm
     weights, states = plan.target_bytes_per_gpu, plan.states_in_flight_bytes
-    extraction = ("extraction, each GPU", f"{_gb(weights + states)}: weights {_gb(weights)}, states in flight {_gb(states)}")
+    extraction = (
+        "extraction, each GPU",
+        f"{_gb(weights + states)}: weights {_gb(weights)}, states in flight {_gb(states)}",
+    )
     return [
         ("documents", _describe_workload(plan, config)),
         ("hidden states", f"{sizes.pop(chosen)}; " + "; ".join(sizes.values())),
         *([("streamed", f"{_gb(streamed_bytes(plan, config))} at a time")] * config.train.stream),
-        *([("scratch", f"{plan.scratch_bytes_per_token:,} bytes/token of vLLM's files, gone with each shard")] * is_vllm),
+        *(
+            [("scratch", f"{plan.scratch_bytes_per_token:,} bytes/token of vLLM's files, gone with each shard")]
+            * is_vllm
+        ),
         ("target", f"{target}, {config.hidden_states.backend}"),
         *([extraction] * is_vllm),
         ("head", f"{config.head.name}, {plan.head_parameters / 1e6:,.1f} M parameters"),
         ("training, each GPU", f"{_gb(memory.state + memory.activations)}: {_describe_memory(memory)}"),
         *([("validation, each GPU", _describe_validation(memory))] if memory.validation else []),
-        ("training", f"{plan.num_steps:,} steps of {config.train.batch_tokens * config.train.micro_batches_per_step:,} tokens"),
+        (
+            "training",
+            f"{plan.num_steps:,} steps of {config.train.batch_tokens * config.train.micro_batches_per_step:,} tokens",
+        ),
         ("time of hidden states", _describe_speed(plan.hidden_states)),
         ("time of training", _describe_speed(plan.train)),
         ("time of both", _duration(plan.hidden_states.seconds + plan.train.seconds)),
@@ -71,10 +85,13 @@ def _describe_workload(plan: Plan, config: PipelineConfig) -> str:
     if work.is_counted:
         share = work.supervised_tokens / max(1, work.tokens)
         return (
-            f"{work.documents:,} with {work.tokens:,} tokens, {work.supervised_tokens:,} supervised ({share:.0%}); the longest "
+            f"{work.documents:,} with {work.tokens:,} tokens, {work.supervised_tokens:,} supervised ({share:.0%}); the "
+            "longest "
             f"{work.longest_tokens:,}"
         )
-    bounds = f"each of {work.longest_tokens:,} and every token supervised, as bounds: data_prep.prompts has not been run"
+    bounds = (
+        f"each of {work.longest_tokens:,} and every token supervised, as bounds: data_prep.prompts has not been run"
+    )
     what = "at most {:,} tokens" if config.prompts.max_train_tokens else "for each {:,} tokens"
     return f"{what.format(work.tokens)}, {bounds}"
 
@@ -124,7 +141,8 @@ def _disk_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     elif config.train.stream:
         smaller += "a lower train.stream_shards, "
     return [
-        f"run_dir: {_gb(size)} must be free for the hidden states, but {config.run_dir} has {_gb(plan.free_bytes)}; set {smaller}"
+        f"run_dir: {_gb(size)} must be free for the hidden states, but {config.run_dir} has {_gb(plan.free_bytes)}; "
+        f"set {smaller}"
         "run_dir to a larger disk, or a lower prompts.max_train_tokens"
     ]
 
@@ -143,20 +161,24 @@ def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     if plan.target_bytes_per_gpu > available:
         with_vllm = f"set hidden_states.tensor_parallel_size={engine_gpus} with hidden_states.backend=vllm, or "
         warnings.append(
-            f"target.path: weights must fit {_gb(available)} of each GPU in extraction, but take {_gb(plan.target_bytes_per_gpu)}; "
+            f"target.path: weights must fit {_gb(available)} of each GPU in extraction, but take "
+            f"{_gb(plan.target_bytes_per_gpu)}; "
             f"{with_vllm * (engine_gpus is not None)}use more GPUs in one machine"
         )
     elif settings.backend is Backend.vllm:
         warnings += _states_warnings(plan, config)
     elif plan.is_spread and engine_gpus is not None and engine_gpus <= config.planner.num_gpus:
         warnings.append(
-            f"target.path: weights must fit {_gb(available)} of one GPU for all GPUs to work at once, but take {_gb(plan.target_bytes)}; "
-            "start data_prep.hidden_states as one process, over which accelerate spreads them, or set hidden_states.backend=vllm "
+            f"target.path: weights must fit {_gb(available)} of one GPU for all GPUs to work at once, but take "
+            f"{_gb(plan.target_bytes)}; "
+            "start data_prep.hidden_states as one process, over which accelerate spreads them, or set "
+            "hidden_states.backend=vllm "
             f"hidden_states.tensor_parallel_size={engine_gpus}"
         )
     if settings.backend is Backend.vllm and config.planner.num_gpus % settings.tensor_parallel_size:
         warnings.append(
-            f"hidden_states.tensor_parallel_size: must divide the {config.planner.num_gpus} GPUs of planner.num_gpus, but is "
+            f"hidden_states.tensor_parallel_size: must divide the {config.planner.num_gpus} GPUs of planner.num_gpus, "
+            "but is "
             f"{settings.tensor_parallel_size}; change one of them"
         )
     return warnings
@@ -170,10 +192,13 @@ def _states_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     has_enough_gpus = engine_gpus is not None and engine_gpus <= config.planner.num_gpus
     more_gpus = f"set hidden_states.tensor_parallel_size={engine_gpus}, " if has_enough_gpus else "set "
     return [
-        f"hidden_states.batch_tokens: weights and states in flight must fit {_gb(available)} of each GPU with vLLM, but take "
+        f"hidden_states.batch_tokens: weights and states in flight must fit {_gb(available)} of each GPU with vLLM, "
+        "but take "
         f"{_gb(plan.target_bytes_per_gpu + states)}, {_gb(states)} of them for the states of two batches of "
-        f"{settings.batch_tokens:,} tokens and a document of {plan.workload.longest_tokens:,}, which tensor parallelism does not divide; "
-        f"{more_gpus}a lower hidden_states.batch_tokens, a lower prompts.max_document_tokens, or hidden_states.backend=transformers"
+        f"{settings.batch_tokens:,} tokens and a document of {plan.workload.longest_tokens:,}, which tensor "
+        "parallelism does not divide; "
+        f"{more_gpus}a lower hidden_states.batch_tokens, a lower prompts.max_document_tokens, or "
+        "hidden_states.backend=transformers"
     ]
 
 
@@ -194,43 +219,54 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     if without_target > available:
         warnings.append(
             f"train.batch_tokens: training must fit {_gb(available)} of each GPU, but takes {_gb(without_target)}, "
-            f"{_gb(memory.activations)} of them for activations; {advice}lower it from {config.train.batch_tokens}, with "
+            f"{_gb(memory.activations)} of them for activations; {advice}lower it from {config.train.batch_tokens}, "
+            "with "
             f"prompts.max_document_tokens, or head.ttt_steps from {config.head.ttt_steps}"
         )
     elif without_target + memory.validation_target > available:
         bf16 = "" if config.acceptance.dtype is Dtype.bfloat16 else "acceptance.dtype=bfloat16, "
         left, needed = _gb(available - without_target), _gb(memory.validation_target)
         warnings.append(
-            f"train.validation_prompts: the target must fit next to training on every GPU, for validation, but takes {needed}, and {left} "
+            "train.validation_prompts: the target must fit next to training on every GPU, for validation, but takes "
+            f"{needed}, and {left} "
             f"are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 and choose the head "
             "with eval.choose_head after training, or use GPUs with more memory"
         )
     elif with_validation > available:
         warnings.append(
-            f"acceptance.batch_tokens: validation must fit {_gb(available)} of each GPU, but takes {_gb(with_validation)}, "
-            f"{_gb(memory.validation)} of them for keys, values and prompts; lower it from {config.acceptance.batch_tokens:,}, lower "
+            f"acceptance.batch_tokens: validation must fit {_gb(available)} of each GPU, but takes "
+            f"{_gb(with_validation)}, "
+            f"{_gb(memory.validation)} of them for keys, values and prompts; lower it from "
+            f"{config.acceptance.batch_tokens:,}, lower "
             "acceptance.batch_size, or set train.validation_prompts=0"
         )
     return warnings
 
 
 def _setting_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
-    longest, num_gpus, per_step = plan.workload.longest_tokens, config.planner.num_gpus, config.train.micro_batches_per_step
+    longest, num_gpus, per_step = (
+        plan.workload.longest_tokens,
+        config.planner.num_gpus,
+        config.train.micro_batches_per_step,
+    )
     again = " and run data_prep.prompts again" if plan.workload.is_counted else ""
     warnings = []
     if longest > plan.max_position_embeddings:
         warnings.append(
-            f"prompts.max_document_tokens: documents must have at most {plan.max_position_embeddings:,} tokens, the target's "
+            f"prompts.max_document_tokens: documents must have at most {plan.max_position_embeddings:,} tokens, the "
+            "target's "
             f"max_position_embeddings, but have up to {longest:,}; lower it{again}"
         )
     if longest > config.train.batch_tokens:
         warnings.append(
-            f"train.batch_tokens: must be at least the longest document, up to {longest:,} tokens, but is {config.train.batch_tokens:,}; "
+            f"train.batch_tokens: must be at least the longest document, up to {longest:,} tokens, but is "
+            f"{config.train.batch_tokens:,}; "
             f"raise it, or lower prompts.max_document_tokens{again}"
         )
     if per_step % num_gpus:
         warnings.append(
-            f"train.micro_batches_per_step: must be a multiple of the {num_gpus} GPUs of planner.num_gpus, but is {per_step}; set it to "
+            f"train.micro_batches_per_step: must be a multiple of the {num_gpus} GPUs of planner.num_gpus, but is "
+            f"{per_step}; set it to "
             f"{-(-per_step // num_gpus) * num_gpus}"
         )
     return warnings

@@ -19,17 +19,26 @@ PAGE = Path("docs/results/roofline.md")
 FLOPS_PER_S, BYTES_PER_S = 989e12, 3.35e12
 """Peak rates of an H100 SXM: dense bf16 FLOP/s and memory bandwidth."""
 TOKENS, DEPTHS = 8192, 3
-_LLAMA: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 128_256,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
 TARGETS = {
-    "8B": LlamaConfig(**_LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
-    "70B": LlamaConfig(**_LLAMA, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
+    "8B": LlamaConfig(
+        **_LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
+    ),
+    "70B": LlamaConfig(
+        **_LLAMA, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
+    ),
 }
 HEAD_SETTINGS: dict[str, dict[str, int]] = {"mtp": {}, "eagle3": {"draft_vocab_size": 32_000}}
 TEXT = f"""# Roofline of the training step
 
 Forward, loss and backward of one micro-batch on one H100 at its peaks,
-{FLOPS_PER_S / 1e12:.0f} TFLOP/s in bf16 and {BYTES_PER_S / 1e12:.2f} TB/s: one document of {TOKENS:,} tokens, all supervised,
-T = {DEPTHS}, `train.loss_chunk_rows={{chunk_rows}}`. No GPU is used: operators are counted on tensors
+{FLOPS_PER_S / 1e12:.0f} TFLOP/s in bf16 and {BYTES_PER_S / 1e12:.2f} TB/s: one document of {TOKENS:,} tokens, all
+supervised, T = {DEPTHS}, `train.loss_chunk_rows={{chunk_rows}}`. No GPU is used: operators are counted on tensors
 without data. `eager` counts the tensors that every operator reads and writes. `compiled`
 (`train.compile=true`) counts the arguments and results of each fused function once, which is the
 least that fused kernels can move. A real GPU reaches only a share of these rates.

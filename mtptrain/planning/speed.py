@@ -42,9 +42,15 @@ class TokenCosts:
 
 
 def estimate(
-    planner: PlannerConfig, tokens: int, given: float, costs: TokenCosts, share: float, gpus_at_work: int, num_ranks: int,
+    planner: PlannerConfig,
+    tokens: int,
+    given: float,
+    costs: TokenCosts,
+    share: float,
+    gpus_at_work: int,
+    num_ranks: int,
     dtype: torch.dtype,
-) -> Speed:  # fmt: skip
+) -> Speed:
     """Returns the estimate for `tokens`: from `given` tokens/s if it is not 0, otherwise from the slowest resource.
 
     Args:
@@ -100,6 +106,9 @@ def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -
         return gpus_at_work * planner.gpu_tflops * 1e12, f"{gpus_at_work} x {planner.gpu_tflops:g} TFLOP/s"
     if torch.cuda.is_available():
         peak = matmul_peak(torch.device("cuda"), dtype)
-        return gpus_at_work * peak, f"{gpus_at_work} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
+        return (
+            gpus_at_work * peak,
+            f"{gpus_at_work} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}",
+        )
     peak = matmul_peak(torch.device("cpu"), dtype)
     return peak, f"{peak / 1e12:.2f} TFLOP/s measured on this CPU (planner.gpu_tflops plans for GPUs)"

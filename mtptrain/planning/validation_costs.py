@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
 from mtptrain.config import PipelineConfig, PromptSource
+from mtptrain.decoding.draft import Verified
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Verified
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.planning.costs import _DefaultDtype, _frozen_parts
@@ -29,7 +29,9 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
     """
     dtype = getattr(torch, config.acceptance.dtype.value)
     prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
-    drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)  # slots that `speculate` adds to prompt and answer
+    drafted_slots = prompts * (
+        3 * config.acceptance.num_speculative_tokens + 2
+    )  # slots that `speculate` adds to prompt and answer
     cached = (tokens + drafted_slots) * cached_values(target_config) * dtype.itemsize
     target_bytes = tokens * forward_values(target_config) * dtype.itemsize
     return cached + max(target_bytes, head_prompt_bytes(config.head, target_config, dtype, tokens))
@@ -48,10 +50,14 @@ def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: i
 
 def cached_values(target_config: PreTrainedConfig) -> int:
     """Returns the number of values that the target's cache holds per token, over all layers."""
-    if target_config.model_type == "deepseek_v2":  # the cache holds the latent from which all heads' keys and values are made
+    if (
+        target_config.model_type == "deepseek_v2"
+    ):  # the cache holds the latent from which all heads' keys and values are made
         layer_values = target_config.kv_lora_rank + target_config.qk_rope_head_dim
     else:
-        head_dim = getattr(target_config, "head_dim", None) or target_config.hidden_size // target_config.num_attention_heads
+        head_dim = (
+            getattr(target_config, "head_dim", None) or target_config.hidden_size // target_config.num_attention_heads
+        )
         layer_values = 2 * target_config.num_key_value_heads * head_dim
     return int(target_config.num_hidden_layers * layer_values)
 
@@ -80,5 +86,7 @@ def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype
             captured = torch.empty(1, tokens, len(head.capture_layers), target_config.hidden_size)
             read = TargetStates(states, captured if head.capture_layers else None)
             positions = torch.arange(tokens)[None]
-            drafter.first_depth(Verified(torch.zeros(1, tokens + 1, dtype=torch.long), torch.tensor([tokens + 1]), positions, read))
+            drafter.first_depth(
+                Verified(torch.zeros(1, tokens + 1, dtype=torch.long), torch.tensor([tokens + 1]), positions, read)
+            )
     return meter.peak_bytes["cpu"] - held

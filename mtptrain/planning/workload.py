@@ -63,6 +63,10 @@ def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
     costs = lengths.astype(np.float64)
     return train.epochs * len(
         pack_documents(
-            lengths, costs, train.batch_tokens, train.micro_batches_per_step, shuffled(len(lengths), config.seed, epoch=0)
+            lengths,
+            costs,
+            train.batch_tokens,
+            train.micro_batches_per_step,
+            shuffled(len(lengths), config.seed, epoch=0),
         )
     )

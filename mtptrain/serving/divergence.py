@@ -38,7 +38,8 @@ class Divergence:
 
     def __str__(self) -> str:
         return (
-            f"{self.what} token {self.position} of prompt {self.prompt} is {self.ours} for us and {self.theirs} for the engine, whose "
+            f"{self.what} token {self.position} of prompt {self.prompt} is {self.ours} for us and {self.theirs} for "
+            "the engine, whose "
             f"token is {self.logit_gap:.2g} below the {self.logit:.3g} of ours in our logits"
         )
 
@@ -80,7 +81,9 @@ def first_draft_divergence(
     """
     for index, (prompt, generation, their_rounds) in enumerate(zip(prompts, ours, theirs, strict=True)):
         # 1. Skip prompts with equal counts.
-        their_accepted_at = [sum(accepted > depth for accepted in their_rounds) for depth in range(num_speculative_tokens)]
+        their_accepted_at = [
+            sum(accepted > depth for accepted in their_rounds) for depth in range(num_speculative_tokens)
+        ]
         if (generation.rounds, generation.accepted_at) == (len(their_rounds), their_accepted_at):
             continue
         # 2. Decode the prompt again and record our rounds.

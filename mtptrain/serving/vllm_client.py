@@ -125,7 +125,9 @@ def _engine_run(version: str, result: dict[str, Any]) -> EngineRun:
     counters = result["counters"]
     counts = None
     if counters:
-        counts = EngineCounts(counters["num_drafts"], counters["num_draft_tokens"], counters["num_accepted_tokens_per_pos"])
+        counts = EngineCounts(
+            counters["num_drafts"], counters["num_draft_tokens"], counters["num_accepted_tokens_per_pos"]
+        )
     return EngineRun(version, result["tokens"], counts, result["accepted_by_round"])
 
 
@@ -136,7 +138,12 @@ def _run_worker(jobs: Sequence[GenerateJob], python: Path) -> tuple[str, list[di
         job_path.write_text(json.dumps([asdict(job) for job in jobs]))
         command = [str(part) for part in (python, WORKER, "generate", job_path, result_path)]
         with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         ) as process:
             assert process.stdout is not None
             lines = []
@@ -147,8 +154,8 @@ def _run_worker(jobs: Sequence[GenerateJob], python: Path) -> tuple[str, list[di
                     sys.stderr.flush()
         if process.returncode or not result_path.is_file():
             raise RuntimeError(
-                f"vLLM: the worker must end with a result, but ended with status {process.returncode}; its last lines:\n"
-                + "".join(lines[-SHOWN_LINES:])
+                f"vLLM: the worker must end with a result, but ended with status {process.returncode}; its last "
+                "lines:\n" + "".join(lines[-SHOWN_LINES:])
             )
         result = json.loads(result_path.read_text())
     return result["version"], result["results"]
@@ -171,7 +178,9 @@ class StartedVllm:
     device_type: str
     """`cuda` where this process has a GPU: the engine then refuses to run on CPUs."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]) -> EngineRun:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> EngineRun:
         """Return greedy answers to prompts of token ids, and how much the counters grew.
 
         Raises:
@@ -216,7 +225,9 @@ class VllmServer:
         self.model: str = model["id"]
         self.max_model_len: int = model["max_model_len"]
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]) -> EngineRun:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> EngineRun:
         """Return greedy answers to prompts of token ids, and how much the counters grew. Several requests run at once.
 
         Raises:
@@ -230,7 +241,8 @@ class VllmServer:
                 "prompt": list(prompt),
                 "max_tokens": max_new_tokens,
                 "temperature": 0.0,
-                # Values left out here default to the target's generation_config.json, and penalties change greedy answers too.
+                # Values left out here default to the target's generation_config.json, and penalties change greedy
+                # answers too.
                 **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
                 **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
                 "ignore_eos": True,
@@ -247,11 +259,15 @@ class VllmServer:
         num_finished = sum(count for (name, _), count in counts.items() if name == "request_success")
         if num_finished != len(prompts):
             raise RuntimeError(
-                f"{self.url}: the server must serve no other requests during the check, but finished {num_finished} requests instead of "
+                f"{self.url}: the server must serve no other requests during the check, but finished {num_finished} "
+                "requests instead of "
                 f"{len(prompts)}; repeat the check when it is idle"
             )
         return EngineRun(
-            self.version, [answer["choices"][0]["token_ids"] for answer in answers], _counts(counts), _accepted_by_round(answers)
+            self.version,
+            [answer["choices"][0]["token_ids"] for answer in answers],
+            _counts(counts),
+            _accepted_by_round(answers),
         )
 
     def counters(self) -> dict[tuple[str, int | None], int]:
@@ -285,7 +301,8 @@ class VllmServer:
             ) from error
         except httpx.TransportError as error:
             raise ConnectionError(
-                f"serving.url: must be a running vLLM server, but {self.url} does not answer ({error}); start `vllm serve` or correct "
+                f"serving.url: must be a running vLLM server, but {self.url} does not answer ({error}); start `vllm "
+                "serve` or correct "
                 "the address"
             ) from error
 
@@ -294,13 +311,19 @@ def _counts(counters: dict[tuple[str, int | None], int]) -> EngineCounts | None:
     """Returns the drafting counters; None if the server does not draft."""
     if ("spec_decode_num_drafts", None) not in counters:
         return None
-    per_position = {position: n for (name, position), n in counters.items() if name == "spec_decode_num_accepted_tokens_per_pos"}
+    per_position = {
+        position: n for (name, position), n in counters.items() if name == "spec_decode_num_accepted_tokens_per_pos"
+    }
     accepted_at = [per_position[position] for position in sorted(p for p in per_position if p is not None)]
-    return EngineCounts(counters["spec_decode_num_drafts", None], counters["spec_decode_num_draft_tokens", None], accepted_at)
+    return EngineCounts(
+        counters["spec_decode_num_drafts", None], counters["spec_decode_num_draft_tokens", None], accepted_at
+    )
 
 
 def _accepted_by_round(answers: Sequence[dict[str, Any]]) -> list[list[int]] | None:
     """Returns the accepted drafts of each round, which need a server with `--per-request-spec-decode-metrics
     detailed`."""
-    accepted = [((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("per_step_accepted") for answer in answers]
+    accepted = [
+        ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("per_step_accepted") for answer in answers
+    ]
     return None if all(rounds is None for rounds in accepted) else [rounds or [] for rounds in accepted]

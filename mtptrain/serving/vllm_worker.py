@@ -1,5 +1,4 @@
-"""Runs engines inside vLLM's own Python, for mtptrain/serving/vllm_client.py and
-hidden_states/extraction/vllm_streams.py.
+"""Runs engines inside vLLM's own Python, for `vllm_client.py` and `hidden_states/extraction/vllm_streams.py`.
 
     python vllm_worker.py generate job.json result.json
     python vllm_worker.py extract < windows > answers
@@ -33,9 +32,11 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a separate process would import vLLM again
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise a CPU engine binds to cores that others may be using
-# A forked worker inherits locks that other threads hold, and hangs on them. `vllm serve` and CPU engines spawn their workers too,
-# so that only one start method needs tests.
+os.environ.setdefault(
+    "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+)  # otherwise a CPU engine binds to cores that others may be using
+# A forked worker inherits locks that other threads hold, and hangs on them. `vllm serve` and CPU engines spawn their
+# workers too, so that only one start method needs tests.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 import torch
@@ -69,7 +70,9 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             self._req_copy_events[pending.req_id] = _SecondQuery(self._req_copy_events[pending.req_id])
             return
         blocks = torch.tensor(pending.block_ids)
-        states = self._kv_cache.transpose(1, 2).index_select(0, blocks).flatten(0, 1)[: len(pending.token_ids)]  # [S, L, H]
+        states = (
+            self._kv_cache.transpose(1, 2).index_select(0, blocks).flatten(0, 1)[: len(pending.token_ids)]
+        )  # [S, L, H]
         save_file({"hidden_states": states, "token_ids": pending.token_ids}, pending.filename)
         self._req_copy_events[pending.req_id] = _Done()
 
@@ -155,7 +158,9 @@ def few_collections() -> Iterator[None]:
 def build(engine: Engine, **settings: Any) -> Any:
     """Returns an engine for token ids, without CUDA graphs or compilation."""
     check_platform(engine["device_type"])
-    optional = {name: engine[name] for name in ("kv_cache_memory_bytes", "hf_overrides", "max_num_seqs") if engine.get(name)}
+    optional = {
+        name: engine[name] for name in ("kv_cache_memory_bytes", "hf_overrides", "max_num_seqs") if engine.get(name)
+    }
     return LLM(
         model=engine["target_dir"],
         dtype=engine["dtype"],
@@ -175,8 +180,10 @@ def check_platform(device_type: str) -> None:
     """
     if device_type == "cuda" and current_platform.is_cpu():
         raise ValueError(
-            f"serving.python: must have a vLLM that runs on GPUs, like this rank, but vLLM {__version__} of {sys.executable} runs on "
-            "CPUs; install the package vllm there instead of vllm-cpu (remove .venv-vllm and run `make .venv-vllm/.installed`), and "
+            f"serving.python: must have a vLLM that runs on GPUs, like this rank, but vLLM {__version__} of "
+            f"{sys.executable} runs on "
+            "CPUs; install the package vllm there instead of vllm-cpu (remove .venv-vllm and run `make "
+            ".venv-vllm/.installed`), and "
             "unset VLLM_TARGET_DEVICE"
         )
 
@@ -190,7 +197,11 @@ def generate(engine: Engine) -> dict[str, Any]:
     is the one that will serve.
     """
     speculative = engine["speculative_config"]
-    settings = {} if speculative is None else {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
+    settings = (
+        {}
+        if speculative is None
+        else {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
+    )
     llm = build(
         engine,
         max_num_batched_tokens=max(engine["max_model_len"], MIN_BATCHED_TOKENS),
@@ -229,7 +240,9 @@ def read_counters(llm: Any) -> dict[str, Any]:
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Returns how much the counters grew. vLLM keeps them for the whole process, across engines."""
     return {
-        name: [b - a for a, b in zip(before[name], value, strict=True)] if isinstance(value, list) else value - before[name]
+        name: [b - a for a, b in zip(before[name], value, strict=True)]
+        if isinstance(value, list)
+        else value - before[name]
         for name, value in after.items()
     }
 
@@ -279,12 +292,19 @@ def build_extractor(engine: Engine) -> Any:
         "kv_connector_extra_config": {"allow_custom_save_path": True, "use_synchronization_lock": False},
     }
     streams = {"hf_config": {"eagle_aux_hidden_state_layer_ids": engine["layer_ids"]}}
-    limits = {"max_num_batched_tokens": engine["batch_tokens"], "kv_cache_memory_bytes": engine["kv_cache_memory_bytes"]}
+    limits = {
+        "max_num_batched_tokens": engine["batch_tokens"],
+        "kv_cache_memory_bytes": engine["kv_cache_memory_bytes"],
+    }
     if current_platform.is_cpu():
         limits = engine["cpu_limits"]
     llm = build(
         engine,
-        speculative_config={"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": streams},
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": streams,
+        },
         kv_transfer_config=transfer,
         enable_prefix_caching=False,
         enable_chunked_prefill=True,
@@ -299,7 +319,10 @@ def extract(llm: Any, prompts: list[list[int]], paths: list[str]) -> None:
     """Write the file of every prompt, and wait until the engine is idle."""
     sampling = [
         SamplingParams(
-            temperature=0.0, max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": {"hidden_states_path": path}}
+            temperature=0.0,
+            max_tokens=1,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"hidden_states_path": path}},
         )
         for path in paths
     ]
@@ -310,7 +333,9 @@ def extract(llm: Any, prompts: list[list[int]], paths: list[str]) -> None:
     llm.collective_rpc(finish_writing)
     cached = [index for index, output in enumerate(outputs) if output.num_cached_tokens]
     if cached:
-        raise RuntimeError(f"prompts must be run from their first token, but part of prompt {cached[0]} came from the prefix cache")
+        raise RuntimeError(
+            f"prompts must be run from their first token, but part of prompt {cached[0]} came from the prefix cache"
+        )
 
 
 def finish_writing(worker: Any) -> None:

@@ -47,8 +47,8 @@ class AcceptanceConfig:
     temperatures: list[float] = field(default_factory=list)
     """Further temperatures, each measured with greedy drafts and with sampled drafts."""
     sample_drafts: bool = False
-    """At a temperature above 0, sample the drafts too (vLLM's `draft_sample_method: probabilistic`). Engines draft the most likely
-    tokens by default."""
+    """At a temperature above 0, sample the drafts too (vLLM's `draft_sample_method: probabilistic`). Engines draft the
+    most likely tokens by default."""
     max_new_tokens: int = at_least(1, default=128)
     dtype: Dtype = Dtype.float32
     num_prompts: int = at_least(1, default=100)
@@ -58,12 +58,14 @@ class AcceptanceConfig:
     batch_size: int = at_least(1, default=8)
     """Most prompts decoded together."""
     batch_tokens: int = at_least(1, default=32768)
-    """Most tokens decoded together. Each prompt counts as the longest of its batch plus `max_new_tokens`; a prompt that exceeds the
-    limit is decoded alone. This limits the memory of keys and values, also in validation during training."""
+    """Most tokens decoded together. Each prompt counts as the longest of its batch plus `max_new_tokens`; a prompt that
+    exceeds the limit is decoded alone. This limits the memory of keys and values, also in validation during
+    training."""
     seed: int = 0
     prompts_file: str | None = None
-    """jsonl file to use instead of the held-out documents: each line has `id` and one of `input_ids`, `text`, `messages` and `turns`
-    (consecutive user turns, each answered by the target), and optionally `category`, as in Spec-Bench's `question.jsonl`."""
+    """jsonl file to use instead of the held-out documents: each line has `id` and one of `input_ids`, `text`,
+    `messages` and `turns` (consecutive user turns, each answered by the target), and optionally `category`, as in
+    Spec-Bench's `question.jsonl`."""
     baselines: list[Baseline] = field(default_factory=lambda: [Baseline.prompt_lookup])
     """Methods to compare the head with on the same prompts."""
     draft_model: str | None = None
@@ -81,14 +83,18 @@ class AcceptanceConfig:
 def check_acceptance(settings: AcceptanceConfig) -> None:
     """Raises ValueError for settings that contradict each other."""
     distinct = {f"{each:g}" for each in (settings.temperature, *settings.temperatures)}
-    if len(distinct) <= len(settings.temperatures) or not all(0.01 <= each < math.inf for each in settings.temperatures):
+    if len(distinct) <= len(settings.temperatures) or not all(
+        0.01 <= each < math.inf for each in settings.temperatures
+    ):
         raise ValueError(
-            f"acceptance.temperatures: must be different numbers of at least 0.01, but are {settings.temperatures} in addition to "
+            f"acceptance.temperatures: must be different numbers of at least 0.01, but are {settings.temperatures} in "
+            "addition to "
             f"acceptance.temperature={settings.temperature:g}, which is measured in any case; correct them"
         )
     if (settings.top_p < 1 or settings.top_k) and settings.temperature == 0 and not settings.temperatures:
         raise ValueError(
-            f"acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are {settings.top_p} and "
+            "acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are "
+            f"{settings.top_p} and "
             f"{settings.top_k}; leave them out, or set acceptance.temperature"
         )
     if len(set(settings.baselines)) < len(settings.baselines):
@@ -97,7 +103,8 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
         )
     if settings.sample_drafts and Baseline.tree in settings.baselines:
         raise ValueError(
-            "acceptance.sample_drafts: must be false where acceptance.baselines names `tree`, but is true: a tree holds the most likely "
+            "acceptance.sample_drafts: must be false where acceptance.baselines names `tree`, but is true: a tree "
+            "holds the most likely "
             "tokens; leave one of them out"
         )
     if (settings.draft_model is not None) != (Baseline.model in settings.baselines):
@@ -108,8 +115,10 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
     most = settings.tree_top_k + (settings.num_speculative_tokens - 1) * settings.tree_top_k**2
     if Baseline.tree in settings.baselines and settings.tree_nodes > most:
         raise ValueError(
-            f"acceptance.tree_nodes: must be at most {most}, the candidates of {settings.num_speculative_tokens} depths with "
-            f"acceptance.tree_top_k={settings.tree_top_k}, but is {settings.tree_nodes}; lower it or raise acceptance.tree_top_k"
+            f"acceptance.tree_nodes: must be at most {most}, the candidates of {settings.num_speculative_tokens} "
+            "depths with "
+            f"acceptance.tree_top_k={settings.tree_top_k}, but is {settings.tree_nodes}; lower it or raise "
+            "acceptance.tree_top_k"
         )
 
 
@@ -126,11 +135,13 @@ class ExportConfig:
 
 @dataclass
 class ServingConfig:
-    """Check of an export: a real engine serves the prompts of `acceptance`, and its acceptance is compared with ours."""
+    """Check of an export: a real engine serves the prompts of `acceptance`, and its acceptance is compared with
+    ours."""
 
     engine: ServingEngine = ServingEngine.vllm
     python: str | None = None
-    """Python that vLLM is installed for, also for `hidden_states.backend=vllm`; null is that of `.venv-vllm` in the checkout."""
+    """Python that vLLM is installed for, also for `hidden_states.backend=vllm`; null is that of `.venv-vllm` in the
+    checkout."""
     url: str | None = None
     """A running server to ask instead of starting an engine: `http://localhost:8000`."""
     tensor_parallel_size: int = at_least(1, default=1)
@@ -146,8 +157,8 @@ class BenchConfig:
     """Settings of the eval.bench programs, which measure all candidates in turns in one run."""
 
     target: str | None = None
-    """`8b` for random weights in the dimensions of an 8B Llama, in eval.bench.train also `70b`; null is the recipe's target, in
-    eval.bench.train `hidden_sizes`."""
+    """`8b` for random weights in the dimensions of an 8B Llama, in eval.bench.train also `70b`; null is the recipe's
+    target, in eval.bench.train `hidden_sizes`."""
     documents: int = at_least(1, default=64)
     """Documents of random tokens with log-normal lengths."""
     median_tokens: int = at_least(1, default=250)
@@ -159,7 +170,8 @@ class BenchConfig:
     open_tokens: int = at_least(8192, default=1_000_000)
     """Tokens of the store that is opened."""
     hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024])
-    """Hidden sizes of the targets in eval.bench.train: MLPs 2.75 times as wide, head dim 64, one key head for four query heads."""
+    """Hidden sizes of the targets in eval.bench.train: MLPs 2.75 times as wide, head dim 64, one key head for four
+    query heads."""
     train_tokens: list[int] = field(default_factory=lambda: [1024, 4096])
     """Tokens of the fully supervised steps in eval.bench.train, in documents of 512."""
     vocab_size: int = at_least(2, default=4096)

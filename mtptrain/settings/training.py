@@ -22,8 +22,8 @@ class LossKind(StrEnum):
     kl = "kl"
     """Forward KL from the target's distribution to the head's."""
     lk = "lk"
-    """w KL + (1 - w) TV with w = exp(-eta a), where a = sum min(target_probs, draft_probs) is the probability that the draft is
-    accepted (arXiv 2602.23881)."""
+    """w KL + (1 - w) TV with w = exp(-eta a), where a = sum min(target_probs, draft_probs) is the probability that the
+    draft is accepted (arXiv 2602.23881)."""
     ce = "ce"
     """Cross-entropy with the target's most likely token; tokens outside the head's vocabulary are skipped."""
 
@@ -56,27 +56,30 @@ class TrainConfig:
     feature_weight: float = at_least(0.0, default=0.0)
     """Weight of an additional smooth L1 loss between the head's states and the target's post-norm states (EAGLE-1)."""
     stream: bool = False
-    """Train while data_prep.hidden_states extracts, started at the same time with the same settings. Shards are deleted after they
-    are trained on, so that only a few are on disk. One epoch."""
+    """Train while data_prep.hidden_states extracts, started at the same time with the same settings. Shards are deleted
+    after they are trained on, so that only a few are on disk. One epoch."""
     stream_shards: int = at_least(1, default=16)
     """`stream`: shards per window. Documents are shuffled within a window, and at most three windows are on disk."""
     loss_chunk_rows: int = at_least(1, default=1536)
     """Rows of one [rows, V] block of logits, all depths of the same target tokens together."""
     compile: bool | None = None
-    """torch.compile the elementwise work of the step; takes about half a minute at the start. null compiles on GPUs only. The loss
-    moves about 9 bytes per logit when compiled, and 128 otherwise."""
+    """torch.compile the elementwise work of the step; takes about half a minute at the start. null compiles on GPUs
+    only. The loss moves about 9 bytes per logit when compiled, and 128 otherwise."""
     activation_checkpointing: bool = False
-    """Keep few activations for the backward pass and recompute the others: fits longer documents, takes about a quarter more time."""
+    """Keep few activations for the backward pass and recompute the others: fits longer documents, takes about a quarter
+    more time."""
     profile: bool = False
     """Write a trace of three steps to `run_dir/train/trace_<rank>.json`, for chrome://tracing or Perfetto."""
     log_every: int = at_least(1, default=10)
     """Steps between lines of metrics.jsonl."""
     validate_every: int = at_least(0, default=0)
-    """Steps between measurements of acceptance; 0 measures at the end only. With `validation_prompts=0` the heads of these steps and
-    of the last one are kept in `run_dir/train/heads` instead; each takes as much disk space as the export."""
+    """Steps between measurements of acceptance; 0 measures at the end only. With `validation_prompts=0` the heads of
+    these steps and of the last one are kept in `run_dir/train/heads` instead; each takes as much disk space as the
+    export."""
     validation_prompts: int = at_least(0, default=32)
-    """Held-out prompts, from a quarter of the held-out files or conversations that reports leave out. 0 measures nothing during
-    training, for a target that does not fit in memory next to the head: the last head then counts as the best until
+    """Held-out prompts, from a quarter of the held-out files or conversations that reports leave out. 0 measures
+    nothing during training, for a target that does not fit in memory next to the head: the last head then counts as the
+    best until
     `eval.choose_head` has measured those that `validate_every` keeps."""
     validation_new_tokens: int = at_least(1, default=64)
     save_every: int = at_least(0, default=0)

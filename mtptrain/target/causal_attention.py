@@ -30,8 +30,12 @@ def causal_attention(
     """
     length = query.shape[2]
     is_whole = window is None or length <= window
-    has_grouped_kernel = is_whole and query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
-    if not has_grouped_kernel:  # only flash takes grouped keys on CUDA; SDPA would otherwise store scores [B, heads, S, S]
+    has_grouped_kernel = (
+        is_whole and query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
+    )
+    if (
+        not has_grouped_kernel
+    ):  # only flash takes grouped keys on CUDA; SDPA would otherwise store scores [B, heads, S, S]
         key, value = (_repeat_for_query_heads(x, query.shape[1]) for x in (key, value))
     if window is None or length <= window:
         return F.scaled_dot_product_attention(
@@ -40,7 +44,9 @@ def causal_attention(
     outs = []
     for start in range(0, length, window):  # a block of rows sees at most two windows of keys
         end, first = min(start + window, length), max(0, start + 1 - window)
-        distance = torch.arange(start, end)[:, None] - torch.arange(first, end)  # from each key to each row [rows, keys]
+        distance = torch.arange(start, end)[:, None] - torch.arange(
+            first, end
+        )  # from each key to each row [rows, keys]
         mask = ((distance >= 0) & (distance < window)).to(query.device)
         keys, values = key[:, :, first:end], value[:, :, first:end]
         outs.append(F.scaled_dot_product_attention(query[:, :, start:end], keys, values, attn_mask=mask, scale=scaling))

@@ -36,7 +36,8 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
         text_family = getattr(getattr(config, "text_config", None), "model_type", None)
         is_usable = text_family in SUPPORTED_MODEL_TYPES
         raise ValueError(
-            f"target.path: the target's family must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {family!r} in {path}; choose "
+            f"target.path: the target's family must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {family!r} in "
+            f"{path}; choose "
             + (f"its text model alone, a checkpoint with model_type {text_family!r}" if is_usable else "another target")
         )
     if getattr(config, "use_bidirectional_attention", False):
@@ -47,7 +48,8 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     check_static_rope(config)
     if _ignores_windows(config):
         raise ValueError(
-            f"target.path: sliding windows must be ones that transformers implements for {family!r}, but it ignores those in {path}, "
+            f"target.path: sliding windows must be ones that transformers implements for {family!r}, but it ignores "
+            f"those in {path}, "
             "which engines do not; remove sliding_window and layer_types from it, or choose another target"
         )
     return config
@@ -101,6 +103,7 @@ def check_static_rope(config: PreTrainedConfig) -> None:
     rope_type = head_rope_parameters(config)["rope_type"]
     if rope_type not in STATIC_ROPE_TYPES:
         raise ValueError(
-            f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is {rope_type!r}, which changes with "
+            f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is {rope_type!r}, "
+            "which changes with "
             "the length of the text; choose another target"
         )

@@ -107,7 +107,8 @@ def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
             module, _, parameter = name.rpartition(".")
             if dtype not in PLAIN_DTYPES or "scale" in parameter:
                 raise ValueError(
-                    f"target.path: {module} must be unquantised, because training reads it without scales, but {path} has {name} in "
+                    f"target.path: {module} must be unquantised, because training reads it without scales, but {path} "
+                    f"has {name} in "
                     f"{dtype}; choose the unquantised checkpoint, or one in which this module is not quantised"
                 )
 
@@ -121,7 +122,10 @@ def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
         ValueError: a tensor is quantised, or the family is not supported.
     """
     config = read_target_config(target_dir)
-    prefix, offset = f"model.layers.{config.num_hidden_layers - 1}.", float(config.model_type in OFFSET_NORM_MODEL_TYPES)
+    prefix, offset = (
+        f"model.layers.{config.num_hidden_layers - 1}.",
+        float(config.model_type in OFFSET_NORM_MODEL_TYPES),
+    )
     _refuse_quantised(target_dir, (prefix,))
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(target_dir):
@@ -135,4 +139,6 @@ def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
     if tensor_names:
         first_names = sorted(tensor_names)[:3]
         rest = f" and {len(tensor_names) - 3} more" if len(tensor_names) > 3 else ""
-        raise ValueError(f"{target_dir}: the checkpoint must hold {', '.join(first_names)}{rest}, but does not; download it again")
+        raise ValueError(
+            f"{target_dir}: the checkpoint must hold {', '.join(first_names)}{rest}, but does not; download it again"
+        )

@@ -30,10 +30,14 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
         return DEMO_DIR
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
-            raise FileNotFoundError(f"{setting}: must be a model directory, but {path!r} has no config.json; correct the path")
+            raise FileNotFoundError(
+                f"{setting}: must be a model directory, but {path!r} has no config.json; correct the path"
+            )
         return Path(path)
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        return Path(
+            snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
+        )
     except HUB_ERRORS as error:
         raise unknown_target(path, error, "download the model first", setting) from error
 
@@ -41,7 +45,8 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
 def unknown_target(path: str, answer: Exception, advice: str, setting: str = "target.path") -> FileNotFoundError:
     """Returns the error for a `path` that is no directory and for which the hub raised `answer`."""
     return FileNotFoundError(
-        f"{setting}: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub answered: "
+        f"{setting}: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub "
+        "answered: "
         f"{str(answer).splitlines()[0]}; correct the path or {advice}"
     )
 
@@ -66,7 +71,8 @@ def weight_files(target_dir: Path) -> list[Path]:
     missing = [path for path in files if not path.is_file()]
     if missing or not files:
         raise FileNotFoundError(
-            f"target.path: weights must be safetensors files, but {missing[0] if missing else target_dir / '*.safetensors'} does not "
+            "target.path: weights must be safetensors files, but "
+            f"{missing[0] if missing else target_dir / '*.safetensors'} does not "
             "exist; convert or download the checkpoint"
         )
     return files

@@ -40,10 +40,12 @@ class Target:
         device = parts.embed_tokens.device
         if "meta" in (device.type, parts.norm_weight.device.type, parts.lm_head.device.type):
             raise ValueError(
-                "target.path: embeddings, final norm and lm_head of the target must fit the GPUs of one machine, but accelerate has "
+                "target.path: embeddings, final norm and lm_head of the target must fit the GPUs of one machine, but "
+                "accelerate has "
                 "offloaded some of them; use more GPUs, or a smaller dtype"
             )
-        # With several devices, this copies an untied lm_head from the last device to the first; with one device, nothing is copied.
+        # With several devices, this copies an untied lm_head from the last device to the first; with one device,
+        # nothing is copied.
         self.parts = replace(parts, norm_weight=parts.norm_weight.to(device), lm_head=parts.lm_head.to(device))
 
     @property
@@ -90,8 +92,12 @@ class Target:
             return mask
         slot_positions = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots]
         if tree is not None:
-            slot_positions.scatter_(1, tree.root[:, None] + torch.arange(positions.shape[1], device=mask.device), positions)
-        in_window = mask & (slot_positions[:, None, None] > positions[:, None, :, None] - self.window)  # [B, 1, S, slots]
+            slot_positions.scatter_(
+                1, tree.root[:, None] + torch.arange(positions.shape[1], device=mask.device), positions
+            )
+        in_window = mask & (
+            slot_positions[:, None, None] > positions[:, None, :, None] - self.window
+        )  # [B, 1, S, slots]
         if self.config.model_type in WINDOW_IN_ALL_LAYERS:
             return in_window
         return {"full_attention": mask, "sliding_attention": in_window}
@@ -102,13 +108,18 @@ class Target:
 
         0 is the input of the first layer; the number of layers is the state before the final norm.
         """
-        readers = [*self.model.model.layers, self.model.model.norm]  # the stream after k layers is the input of module k
+        readers = [
+            *self.model.model.layers,
+            self.model.model.norm,
+        ]  # the stream after k layers is the input of module k
         streams: dict[int, torch.Tensor] = {}
 
         def keep(layer: int, args: tuple[torch.Tensor, ...]) -> None:
             streams[layer] = args[0]
 
-        handles = [readers[k].register_forward_pre_hook(lambda _, args, k=k: keep(k, args)) for k in sorted(set(after_layers))]
+        handles = [
+            readers[k].register_forward_pre_hook(lambda _, args, k=k: keep(k, args)) for k in sorted(set(after_layers))
+        ]
         try:
             yield streams
         finally:
@@ -148,11 +159,15 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
         output_loading_info=True,
     )
     model, loading = loaded
-    _refuse_missing(target_dir, loading["missing_keys"])  # transformers initialises missing tensors at random and only logs it
+    _refuse_missing(
+        target_dir, loading["missing_keys"]
+    )  # transformers initialises missing tensors at random and only logs it
     return Target(model)
 
 
-def load_draft_model(path: str, target_dir: Path, context_tokens: int, dtype: torch.dtype, device: torch.device) -> Target:
+def load_draft_model(
+    path: str, target_dir: Path, context_tokens: int, dtype: torch.dtype, device: torch.device
+) -> Target:
     """Returns a small language model that drafts for the target.
 
     Args:
@@ -171,19 +186,22 @@ def load_draft_model(path: str, target_dir: Path, context_tokens: int, dtype: to
     vocab = load_tokenizer(directory).get_vocab()
     if vocab != load_tokenizer(target_dir).get_vocab():
         raise ValueError(
-            f"acceptance.draft_model: must have the target's tokenizer, but the tokens of {directory} are not those of {target_dir}; "
+            f"acceptance.draft_model: must have the target's tokenizer, but the tokens of {directory} are not those of "
+            f"{target_dir}; "
             "choose a smaller model of the same family"
         )
     config = read_target_config(directory)
     if config.vocab_size <= max(vocab.values()):
         raise ValueError(
-            f"acceptance.draft_model: must have an embedding for each token of its tokenizer, ids up to {max(vocab.values())}, but "
+            "acceptance.draft_model: must have an embedding for each token of its tokenizer, ids up to "
+            f"{max(vocab.values())}, but "
             f"{directory} has vocab_size {config.vocab_size}; choose another model"
         )
     max_tokens = config.max_position_embeddings
     if max_tokens < context_tokens:
         raise ValueError(
-            f"acceptance.draft_model: must read the longest prompt with its response and drafts, {context_tokens} tokens, but {directory} "
+            f"acceptance.draft_model: must read the longest prompt with its response and drafts, {context_tokens} "
+            f"tokens, but {directory} "
             f"has a context of {max_tokens}; leave out long prompts or choose another model"
         )
     return load_target(directory, dtype, device)
@@ -199,7 +217,8 @@ def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) 
     weight_files(target_dir)
     if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            f"target.path: {target_dir} must fit one device if several ranks share a machine, but does not; start one process, "
+            f"target.path: {target_dir} must fit one device if several ranks share a machine, but does not; start one "
+            "process, "
             "which spreads it over all devices; in training, set train.validation_prompts=0"
         )
 

@@ -1,7 +1,7 @@
 """Packed batches for training: the aligned tensors of one batch, and the batches of every step.
 
-The documents of a step depend only on the seed and the epoch, never on the number of ranks: a step has `micro_batches_per_step`
-batches of about equal cost, and rank r of W computes those with index r, r + W, ...
+The documents of a step depend only on the seed and the epoch, never on the number of ranks: a step has
+`micro_batches_per_step` batches of about equal cost, and rank r of W computes those with index r, r + W, ...
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +66,9 @@ class Batch:
             moved,
             hidden_states=_decoded(moved.hidden_states, moved.hidden_states_scales, dtype),
             aux_hidden_states=(
-                None if aux_hidden_states is None else _decoded(aux_hidden_states, moved.aux_hidden_states_scales, dtype)
+                None
+                if aux_hidden_states is None
+                else _decoded(aux_hidden_states, moved.aux_hidden_states_scales, dtype)
             ),
             hidden_states_scales=None,
             aux_hidden_states_scales=None,
@@ -105,7 +107,9 @@ class StateBuffers:
             return torch.empty(num_tokens, *row_shape, dtype=dtype, pin_memory=True)
         wanted = (dtype, row_shape)
         fitting = (
-            i for i, buffer in enumerate(self._free) if (buffer.dtype, buffer.shape[1:]) == wanted and len(buffer) >= num_tokens
+            i
+            for i, buffer in enumerate(self._free)
+            if (buffer.dtype, buffer.shape[1:]) == wanted and len(buffer) >= num_tokens
         )
         found = next(fitting, None)
         if found is None:
@@ -121,7 +125,10 @@ class StateBuffers:
 
 
 def make_batch(
-    documents: Sequence[StoredDocument], ttt_steps: int, decode_states: bool = False, buffers: StateBuffers | None = None
+    documents: Sequence[StoredDocument],
+    ttt_steps: int,
+    decode_states: bool = False,
+    buffers: StateBuffers | None = None,
 ) -> Batch:
     """Pack documents into a batch. Documents without a supervised draft position are left out.
 
@@ -156,7 +163,9 @@ def make_batch(
     return Batch(
         hidden_states=hidden_states,
         aux_hidden_states=aux_hidden_states,
-        next_ids=torch.cat([document.input_ids[1 : length + 1] for document, length in zip(kept, used, strict=True)]).long(),
+        next_ids=torch.cat(
+            [document.input_ids[1 : length + 1] for document, length in zip(kept, used, strict=True)]
+        ).long(),
         is_draft=is_draft,
         num_drafts=is_draft.sum(1, dtype=torch.float32),
         packing=packing,
@@ -168,7 +177,8 @@ def make_batch(
 
 
 def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the first row and the number of rows of each span of rows that draft: tokens t + 1 and t + 2 of row t are generated."""
+    """Returns the first row and the number of rows of each span of rows that draft: tokens t + 1 and t + 2 of row t are
+    generated."""
     drafts = (loss_mask[1:-1] & loss_mask[2:]).astype(np.int8)
     edges = np.diff(drafts, prepend=0, append=0)
     first_rows = np.flatnonzero(edges == 1)
@@ -176,11 +186,20 @@ def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArra
 
 
 def pack_states(
-    documents: Sequence[StoredDocument], used: Sequence[int], name: str, decode_states: bool, buffers: StateBuffers | None
+    documents: Sequence[StoredDocument],
+    used: Sequence[int],
+    name: str,
+    decode_states: bool,
+    buffers: StateBuffers | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the states [N, ..., H] of the first `used` tokens of each document, and the scales [N, ...] if they are still e4m3."""
+    """Returns the states [N, ..., H] of the first `used` tokens of each document, and the scales [N, ...] if they are
+    still e4m3."""
     states, scales = (
-        [part[:count] for document, count in zip(documents, used, strict=True) if (part := getattr(document, field)) is not None]
+        [
+            part[:count]
+            for document, count in zip(documents, used, strict=True)
+            if (part := getattr(document, field)) is not None
+        ]
         for field in (name, scales_of(name))
     )
     if not states:
@@ -222,7 +241,8 @@ def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDA
 
 
 class BatchSchedule:
-    """The batches of every step, fixed from the start, so that resuming only counts steps. Steps are requested in rising order."""
+    """The batches of every step, fixed from the start, so that resuming only counts steps. Steps are requested in
+    rising order."""
 
     def __init__(
         self,
@@ -260,7 +280,8 @@ class BatchSchedule:
         self.steps_per_epoch = len(self._packed)
         if self.steps_per_epoch == 0:
             raise ValueError(
-                f"train.micro_batches_per_step: must be at most the number of documents that train, but is {micro_batches_per_step} "
+                "train.micro_batches_per_step: must be at most the number of documents that train, but is "
+                f"{micro_batches_per_step} "
                 f"with {np.count_nonzero(self.costs)} of them in {store.directory}; lower it"
             )
 
@@ -268,7 +289,9 @@ class BatchSchedule:
         lengths = self.store.document_lengths
         is_streamed = self.order is not None
         order = shuffled(len(lengths), self.seed, epoch) if self.order is None else self.order
-        return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, order, not is_streamed)
+        return pack_documents(
+            lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, order, not is_streamed
+        )
 
     @property
     def first_epoch(self) -> list[Step]:
@@ -287,7 +310,9 @@ class BatchSchedule:
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
         """Returns this rank's batches of a step."""
         return [
-            self._pinned(make_batch([self.store.document(i) for i in documents], self.ttt_steps, not self.for_gpu, self._buffers))
+            self._pinned(
+                make_batch([self.store.document(i) for i in documents], self.ttt_steps, not self.for_gpu, self._buffers)
+            )
             for documents in self.documents_of(step)[rank::world_size]
         ]
 
@@ -296,10 +321,11 @@ class BatchSchedule:
         return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if self._pins else batch
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
-        """Yields this rank's batches of steps first_step .. last_step - 1. For a GPU, each is read while the step before it runs.
+        """Yields this rank's batches of steps first_step .. last_step - 1. For a GPU, each is read while the step
+        before it runs.
 
-        On a CPU nothing is read ahead: a concurrent reader costs a third of the step's speed, reading in between a hundredth.
-        The states of a step's batches are overwritten when the next step is requested.
+        On a CPU nothing is read ahead: a concurrent reader costs a third of the step's speed, reading in between a
+        hundredth. The states of a step's batches are overwritten when the next step is requested.
         """
         reader = ThreadPoolExecutor(max_workers=1) if self.for_gpu else None
         pending: Future[list[Batch]] | None = None

@@ -1,9 +1,10 @@
 """Checkpoints of a training run: head, optimizer, schedule, RNG and the step, which is the position in the data.
 
-`checkpoints/step_00000100/state.safetensors` holds whole fp32 tensors, whatever the number of ranks and the ZeRO stage: each weight
-and its two Adam moments. Rank 0 writes `complete.json` last, with the size and sha256 of the state. A checkpoint without it is
-ignored; one whose state does not match it is torn, and the run resumes from the checkpoint before. The best head by acceptance is
-in `best/` and is never deleted.
+`checkpoints/step_00000100/state.safetensors` holds whole fp32 tensors, whatever the number of ranks and the ZeRO stage:
+each weight and its two Adam moments. Rank 0 writes `complete.json` last, with the size and sha256 of the state. A
+checkpoint without it is
+ignored; one whose state does not match it is torn, and the run resumes from the checkpoint before. The best head by
+acceptance is in `best/` and is never deleted.
 """
 
 import json
@@ -66,12 +67,18 @@ def save_checkpoint(
         for unusable in [*torn, *directory.glob(f"{TORN}*")]:
             shutil.rmtree(unusable)
         folder.mkdir(parents=True)
-        run = torch.get_rng_state(), torch.tensor(progress.step), torch.tensor(progress.best_acceptance_length, dtype=torch.float64)
+        run = (
+            torch.get_rng_state(),
+            torch.tensor(progress.step),
+            torch.tensor(progress.best_acceptance_length, dtype=torch.float64),
+        )
         save_tensors(folder / STATE, state | dict(zip(RUN, run, strict=True)))
         write_json(folder / MARKER, facts | {STATE_FILE: describe_file(folder / STATE)})
         sync(directory)  # the new folder must be on the disk before an old one is removed
         for old in complete_checkpoints(directory)[:-keep]:
-            (old / MARKER).unlink()  # first, so that a kill in between leaves no half-deleted checkpoint that looks complete
+            (
+                old / MARKER
+            ).unlink()  # first, so that a kill in between leaves no half-deleted checkpoint that looks complete
             shutil.rmtree(old)
     ranks.barrier()
 
@@ -92,7 +99,8 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
     chosen, faults = ranks.gather(newest)[0]
     if faults and chosen is None:
         raise RuntimeError(
-            f"{directory}: at least one checkpoint must be whole, but none is ({'; '.join(faults.values())}); restore one, or remove "
+            f"{directory}: at least one checkpoint must be whole, but none is ({'; '.join(faults.values())}); restore "
+            "one, or remove "
             "the folder to start again from step 0"
         )
     if ranks.is_first:
@@ -149,11 +157,14 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
         stored["head"] = with_defaults(stored["head"])
     present = json.loads(json.dumps(facts))
     different = [
-        f"{name} must be {stored.get(name)}, but is {value}" for name, value in present.items() if stored.get(name) != value
+        f"{name} must be {stored.get(name)}, but is {value}"
+        for name, value in present.items()
+        if stored.get(name) != value
     ]
     if different:
         raise ValueError(
-            f"{folder}: to go on from this checkpoint, {'; '.join(different)}; set it as it was, or start anew in another run_dir"
+            f"{folder}: to go on from this checkpoint, {'; '.join(different)}; set it as it was, or start anew in "
+            "another run_dir"
         )
 
 
@@ -169,7 +180,8 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
         wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in STATE_SUFFIXES} | set(RUN)
         if held != wanted:
             raise RuntimeError(
-                f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; remove the folder "
+                f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; "
+                "remove the folder "
                 "to go on from an older one"
             )
         rng, step, best = (file.get_tensor(name) for name in RUN)

@@ -1,4 +1,5 @@
-"""Everything that depends on how DeepSpeed works inside: its settings, gradients and optimizer state, with the reason for each."""
+"""Everything that depends on how DeepSpeed works inside: its settings, gradients and optimizer state, with the reason
+for each."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ STATE_SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
 """Suffixes of a parameter's name: the weight itself and its Adam moments."""
 
 REFUSED_ZERO_SETTINGS = {
-    "offload_optimizer": "the trainer takes the norm of the gradients that the optimizer reads, which DeepSpeed does not allow there",
+    "offload_optimizer": "the trainer takes the norm of the gradients that the optimizer reads, which DeepSpeed does "
+    "not allow there",
     "round_robin_gradients": "DeepSpeed then gives a checkpoint the weights of other parameters",
     "compute_grad_norm": "the trainer takes the gradient's norm itself",
 }
@@ -45,24 +47,30 @@ def check_deepspeed(config: dict[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
         raise ValueError(
-            f"deepspeed.zero_optimization.stage: must be 0, 1 or 2, but is {stage}: a head is small enough for its weights to stay whole; "
+            f"deepspeed.zero_optimization.stage: must be 0, 1 or 2, but is {stage}: a head is small enough for its "
+            "weights to stay whole; "
             "set deepspeed=zero2"
         )
     if config.get("bf16", {}).get("enabled") and stage == 0:
         raise ValueError(
-            "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: DeepSpeed keeps fp32 masters there in a different "
+            "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: DeepSpeed keeps fp32 masters there "
+            "in a different "
             "form; set deepspeed=zero1"
         )
     if config.get("fp16", {}).get("enabled"):
         raise ValueError(
-            "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; set deepspeed.bf16.enabled=true"
+            "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; set "
+            "deepspeed.bf16.enabled=true"
         )
     for name, why in REFUSED_ZERO_SETTINGS.items():
         if zero.get(name):
-            raise ValueError(f"deepspeed.zero_optimization.{name}: must not be set, but is {zero[name]}: {why}; remove it")
+            raise ValueError(
+                f"deepspeed.zero_optimization.{name}: must not be set, but is {zero[name]}: {why}; remove it"
+            )
     if stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
         raise ValueError(
-            "deepspeed.data_types.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: DeepSpeed supports it only with ZeRO 2 "
+            "deepspeed.data_types.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: DeepSpeed supports it "
+            "only with ZeRO 2 "
             "if the trainer takes the gradient's norm; set deepspeed=zero2"
         )
     for name in SET_BY_TRAINER:
@@ -76,7 +84,8 @@ def check_device(device: torch.device, config: dict[str, Any]) -> None:
     """Raises ValueError if the device has no attention kernel for the dtype."""
     if device.type == "cuda" and not config.get("bf16", {}).get("enabled"):
         raise ValueError(
-            "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention has no fp32; set deepspeed=zero1"
+            "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention has no fp32; set "
+            "deepspeed=zero1"
         )
 
 
@@ -104,12 +113,13 @@ def build_engine(
         ranks: this process among all.
     """
     prepare_single_process()
-    # Shared-memory collectives would be compiled on first use. gloo's are good enough for a small head and need no compiler or ninja.
+    # Shared-memory collectives would be compiled on first use. gloo's are good enough for a small head and need no
+    # compiler or ninja.
     __compatible_ops__["deepspeed_shm_comm"] = False
     zero = config.get("zero_optimization", {})
     if is_partitioned(config):
-        # The default gradient bucket takes a gigabyte even if the whole head fits into it. DeepSpeed's own norm copies every gradient
-        # into fp64; `GradientClipper` replaces it.
+        # The default gradient bucket takes a gigabyte even if the whole head fits into it. DeepSpeed's own norm copies
+        # every gradient into fp64; `GradientClipper` replaces it.
         sizes = [parameter.numel() for parameter in head.parameters()]
         zero = {"reduce_bucket_size": max(sum(sizes) // 8, *sizes), **zero, "compute_grad_norm": False}
     # DeepSpeed would silently skip steps with an overflow. `Trainer.check_finite` stops the run instead.
@@ -140,7 +150,8 @@ def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = Tr
     Args:
         config: DeepSpeed's config.
         num_accumulated: micro-batches per rank and step.
-        warn: warn about bf16 with ZeRO 1, which accumulates in bf16: with fp32 sums there, DeepSpeed leaves no gradient to clip.
+        warn: warn about bf16 with ZeRO 1, which accumulates in bf16: with fp32 sums there, DeepSpeed leaves no
+            gradient to clip.
     """
     if num_accumulated == 1 or not config.get("bf16", {}).get("enabled"):
         return config
@@ -148,8 +159,10 @@ def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = Tr
         return {**config, "data_types": {"grad_accum_dtype": "fp32", **config.get("data_types", {})}}
     if warn:
         warnings.warn(
-            f"deepspeed.zero_optimization.stage: the gradients of the {num_accumulated} micro-batches that each rank adds must be summed "
-            "in fp32 to lose nothing, but ZeRO 1 sums them in bf16; set deepspeed=zero2, or start as many ranks as there are micro-batches",
+            f"deepspeed.zero_optimization.stage: the gradients of the {num_accumulated} micro-batches that each rank "
+            "adds must be summed "
+            "in fp32 to lose nothing, but ZeRO 1 sums them in bf16; set deepspeed=zero2, or start as many ranks as "
+            "there are micro-batches",
             stacklevel=2,
         )
     return config
@@ -187,16 +200,21 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
-    """Returns every weight and Adam moment in fp32 on the CPU, by parameter name, or {} unless `keep_here`. All ranks take part."""
+    """Returns every weight and Adam moment in fp32 on the CPU, by parameter name, or {} unless `keep_here`. All ranks
+    take part."""
     state: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         whole = _parameter_state(engine, parameter)
         if keep_here:
-            state |= {name + suffix: tensor.detach().cpu() for suffix, tensor in zip(STATE_SUFFIXES, whole, strict=True)}
+            state |= {
+                name + suffix: tensor.detach().cpu() for suffix, tensor in zip(STATE_SUFFIXES, whole, strict=True)
+            }
     return state
 
 
-def _parameter_state(engine: "DeepSpeedEngine", parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _parameter_state(
+    engine: "DeepSpeedEngine", parameter: torch.nn.Parameter
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns a whole parameter and its moments, gathered from all ranks."""
     if not _has_fp32_master(parameter):
         moments = engine.optimizer.state[parameter]
@@ -206,7 +224,8 @@ def _parameter_state(engine: "DeepSpeedEngine", parameter: torch.nn.Parameter) -
 
 
 def _has_fp32_master(parameter: torch.nn.Parameter) -> bool:
-    """Returns whether DeepSpeed's optimizer wraps ours and keeps weight and moments in partitions; without ZeRO it does not."""
+    """Returns whether DeepSpeed's optimizer wraps ours and keeps weight and moments in partitions; without ZeRO it does
+    not."""
     return hasattr(parameter, "_hp_mapping")
 
 
@@ -216,18 +235,19 @@ def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tenso
 
     Args:
         engine: an engine that has not made a step.
-        stored: returns a whole tensor by its name in `gather_state`. It is called for one tensor after the other, because a rank may
-            not have room for all of them.
+        stored: returns a whole tensor by its name in `gather_state`. It is called for one tensor after the other,
+            because a rank may not have room for all of them.
         step: number of optimizer steps that the state has seen.
     """
-    # 1. Create the optimizer's state, which it would otherwise make in its first step. With ZeRO its parameters are flat: this
-    #    rank's part of all parameters, concatenated.
+    # 1. Create the optimizer's state, which it would otherwise make in its first step. With ZeRO its parameters are
+    # flat: this    rank's part of all parameters, concatenated.
     optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
     for group in optimizer.param_groups:
         for flat in group["params"]:
             zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
             optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
-    # 2. DeepSpeed maps parameters to their part of that state in its first step too; without the map, nothing can be set.
+    # 2. DeepSpeed maps parameters to their part of that state in its first step too; without the map, nothing can be
+    # set.
     if engine.optimizer is not optimizer:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     # 3. Copy weights and moments.

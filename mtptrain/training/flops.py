@@ -28,11 +28,15 @@ class StepFlops:
 
     @staticmethod
     def of(head: Head, vocab_size: int, depths: int) -> "StepFlops":
-        """Returns the FLOPs of a head for a target with V tokens, trained over T depths: 2 per weight forward, 4 backward.
+        """Returns the FLOPs of a head for a target with V tokens, trained over T depths: 2 per weight forward, 4
+        backward.
 
-        The target's states need no gradient, so an input projection that reads them without a norm in between costs 2 fewer.
+        The target's states need no gradient, so an input projection that reads them without a norm in between costs 2
+        fewer.
         """
-        weights = {name: module.weight.numel() for name, module in head.named_modules() if isinstance(module, nn.Linear)}
+        weights = {
+            name: module.weight.numel() for name, module in head.named_modules() if isinstance(module, nn.Linear)
+        }
         hidden_size = int(head.self_attn.o_proj.out_features)
         own_vocab = weights.pop("lm_head", None)
         first = sum(
@@ -40,7 +44,9 @@ class StepFlops:
         )  # of `combine` or `fuse`
         keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
         is_fused = bool(head.capture_layers)  # the input projection runs at depth 0 only
-        has_bare_input = not any(isinstance(getattr(head, norm, None), (RmsNorm, nn.ModuleList)) for norm in INPUT_NORMS)
+        has_bare_input = not any(
+            isinstance(getattr(head, norm, None), (RmsNorm, nn.ModuleList)) for norm in INPUT_NORMS
+        )
         draft = (own_vocab * 6) if own_vocab else vocab_size * hidden_size * 4
         return StepFlops(
             per_token=first * (4 if has_bare_input else 6) + keys * 6,
@@ -52,14 +58,17 @@ class StepFlops:
 
     def of_batch(self, batch: Batch) -> float:
         """Returns the FLOPs of a step over this batch."""
-        return self.per_token * batch.num_tokens + self.per_row * batch.num_rows + self.per_pair * batch.packing.num_pairs
+        return (
+            self.per_token * batch.num_tokens + self.per_row * batch.num_rows + self.per_pair * batch.packing.num_pairs
+        )
 
 
 @cache
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Returns the FLOP/s of the fastest of ten products of [2048, 2048] matrices, or [8192, 8192] on a GPU.
 
-    A CPU without bf16 instructions may need a minute for each of these. Its peak is measured with [256, 256], where it is as fast.
+    A CPU without bf16 instructions may need a minute for each of these. Its peak is measured with [256, 256], where it
+    is as fast.
     """
     if device.type == "cuda":
         return _rate_of_products(8192, device, dtype)

@@ -32,8 +32,8 @@ def training_losses(
         call_head: what to call in place of the head: the engine that wraps it.
     """
     with clock.phase("forward"):
-        # 1. The target's post-norm states of the target tokens [M, H], and what the head reads: captured layers [N, L, H], or the
-        #    post-norm states of all tokens [N, H].
+        # 1. The target's post-norm states of the target tokens [M, H], and what the head reads: captured layers [N, L,
+        # H], or the    post-norm states of all tokens [N, H].
         target_tokens, read_states = batch.packing.rows + 1, batch.aux_hidden_states  # [M]
         if read_states is None:
             read_states = parts.final_norm(batch.hidden_states)

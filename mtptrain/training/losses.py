@@ -1,18 +1,18 @@
 """Losses of a head against the target's distribution, as sums and counts; the trainer divides once.
 
-The teacher's logits are recomputed from the target's hidden states, once per target token for all depths. The gradient of the head's
-states is computed in the forward pass, so that no logits outlive their block of rows.
+The teacher's logits are recomputed from the target's hidden states, once per target token for all depths. The gradient
+of the head's states is computed in the forward pass, so that no logits outlive their block of rows.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from mtptrain.config import LossKind
-from mtptrain.utils.compile import fused, fused_by_recomputing, mark_width_static, uses_gpu_kernels
+from mtptrain.training.teacher import Teacher, teach
+from mtptrain.utils.compile import fused_by_recomputing, mark_width_static
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class LossSettings:
     kind: LossKind = LossKind.kl
     lk_eta: float = 3.0
     feature_weight: float = 0.0
-    """Weight of the smooth L1 distance between the head's and the target's post-norm state, mean over H, in the loss."""
+    """Weight of the smooth L1 distance between the head's and the target's post-norm state, mean over H, in the
+    loss."""
     chunk_rows: int = 1536
     """Rows of one block of logits [rows, V]: all depths of the same target tokens together."""
 
@@ -36,7 +37,9 @@ class LossSums:
     losses: torch.Tensor  # f32[T]
     kl: torch.Tensor  # f32[T], nats
     top1_accuracy: torch.Tensor  # f32[T], drafts whose most likely token is the target's
-    overlap: torch.Tensor  # f32[T], sum min(target_probs, draft_probs): the probability that a sampled draft is accepted
+    overlap: (
+        torch.Tensor
+    )  # f32[T], sum min(target_probs, draft_probs): the probability that a sampled draft is accepted
 
 
 def draft_losses(
@@ -51,8 +54,9 @@ def draft_losses(
 ) -> LossSums:
     """Compare every draft with the target's distribution.
 
-    Depth k of row i has the same target token as depth 0 of row i + k, because the rows of a span are consecutive. If the head has
-    its own vocabulary, the target's probabilities are not renormalised: the mass that the head cannot draft is added to the KL, and
+    Depth k of row i has the same target token as depth 0 of row i + k, because the rows of a span are consecutive. If
+    the head has its own vocabulary, the target's probabilities are not renormalised: the mass that the head cannot
+    draft is added to the KL, and
     a target token outside the vocabulary is a miss.
 
     Args:
@@ -60,7 +64,8 @@ def draft_losses(
         lm_head: the head's [D, H] or the target's frozen [V, H].
         target_states: the target's post-norm states for depth 0 of each row [M, H].
         target_logits: returns the target's logits [C, V] for its states [C, H].
-        is_draft: whether depth k of row i counts, bool [T, M]; a row that counts at some depth counts at all smaller ones.
+        is_draft: whether depth k of row i counts, bool [T, M]; a row that counts at some depth counts at all
+            smaller ones.
         scale: weight of each depth's sum in the loss [T].
         settings: the loss.
         draft_token_ids: the target's ids of the head's own vocabulary i64[D], or None.
@@ -104,7 +109,9 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_lm_head is not None:
                 grad_lm_head += grad_logits.T @ row_states
             if settings.feature_weight:
-                feature_sums, feature_grad = compare_features(block, counts, target_block, scale, settings.feature_weight)
+                feature_sums, feature_grad = compare_features(
+                    block, counts, target_block, scale, settings.feature_weight
+                )
                 block_sums[0] += feature_sums
                 grad += feature_grad
             sums += block_sums
@@ -121,11 +128,16 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         grad_states, *grad_lm_head = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_own = (grad_lm_head[0] * grad_loss).to(grad_states.dtype) if grad_lm_head else None
-        return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 6  # torch refuses a second backward pass
+        return (
+            grad_states.mul_(grad_loss.to(grad_states.dtype)),
+            grad_own,
+            *[None] * 6,
+        )  # torch refuses a second backward pass
 
 
 def rows_of_block(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:
-    """Returns for each depth the rows whose target tokens are in the block that begins at `first`, and their slots in the block.
+    """Returns for each depth the rows whose target tokens are in the block that begins at `first`, and their slots in
+    the block.
 
     A depth that has fewer rows than the block has slots uses the last slots.
     """
@@ -139,94 +151,6 @@ def at_targets(x: torch.Tensor, slots: Sequence[tuple[slice, slice]], num_positi
     for depth, (rows, in_block) in enumerate(slots):
         block[depth, in_block] = x[depth, rows]
     return block
-
-
-class Teacher(NamedTuple):
-    """The target's distribution over the head's vocabulary for a block of target tokens, shared by all depths.
-
-    On a GPU memory traffic limits the loss, so the teacher holds logits: every depth reads them in their own dtype, and no fp32
-    probabilities are written. On a CPU exponentials limit the loss, so the teacher holds probabilities.
-    """
-
-    values: torch.Tensor  # [C, D], logits if `log_total` is given, otherwise probabilities in fp32
-    log_total: torch.Tensor | None  # [C], the log of the sum of exp(logit) over the target's whole vocabulary
-    negative_entropy: torch.Tensor | None  # [C], the sum of p log p over the head's vocabulary; None with logits
-    tokens: torch.Tensor  # [C], the most likely ones; -1 outside the head's vocabulary
-    mass: torch.Tensor | None  # [C], the target's probability mass in the head's vocabulary; None if it has the target's vocabulary
-
-
-def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
-    """Returns the teacher for the target's logits [C, V] in the form that suits their device."""
-    return teach_by_logits(logits, draft_token_ids) if uses_gpu_kernels(logits) else teach_by_probs(logits, draft_token_ids)
-
-
-def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
-    """Returns a teacher that holds logits."""
-    largest, total, smallest, tokens = _totals(mark_width_static(logits))
-    log_total = largest + total.log() + 0 * smallest  # makes a logit of -inf visible as NaN, which the sum of exponentials hides
-    if draft_token_ids is None:
-        return Teacher(logits, log_total, None, tokens, None)
-    return Teacher(*_own_logits(logits, log_total, tokens, draft_token_ids))
-
-
-@fused
-def _totals(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the largest logit of each row [C, V], the sum of exp(x - largest), the smallest logit and the most likely token i64[C].
-
-    A GPU computes all of them in one pass over the row.
-    """
-    wide = logits.float()
-    largest = wide.amax(-1, keepdim=True)
-    total = (wide - largest).exp().sum(-1, keepdim=True)  # keepdim, so that the compiler recognises a softmax
-    return largest[:, 0], total[:, 0], wide.amin(-1), wide.argmax(-1)
-
-
-@fused
-def _own_logits(
-    logits: torch.Tensor, log_total: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, torch.Tensor]:
-    """Returns the fields of a `Teacher` over the head's own vocabulary."""
-    own = logits[:, draft_token_ids]  # [C, D]
-    is_in = draft_token_ids == tokens[:, None]
-    own_tokens = torch.where(is_in.any(-1), is_in.int().argmax(-1), -1)
-    return own, log_total, None, own_tokens, (own.float() - log_total[:, None]).exp().sum(-1)
-
-
-def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
-    """Returns a teacher that holds probabilities."""
-    probs, total, product, tokens = _softmax(logits)
-    if draft_token_ids is None:
-        return Teacher(probs, None, product / total - total.log(), tokens.long(), None)
-    own, negative_entropy, own_tokens, mass = _of_own_vocabulary(probs, product, tokens, draft_token_ids)
-    return Teacher(own, None, negative_entropy, own_tokens, mass)
-
-
-@fused
-def _of_own_vocabulary(
-    probs: torch.Tensor, product: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Returns probabilities over the head's vocabulary, negative entropies, tokens and masses, from the results of `_softmax`."""
-    is_in = draft_token_ids == tokens[:, None]  # [C, D]
-    own = probs[:, draft_token_ids]
-    negative_entropy = torch.xlogy(own, own).sum(-1) + 0 * product  # NaN if a logit is not finite, as with the target's vocabulary
-    return own, negative_entropy, torch.where(is_in.any(-1), is_in.int().argmax(-1), -1), own.sum(-1)
-
-
-@fused
-def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns for rows [C, V], with e = exp(x - max x): fp32 probabilities, the sums [C] of e and of e log e, and the most likely
-    tokens i32[C].
-
-    A row stays in a CPU core's cache from the first pass over it to the last. Computing one more number per row here, such as the log
-    of a sum, would break that: the compiler would then split the work into one loop over all rows before it and another after it.
-    """
-    wide, last = logits.float(), logits.shape[-1] - 1
-    shifted = wide - wide.amax(-1, keepdim=True)
-    exps = shifted.exp()
-    total = exps.sum(-1, keepdim=True)
-    ids = torch.arange(last + 1, device=logits.device, dtype=torch.int32)
-    tokens = torch.where(shifted >= 0, ids, last).amin(-1)  # argmax, which is not vectorised on a CPU
-    return exps / total, total[:, 0], (exps * shifted).sum(-1), tokens
 
 
 def compare(
@@ -243,8 +167,8 @@ def compare(
         lk_eta: `train.lk_eta`, for `LossKind.lk`.
 
     Returns:
-        Sums over rows of the loss, KL, top-1 accuracy and overlap [4, T], and the gradient of the weighted loss with respect to the
-        logits [T * C, D] in their dtype.
+        Sums over rows of the loss, KL, top-1 accuracy and overlap [4, T], and the gradient of the weighted loss with
+        respect to the logits [T * C, D] in their dtype.
     """
     num_depths = len(scale)
     tokens = teacher.tokens.repeat(num_depths)
@@ -290,12 +214,14 @@ def _rows_and_grad(
     kind: LossKind,
     lk_eta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns for each row, with e = exp(x - max x): the largest logit, the sums of e and of p log e, and the overlap, each
-    f32[T * C]; and the gradient of the weighted loss [T * C, D]. If the teacher holds logits, the third is the sum of
+    """Returns for each row, with e = exp(x - max x): the largest logit, the sums of e and of p log e, and the overlap,
+    each f32[T * C]; and the gradient of the weighted loss [T * C, D]. If the teacher holds logits, the third is the sum
+    of
     p (log e - log p).
 
-    A row stays in the cache as in `_softmax`, except with `LossKind.lk`, whose gradient needs a weight computed from the overlap.
-    T is an argument because the compiler does not guard on a quotient of sizes when it reuses the code for another T.
+    A row stays in the cache as in `_softmax`, except with `LossKind.lk`, whose gradient needs a weight computed from
+    the overlap. T is an argument because the compiler does not guard on a quotient of sizes when it reuses the code for
+    another T.
     """
     values = teacher_values.expand(num_depths, -1, -1).reshape(logits.shape)
     if teacher_log_total is None:
@@ -328,8 +254,8 @@ def _rows_and_grad(
 def compare_features(
     states: torch.Tensor, counts: torch.Tensor, target_states: torch.Tensor, scale: torch.Tensor, weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weighted sums [T] of the smooth L1 distance of states [T, C, H] to the target's [C, H], mean over H, and the
-    gradient of their sum with each depth scaled."""
+    """Returns the weighted sums [T] of the smooth L1 distance of states [T, C, H] to the target's [C, H], mean over H,
+    and the gradient of their sum with each depth scaled."""
     difference = states.float() - target_states.float()
     distance = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").mean(-1)  # [T, C]
     grad = difference.clamp(-1, 1) * (counts * scale[:, None] * (weight / states.shape[-1]))[..., None]

@@ -34,11 +34,15 @@ class Tracking:
         self._wandb = None
         if config.train.tracker is Tracker.wandb:
             os.environ.setdefault("WANDB_MODE", "offline")
-            self._wandb = wandb.init(project="mtptrain", dir=directory, config=asdict(config), settings={"silent": True})
+            self._wandb = wandb.init(
+                project="mtptrain", dir=directory, config=asdict(config), settings={"silent": True}
+            )
 
     def _lines(self) -> list[str]:
         """Returns the lines of an earlier run, without a last line that a kill has torn."""
-        return [line for line in self.path.read_text().splitlines() if line.endswith("}")] if self.path.is_file() else []
+        return (
+            [line for line in self.path.read_text().splitlines() if line.endswith("}")] if self.path.is_file() else []
+        )
 
     def write(self, step: int, metrics: dict[str, object]) -> None:
         with self.path.open("a") as file:
@@ -76,8 +80,9 @@ class Meter:
         """Returns the figures since the last call, over all ranks, and restarts.
 
         Returns:
-            `tokens` of whole documents, `tokens_per_s`, `supervised_tokens_per_s`; the shares of time spent waiting for data and in
-            each phase; `mfu`, the required FLOPs divided by what the matmul peak allows in that time; `peak_bytes` of the rank
+            `tokens` of whole documents, `tokens_per_s`, `supervised_tokens_per_s`; the shares of time spent waiting for
+            data and in each phase; `mfu`, the required FLOPs divided by what the matmul peak allows in that time;
+            `peak_bytes` of the rank
             with the highest memory use.
         """
         phases = self.clock.read()

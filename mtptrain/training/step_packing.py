@@ -1,7 +1,8 @@
 """Chooses the documents of each training step and divides them among its micro-batches.
 
-The loss of a step is divided by the number of drafts in that step, so a token of a small step weighs more than one of a large
-step. Steps are therefore filled evenly: a document that does not fit waits for the next step while shorter ones fill this one, and
+The loss of a step is divided by the number of drafts in that step, so a token of a small step weighs more than one of a
+large step. Steps are therefore filled evenly: a document that does not fit waits for the next step while shorter ones
+fill this one, and
 the last steps of an epoch divide their documents evenly.
 """
 
@@ -16,11 +17,11 @@ _Document = tuple[int, int, float]
 """Index, number of tokens, and cost."""
 
 PACKING_VERSION = 2
-"""Raise this whenever the order of documents changes. A checkpoint with another version is not resumed, because its step number
-stands for other documents."""
+"""Raise this whenever the order of documents changes. A checkpoint with another version is not resumed, because its
+step number stands for other documents."""
 LOOK_AHEAD = 8
-"""The most documents that may wait for the next step, per micro-batch. This bounds the work, and how far the order departs from the
-given one."""
+"""The most documents that may wait for the next step, per micro-batch. This bounds the work, and how far the order
+departs from the given one."""
 FULL_SHARE = 0.99
 """A step is full once its documents fill this share of its token budget."""
 EVENED_STEPS = 8
@@ -42,8 +43,9 @@ def pack_documents(
 ) -> list[Step]:
     """Returns the document indices of every micro-batch of every step of an epoch.
 
-    Documents are taken in the given order, which is that of `shuffled` or of a streamed store. Each goes to the cheapest
-    micro-batch of the step that has room. A document that does not fit waits, and the next step takes waiting documents first.
+    Documents are taken in the given order, which is that of `shuffled` or of a streamed store. Each goes to the
+    cheapest micro-batch of the step that has room. A document that does not fit waits, and the next step takes waiting
+    documents first.
     Documents that cost nothing are left out. So is the last step if one of its micro-batches stays empty.
 
     Args:
@@ -52,14 +54,16 @@ def pack_documents(
         batch_tokens: the most tokens of one micro-batch.
         micro_batches: number of micro-batches of a step.
         order: document indices in the order in which they are taken.
-        evens_last_steps: the last steps share their documents evenly. A streamed store has no room for the documents of all of them.
+        evens_last_steps: the last steps share their documents evenly. A streamed store has no room for the
+            documents of all of them.
 
     Raises:
         ValueError: a document is longer than `batch_tokens`.
     """
     if lengths.max() > batch_tokens:
         raise ValueError(
-            f"train.batch_tokens: must be at least the longest document, {lengths.max()} tokens, but is {batch_tokens}; raise it or "
+            f"train.batch_tokens: must be at least the longest document, {lengths.max()} tokens, but is "
+            f"{batch_tokens}; raise it or "
             "lower prompts.max_document_tokens and run data_prep.prompts and data_prep.hidden_states again"
         )
     order = order[costs[order] > 0]
@@ -97,7 +101,8 @@ class _Filling:
         self._by_cost = [(0.0, micro_batch) for micro_batch in range(micro_batches)]  # a heap
 
     def is_full(self, shortest: int) -> bool:
-        """Returns whether the step has reached `FULL_SHARE`, or has no room for even a document of `shortest` tokens."""
+        """Returns whether the step has reached `FULL_SHARE`, or has no room for even a document of `shortest`
+        tokens."""
         return self.tokens >= self._full_tokens or self._most_room < shortest
 
     def take(self, index: int, length: int, cost: float) -> bool:
@@ -119,9 +124,11 @@ class _Filling:
 
 
 def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> list[Step]:
-    """Redistributes the documents over as many steps: longest first, each to the step with the fewest tokens that has room.
+    """Redistributes the documents over as many steps: longest first, each to the step with the fewest tokens that has
+    room.
 
-    Returns the steps unchanged if a document does not fit, a micro-batch stays empty, or the smallest step does not gain tokens.
+    Returns the steps unchanged if a document does not fit, a micro-batch stays empty, or the smallest step does not
+    gain tokens.
     """
     indices = [index for step in steps for documents in step for index in documents]
     evened = [_Filling(batch_tokens, len(step)) for step in steps]
@@ -134,8 +141,11 @@ def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.flo
     return [step.documents for step in evened] if is_better else steps
 
 
-def balance(step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64) -> Step:
-    """Swaps documents between the most expensive micro-batch and cheaper ones while that evens costs; returns the new step."""
+def balance(
+    step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64
+) -> Step:
+    """Swaps documents between the most expensive micro-batch and cheaper ones while that evens costs; returns the new
+    step."""
     parts = [list(indices) for indices in step]
     for _ in range(swaps):
         dear, *others = sorted(parts, key=lambda part: -costs[part].sum())
@@ -144,7 +154,9 @@ def balance(step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], 
     return parts
 
 
-def _swap(dear: list[int], cheap: list[int], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> bool:
+def _swap(
+    dear: list[int], cheap: list[int], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int
+) -> bool:
     """Swaps the pair of documents that evens the costs of two micro-batches best.
 
     Returns False, without a swap, if no pair reduces the difference by at least a hundredth.

@@ -59,11 +59,17 @@ class Trainer:
         self.parts = parts.to(ranks.device, self.dtype)
         self.loss_settings = LossSettings(config.loss, config.lk_eta, config.feature_weight, config.loss_chunk_rows)
         self.clock = PhaseClock(ranks.device)
-        self._unchecked: list[tuple[tuple[int, ...], torch.Tensor]] = []  # documents, and loss plus gradient norm, of each step
+        self._unchecked: list[
+            tuple[tuple[int, ...], torch.Tensor]
+        ] = []  # documents, and loss plus gradient norm, of each step
         head.activation_checkpointing = config.activation_checkpointing
         fuse(is_compiled(config.compile, ranks.device))
         optimizer = torch.optim.AdamW(
-            head.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
+            head.parameters(),
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         self.clipper = GradientClipper(optimizer, config.max_grad_norm, is_partitioned(deepspeed_config), ranks)
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -75,10 +81,13 @@ class Trainer:
     def step(self, batches: Sequence[Batch]) -> StepMetrics:
         """Make one optimizer step with this rank's batches."""
         # 1. Count the drafts of all ranks and batches, by which the loss is divided once.
-        num_drafts = torch.stack([batch.num_drafts for batch in batches]).sum(0).to(self.ranks.device, non_blocking=True)  # f32[T]
+        num_drafts = (
+            torch.stack([batch.num_drafts for batch in batches]).sum(0).to(self.ranks.device, non_blocking=True)
+        )  # f32[T]
         self.ranks.sum(num_drafts)
         scale = self._scale(num_drafts)
-        # 2. Accumulate the gradients of all batches. After the last one the engine sums them over ranks and updates the weights.
+        # 2. Accumulate the gradients of all batches. After the last one the engine sums them over ranks and updates the
+        # weights.
         sums = num_drafts.new_zeros(4, len(num_drafts))
         for batch in batches:
             losses = self._losses(batch, scale)
@@ -95,12 +104,16 @@ class Trainer:
 
     def _scale(self, num_drafts: torch.Tensor) -> torch.Tensor:
         """Returns the factor of each depth's sum of losses [T]."""
-        weights = self.config.ttt_loss_decay ** torch.arange(len(num_drafts), dtype=torch.float32, device=num_drafts.device)
+        weights = self.config.ttt_loss_decay ** torch.arange(
+            len(num_drafts), dtype=torch.float32, device=num_drafts.device
+        )
         return weights / weights.sum() / num_drafts.clamp(min=1)
 
     def _losses(self, batch: Batch, scale: torch.Tensor) -> LossSums:
         on_device = batch.to(self.ranks.device, self.dtype)
-        return training_losses(self.engine.module, self.parts, on_device, scale, self.loss_settings, self.clock, self.engine)
+        return training_losses(
+            self.engine.module, self.parts, on_device, scale, self.loss_settings, self.clock, self.engine
+        )
 
     def check_finite(self, step: int) -> None:
         """Check the losses and gradient norms of all steps since the last check, up to `step`. Waits for the device.
@@ -126,7 +139,9 @@ class Trainer:
         self.check_finite(step)
         ones = torch.ones(len(batches[0].num_drafts), device=self.ranks.device)
         is_finite = bool(torch.stack([self._losses(batch, ones).loss for batch in batches]).isfinite().all())
-        self._refuse([] if is_finite else [(step, self.ranks.rank, _document_ids(batches))], "the loss of the new weights")
+        self._refuse(
+            [] if is_finite else [(step, self.ranks.rank, _document_ids(batches))], "the loss of the new weights"
+        )
 
     def _refuse(self, bad: list[tuple[int, int, tuple[int, ...]]], what: str) -> None:
         """Raise on all ranks if any rank has bad steps, given as step, rank and documents."""
@@ -134,7 +149,8 @@ class Trainer:
         if bad_of_all:
             step, rank, document_ids = bad_of_all[0]
             raise RuntimeError(
-                f"train: {what} must be finite, but is not at step {step}, with documents {list(document_ids)} on rank {rank}; "
+                f"train: {what} must be finite, but is not at step {step}, with documents {list(document_ids)} on rank "
+                f"{rank}; "
                 "lower train.lr, or look at these documents; the last checkpoint is as it was"
             )
 
@@ -152,13 +168,15 @@ class Trainer:
             "kl_at": metrics.by_depth("kl"),
             "top1_accuracy_at": metrics.by_depth("top1_accuracy"),
             "overlap_at": metrics.by_depth("overlap"),
-            "lr": self.config.lr * warmup_cosine(step - 1, self.config.warmup_steps, self.num_steps, self.config.min_lr_ratio),
+            "lr": self.config.lr
+            * warmup_cosine(step - 1, self.config.warmup_steps, self.num_steps, self.config.min_lr_ratio),
             "grad_norm": float(self.clipper.norm),
         }
 
 
 def is_compiled(setting: bool | None, device: torch.device) -> bool:
-    """Returns whether `fused` functions are compiled, given `train.compile`. Without, memory traffic limits a GPU's step."""
+    """Returns whether `fused` functions are compiled, given `train.compile`. Without, memory traffic limits a GPU's
+    step."""
     return device.type == "cuda" if setting is None else setting
 
 
@@ -167,7 +185,8 @@ def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Returns the learning rate of step `step` (from 0) over its peak: linear up, then half a cosine down to `min_ratio`."""
+    """Returns the learning rate of step `step` (from 0) over its peak: linear up, then half a cosine down to
+    `min_ratio`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
@@ -178,6 +197,7 @@ def check_batch_ranks(micro_batches_per_step: int, world_size: int) -> None:
     """Raises ValueError if the micro-batches of a step cannot be divided evenly among the ranks."""
     if micro_batches_per_step % world_size:
         raise ValueError(
-            f"train.micro_batches_per_step: must be a multiple of the number of ranks, {world_size}, but is {micro_batches_per_step}; "
+            f"train.micro_batches_per_step: must be a multiple of the number of ranks, {world_size}, but is "
+            f"{micro_batches_per_step}; "
             f"set it to {-(-micro_batches_per_step // world_size) * world_size} or change --nproc-per-node"
         )

@@ -1,5 +1,5 @@
-"""Acceptance on the held-out prompts for choosing, with the real draft and verify path: during training, or afterwards by
-`eval.choose_head`.
+"""Acceptance on the held-out prompts for choosing, with the real draft and verify path: during training, or afterwards
+by `eval.choose_head`.
 """
 
 from pathlib import Path

@@ -26,7 +26,13 @@ TIMEOUT_HOURS = 24.0
 _waiting_group: dist.ProcessGroup | None = None
 """A gloo group of all ranks. Ranks that wait in it sleep, while NCCL's barrier would keep the GPU busy."""
 
-_SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+_SINGLE_PROCESS = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+}
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,9 @@ def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
         timeout_hours: how long ranks wait for each other, in all groups.
     """
     global _waiting_group
-    ranks = Ranks(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")))
+    ranks = Ranks(
+        int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    )
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
     if ranks.world_size > 1 and not dist.is_initialized():

@@ -60,7 +60,9 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a safetensors file with the permissions of the umask; safetensors itself lets only the owner read it."""
     path.touch()
     mode = path.stat().st_mode
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"}
+    )
     path.chmod(mode)
 
 

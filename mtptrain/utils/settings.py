@@ -56,7 +56,8 @@ def _bounded(holds: Callable[[Any], bool], requirement: str, hint: str, default:
 
 
 def bounded_settings(settings: Any, prefix: str = "") -> dict[str, tuple[Bound, Any]]:
-    """Returns the bound and the value of every bounded field of a dataclass and of the dataclasses in it, by dotted name."""
+    """Returns the bound and the value of every bounded field of a dataclass and of the dataclasses in it, by dotted
+    name."""
     bounded: dict[str, tuple[Bound, Any]] = {}
     for each in fields(settings):
         value = getattr(settings, each.name)

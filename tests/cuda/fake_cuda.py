@@ -62,8 +62,11 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 
-def place(module: nn.Module, device: str | dict[str, str] = "cuda:0", dtype: torch.dtype | None = torch.bfloat16) -> nn.Module:
-    """Replace the weights of a module by fake ones on a device, or on that of the longest prefix of their module's name.
+def place(
+    module: nn.Module, device: str | dict[str, str] = "cuda:0", dtype: torch.dtype | None = torch.bfloat16
+) -> nn.Module:
+    """Replace the weights of a module by fake ones on a device, or on that of the longest prefix of their module's
+    name.
 
     `Module.to` moves data and cannot be used; buffers keep their dtype, and so do weights where `dtype` is None.
     """

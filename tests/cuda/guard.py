@@ -1,4 +1,5 @@
-"""Builds guard.cpp on first use and loads it, which works only before anything has imported torch: tests/conftest.py does it first."""
+"""Builds guard.cpp on first use and loads it, which works only before anything has imported torch: tests/conftest.py
+does it first."""
 
 import ctypes
 import hashlib
@@ -33,7 +34,9 @@ def _build(torch_dir: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / library.name
             inputs = [str(SOURCE), f"-I{torch_dir}/include", f"-L{torch_dir}/lib", "-lc10", "-ltorch_cpu"]
-            subprocess.run([compiler, "-shared", "-fPIC", "-std=c++20", *inputs, "-o", str(built)], check=True, capture_output=True)
+            subprocess.run(
+                [compiler, "-shared", "-fPIC", "-std=c++20", *inputs, "-o", str(built)], check=True, capture_output=True
+            )
             os.replace(built, library)  # another process may be building it too
     return library
 

@@ -1,10 +1,11 @@
 """Compiles what `train.compile` fuses for an H100, on a machine without a GPU.
 
-A training step runs on fake CUDA tensors. Inductor writes a Triton kernel for each fused function of it, forward and backward, and
-Triton's NVIDIA backend turns these into machine code, which nothing runs. This is a program of its own because it changes torch and
+A training step runs on fake CUDA tensors. Inductor writes a Triton kernel for each fused function of it, forward and
+backward, and Triton's NVIDIA backend turns these into machine code, which nothing runs. This is a program of its own
+because it changes torch and
 Triton for good:
 
-    python -m tests.cuda.inductor mtp null kl        # a head, its draft vocabulary, a loss; prints a JSON list of kernels
+    python -m tests.cuda.inductor mtp null kl    # a head, its draft vocabulary, a loss; prints kernels as JSON
 """
 
 from tests.cuda import guard  # isort: skip  (must come before torch)
@@ -125,19 +126,24 @@ class Written(Exception):
 
 
 class Writer:
-    """A backend of torch.compile that has Inductor write its code, and then lets fake tensors go through the plain graph."""
+    """A backend of torch.compile that has Inductor write its code, and then lets fake tensors go through the plain
+    graph."""
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self._written = ""
         GraphLowering.compile_to_module = lambda graph: self._stop_with_code(graph)  # type: ignore[method-assign]
 
-    def compile(self, function: Callable[..., Any], dynamic: bool, options: dict[str, Any] | None) -> Callable[..., Any]:
+    def compile(
+        self, function: Callable[..., Any], dynamic: bool, options: dict[str, Any] | None
+    ) -> Callable[..., Any]:
         """Stands in for torch.compile."""
 
         def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
             with inductor_config.patch(options or {}):
-                return compile_fx.compile_fx(module, inputs, inner_compile=partial(self._compile_graph, function.__name__))
+                return compile_fx.compile_fx(
+                    module, inputs, inner_compile=partial(self._compile_graph, function.__name__)
+                )
 
         return TORCH_COMPILE(function, dynamic=dynamic, backend=backend)
 
@@ -193,7 +199,9 @@ def fake_head(name: str, draft_vocab_size: int | None) -> Head:
     for module in head.modules():
         for key, weight in module._parameters.items():
             if weight is not None:
-                module._parameters[key] = torch.nn.Parameter(torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda"))
+                module._parameters[key] = torch.nn.Parameter(
+                    torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda")
+                )
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")

@@ -17,7 +17,8 @@ class Kernel:
     is_backward: bool
     source: str
     bytes_per_element: int
-    """Read and written for each element of the rows that the kernel goes over; what a row or a column shares is left out."""
+    """Read and written for each element of the rows that the kernel goes over; what a row or a column shares is left
+    out."""
     target: str = ""
     """The architecture that its PTX names."""
     cubin_bytes: int = 0
@@ -26,7 +27,8 @@ class Kernel:
 def bytes_per_element(source: str) -> int:
     """Counts the loads and stores of a kernel whose address names both a row and a place in it, or was itself loaded.
 
-    A load in each of two loops over a row counts twice. In a reduction rows are `x` and places `r0_`; a pointwise kernel has one index.
+    A load in each of two loops over a row counts twice. In a reduction rows are `x` and places `r0_`; a pointwise
+    kernel has one index.
     """
     signature = re.search(r"'signature': \{(.*?)\}", source)
     assert signature is not None

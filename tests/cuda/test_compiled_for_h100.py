@@ -13,7 +13,7 @@ import pytest
 
 from mtptrain.heads import base
 from mtptrain.heads.attention import training as attention
-from mtptrain.training import losses
+from mtptrain.training import losses, teacher
 from tests.cuda import guard
 from tests.cuda.kernels import HIDDEN_SIZE, NUM_DEPTHS, VOCAB_SIZE, Kernel
 
@@ -27,16 +27,28 @@ NOT_IN_STEPS = {"_softmax", "_of_own_vocabulary"}
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Kernel]]:
     """The kernels of each case; the cases are compiled at the same time."""
-    why_not = guard.WHY_NOT if guard.LIBRARY is None else "" if find_spec("triton") else "triton is not installed; run `make setup`"
+    why_not = (
+        guard.WHY_NOT
+        if guard.LIBRARY is None
+        else ""
+        if find_spec("triton")
+        else "triton is not installed; run `make setup`"
+    )
     if why_not:
         pytest.skip(f"*** NO FUSED FUNCTION IS COMPILED FOR GPUS: {why_not} ***")
     cache = tmp_path_factory.mktemp("compiled")
     processes = {}
     for name, case in CASES.items():
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/{name}", "TRITON_CACHE_DIR": f"{cache}/{name}/triton"}
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": f"{cache}/{name}",
+            "TRITON_CACHE_DIR": f"{cache}/{name}/triton",
+        }
         command = [sys.executable, "-m", "tests.cuda.inductor", case[0], json.dumps(case[1]), case[2]]
         with Path(f"{cache}/{name}.err").open("w") as errors:
-            processes[name] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+            processes[name] = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
     found = {name: process.communicate()[0] for name, process in processes.items()}
     for name, process in processes.items():
         assert process.returncode == 0, Path(f"{cache}/{name}.err").read_text()[-3000:]
@@ -46,9 +58,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Kernel]]
 def fused_functions() -> set[str]:
     """Names of the functions of the loss, the heads and their attention that are decorated with `fused`."""
     names = set()
-    for module in (losses, base, attention):
+    for module in (losses, teacher, base, attention):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.FunctionDef) and any(ast.unparse(name).startswith("fused") for name in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any(
+                ast.unparse(name).startswith("fused") for name in node.decorator_list
+            ):
                 names.add(node.name)
     return names
 
@@ -71,17 +85,22 @@ def bytes_of(kernels: list[Kernel], function: str) -> int:
 
 
 def test_the_loss_moves_at_most_12_bytes_for_each_drafted_logit(kernels: dict[str, list[Kernel]]) -> None:
-    """In bf16 drafts' logits are read twice, the teacher's once at each depth and once before all, and the gradient is written.
+    """In bf16 drafts' logits are read twice, the teacher's once at each depth and once before all, and the gradient is
+    written.
 
-    Around them a row's states and their gradients are zeroed, copied and scaled: 16 bytes for each of H values, 0.5 for each logit.
+    Around them a row's states and their gradients are zeroed, copied and scaled: 16 bytes for each of H values, 0.5 for
+    each logit.
     """
     at_depths, before = (bytes_of(kernels["mtp"], name) for name in ("_rows_and_grad", "_totals"))
     assert (at_depths, before) == (2 + 2 + 2 + 2, 2)
     assert at_depths + before / NUM_DEPTHS + 16 * HIDDEN_SIZE / VOCAB_SIZE < 12
 
 
-def test_the_lk_loss_moves_12_bytes_for_each_drafted_logit_and_reads_the_teacher_once(kernels: dict[str, list[Kernel]]) -> None:
-    """Its gradient needs sums over the row that need the row's softmax: logits are read three times, the teacher's twice."""
+def test_the_lk_loss_moves_12_bytes_for_each_drafted_logit_and_reads_the_teacher_once(
+    kernels: dict[str, list[Kernel]],
+) -> None:
+    """Its gradient needs sums over the row that need the row's softmax: logits are read three times, the teacher's
+    twice."""
     assert bytes_of(kernels["eagle3"], "_rows_and_grad") == 3 * 2 + 2 * 2 + 2
 
 

@@ -1,4 +1,5 @@
-"""The CUDA branch of attention over depths, run on a CPU with FlashAttention's operators replaced by plain formulas in their layouts."""
+"""The CUDA branch of attention over depths, run on a CPU with FlashAttention's operators replaced by plain formulas in
+their layouts."""
 
 import math
 from collections.abc import Iterator
@@ -40,9 +41,19 @@ def check_layout(query: Any, key: Any, value: Any, cum_q: Any, cum_k: Any, max_q
 
 
 def reference_forward(
-    query: Any, key: Any, value: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout: float, causal: bool, debug: bool
+    query: Any,
+    key: Any,
+    value: Any,
+    cum_q: Any,
+    cum_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """`aten::_flash_attention_forward` over packed segments: out [Q, heads, head_dim] and the natural log-sum-exp f32[heads, Q]."""
+    """`aten::_flash_attention_forward` over packed segments: out [Q, heads, head_dim] and the natural log-sum-exp
+    f32[heads, Q]."""
     check_layout(query, key, value, cum_q, cum_k, max_q, max_k)
     assert dropout == 0.0 and debug is False
     out, lse = torch.empty_like(query), torch.empty(HEADS, len(query))
@@ -58,7 +69,8 @@ def reference_backward(
     grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int,
     dropout: float, causal: bool, state: Any, unused: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """`aten::_flash_attention_backward`: P = exp(QK - lse), dS = P * (dO V - rowsum(dO * O)), as FlashAttention computes them."""
+    """`aten::_flash_attention_backward`: P = exp(QK - lse), dS = P * (dO V - rowsum(dO * O)), as FlashAttention
+    computes them."""
     check_layout(query, key, value, cum_q, cum_k, max_q, max_k)
     assert dropout == 0.0 and grad.is_contiguous() and lse.is_contiguous() and state.dtype == torch.uint64
     assert lse.shape == (HEADS, len(query)) and lse.dtype == torch.float32
@@ -117,12 +129,15 @@ def results(packing: Packing, num_own: int) -> list[torch.Tensor]:
 
 SCHEMAS = {
     "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
-    "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state "
+    "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p "
+    "is_causal rng_state "
     "unused",
     "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp dropout_p is_causal",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp dropout_p "
+    "is_causal",
 }
-"""Positional arguments of the private operators that we call. A torch that changes them must be looked at before it is allowed."""
+"""Positional arguments of the private operators that we call. A torch that changes them must be looked at before it is
+allowed."""
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

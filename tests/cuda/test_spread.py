@@ -12,9 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.draft_quality import DraftQuality
-from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
+from mtptrain.decoding.draft import Drafter
+from mtptrain.decoding.drafters import (
+    HeadDrafter,
+    HybridDrafter,
+    ModelDrafter,
+    NoDrafter,
+    PromptLookupDrafter,
+    TreeDrafter,
+)
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Drafter, Round, speculate
+from mtptrain.decoding.speculate import Round, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
@@ -29,7 +37,8 @@ PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8]]
 
 
 def spread_target(family: str = "llama", is_tied: bool = False) -> Target:
-    """A target in bf16 as accelerate places it: two layers on each GPU, the final norm and an untied lm_head on the second."""
+    """A target in bf16 as accelerate places it: two layers on each GPU, the final norm and an untied lm_head on the
+    second."""
     model_type, settings = FAMILIES[family]
     sizes = {
         "vocab_size": 512,
@@ -132,7 +141,10 @@ def rounds_of(kind: str, head: Head, target: Target) -> list[Round]:
 
 @pytest.mark.parametrize(
     ("head_name", "kinds"),
-    [("mtp", ("chain", "sampled chain", "tree", "hybrid", "model", "prompt lookup", "none")), ("eagle3", ("chain", "tree"))],
+    [
+        ("mtp", ("chain", "sampled chain", "tree", "hybrid", "model", "prompt lookup", "none")),
+        ("eagle3", ("chain", "tree")),
+    ],
 )
 def test_whole_rounds_run_with_a_target_on_two_devices(head_name: str, kinds: tuple[str, ...]) -> None:
     with rehearsal():
@@ -157,7 +169,11 @@ def test_a_spread_target_returns_states_on_the_device_of_its_parts(family: str, 
             for rows in (positions, positions[:, :4] + 40):  # a prompt, and a round
                 states = target.forward(torch.zeros_like(rows), rows, cache, (0, 2, 4))
                 assert states.aux_hidden_states is not None
-                for tensor in (states.hidden_states, states.aux_hidden_states, target.parts.logits(states.hidden_states)):
+                for tensor in (
+                    states.hidden_states,
+                    states.aux_hidden_states,
+                    target.parts.logits(states.hidden_states),
+                ):
                     assert str(tensor.device) == FIRST
         assert [str(cache._keys[layer].device) for layer in range(4)] == [FIRST, FIRST, SECOND, SECOND]
 

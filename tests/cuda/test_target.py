@@ -1,4 +1,5 @@
-"""Extraction from targets of every family, and decoding with the cache, on fake CUDA tensors with real kernels' names and dtypes."""
+"""Extraction from targets of every family, and decoding with the cache, on fake CUDA tensors with real kernels' names
+and dtypes."""
 
 from collections import Counter
 from typing import Any
@@ -34,7 +35,13 @@ def placed_target(config: PreTrainedConfig) -> Target:
 
 def family_config(family: str) -> PreTrainedConfig:
     model_type, settings = FAMILIES[family]
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     latent = {"v_head_dim": 16} if model_type == "deepseek_v2" else {}  # smaller than that of queries, as published
     return AutoConfig.for_model(model_type, **{**sizes, "num_key_value_heads": 2, "head_dim": 64, **settings, **latent})
 

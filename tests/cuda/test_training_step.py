@@ -20,7 +20,11 @@ from tests.test_recipes import compose_recipe
 
 LLAMA_8B, LLAMA_70B = "llama3_1_8b", "llama3_3_70b"
 ONE_DOCUMENT = [answers(4096, [(0, 4096)])]
-CHATS = [answers(1500, [(200, 500), (700, 800), (1100, 1500)]), answers(900, [(300, 900)]), answers(500, [(1, 100), (101, 490)])]
+CHATS = [
+    answers(1500, [(200, 500), (700, 800), (1100, 1500)]),
+    answers(900, [(300, 900)]),
+    answers(500, [(1, 100), (101, 490)]),
+]
 """Documents of several answers, whose prompts give keys alone."""
 
 
@@ -76,7 +80,9 @@ def test_the_planned_step_is_the_step_that_runs(head: str, target: str, activati
     )
     rehearsal = rehearse_step(config, target_config, ONE_DOCUMENT, train)
     tokens = rehearsal.batch.num_tokens
-    micro_batch = MicroBatch(config, target_config, torch.bfloat16, [tokens], 1.0, train.loss_chunk_rows, activation_checkpointing)
+    micro_batch = MicroBatch(
+        config, target_config, torch.bfloat16, [tokens], 1.0, train.loss_chunk_rows, activation_checkpointing
+    )
     planned = step_costs(micro_batch)
     meter, weights = rehearsal.meter, sum(2 * x.numel() for x in rehearsal.head.parameters())
     frozen = 2 * target_config.hidden_size * (2 * target_config.vocab_size + 1)
@@ -105,7 +111,9 @@ def zero_steps() -> list[dict[str, object]]:
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("index", range(len(RECIPES_WITH_ZERO)), ids=[" ".join(map(str, case)) for case in RECIPES_WITH_ZERO])
+@pytest.mark.parametrize(
+    "index", range(len(RECIPES_WITH_ZERO)), ids=[" ".join(map(str, case)) for case in RECIPES_WITH_ZERO]
+)
 def test_deepspeed_steps_take_the_memory_that_is_planned_and_never_wait(
     index: int, zero_steps: list[dict[str, object]], tmp_path: Path
 ) -> None:

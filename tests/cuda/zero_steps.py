@@ -1,6 +1,8 @@
-"""Steps of recipes with DeepSpeed's own engine as rank 0 of 8, on fake CUDA tensors: prints what each takes as a line of JSON.
+"""Steps of recipes with DeepSpeed's own engine as rank 0 of 8, on fake CUDA tensors: prints what each takes as a line
+of JSON.
 
-A program, not a test: it joins a process group that does nothing, and has DeepSpeed believe in CUDA, which no other test must see.
+A program, not a test: it joins a process group that does nothing, and has DeepSpeed believe in CUDA, which no other
+test must see.
 
     DS_ACCELERATOR=cuda python -m tests.cuda.zero_steps llama3_1_8b,mtp,zero1
 """
@@ -40,7 +42,9 @@ class FakeStream:
     def __enter__(self) -> "FakeStream":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         pass
 
     def wait_stream(self, other: object) -> None:
@@ -79,7 +83,9 @@ def rehearse(target: str, head_name: str, zero: str) -> dict[str, Any]:
     with fake_cuda(), ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **CUDA))
         stack.enter_context(patch.multiple(type(accelerator), **ACCELERATOR))
-        stack.enter_context(patch.object(nn.Module, "_apply", lambda module, *_, **__: module))  # all is in its place already
+        stack.enter_context(
+            patch.object(nn.Module, "_apply", lambda module, *_, **__: module)
+        )  # all is in its place already
         head = place(build_head(config.head, target_config), DEVICE)
         assert isinstance(head, Head)
         parts = frozen_parts(target_config)

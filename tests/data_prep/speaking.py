@@ -18,7 +18,9 @@ NUM_PRINTABLE = 94
 """Tokens 0..93 are the characters from `!` to `~`."""
 
 
-def make_speaking_target(directory: Path, seed: int = 3, chat_template: str = GENERATION_TEMPLATE, **config: object) -> Path:
+def make_speaking_target(
+    directory: Path, seed: int = 3, chat_template: str = GENERATION_TEMPLATE, **config: object
+) -> Path:
     """Makes a random target that generates printable characters and sometimes the end-of-sequence token."""
     make_target(directory, seed=seed, chat_template=chat_template, **config)
     weights = load_file(directory / "model.safetensors")

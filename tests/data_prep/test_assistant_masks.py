@@ -54,7 +54,9 @@ def make_merging_tokenizer(template: str, merge: str, *, trim_offsets: bool = Fa
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=template, clean_up_tokenization_spaces=False
+    )
 
 
 @pytest.mark.parametrize("template", [GENERATION_TEMPLATE, PLAIN_TEMPLATE])
@@ -79,14 +81,18 @@ _turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), _w
 @given(_turns)
 def test_comparing_prefixes_finds_what_generation_blocks_mark(turns: list[tuple[str, str]]) -> None:
     messages = [{"role": role, "content": content} for role, content in [*turns, ("assistant", "end")]]
-    by_blocks, by_prefixes = (encode(make_tokenizer(template), messages) for template in (GENERATION_TEMPLATE, PLAIN_TEMPLATE))
+    by_blocks, by_prefixes = (
+        encode(make_tokenizer(template), messages) for template in (GENERATION_TEMPLATE, PLAIN_TEMPLATE)
+    )
     assert by_blocks.input_ids.tolist() == by_prefixes.input_ids.tolist()
     assert by_blocks.loss_mask.tolist() == by_prefixes.loss_mask.tolist()
 
 
 def test_many_conversations_are_encoded_as_each_alone() -> None:
     tokenizer = make_tokenizer()
-    batch = encode_renderings(tokenizer, [rendering for n in (3, 6) for rendering in render_conversation(tokenizer, CHAT[:n])])
+    batch = encode_renderings(
+        tokenizer, [rendering for n in (3, 6) for rendering in render_conversation(tokenizer, CHAT[:n])]
+    )
     for encoding, n in zip(batch, (3, 6), strict=True):
         assert encoding.input_ids.tolist() == encode(tokenizer, CHAT[:n]).input_ids.tolist()
         assert encoding.loss_mask.tolist() == encode(tokenizer, CHAT[:n]).loss_mask.tolist()
@@ -132,14 +138,18 @@ def test_a_conversation_without_an_answer_is_refused() -> None:
 
 
 def test_a_conversation_that_the_template_refuses_is_refused_in_its_words() -> None:
-    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN_TEMPLATE
+    template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN_TEMPLATE
+    )
     with pytest.raises(ConversationRefused, match="the chat template answers: no system role"):
         render_conversation(make_tokenizer(template), CHAT)
 
 
 def test_an_answer_without_a_question_is_found() -> None:
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
-    assert generated_parts(tokenizer, encode(tokenizer, [{"role": "assistant", "content": "Hello"}])) == ["Hello<|end|>"]
+    assert generated_parts(tokenizer, encode(tokenizer, [{"role": "assistant", "content": "Hello"}])) == [
+        "Hello<|end|>"
+    ]
 
 
 def test_a_token_that_holds_the_end_of_the_prompt_is_not_generated() -> None:
@@ -147,8 +157,12 @@ def test_a_token_that_holds_the_end_of_the_prompt_is_not_generated() -> None:
     template += "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
     tokenizer = make_merging_tokenizer(template, "ĊĊ")
     question = {"role": "user", "content": "q"}
-    assert generated_parts(tokenizer, encode(tokenizer, [question, {"role": "assistant", "content": "\nyes"}])) == ["yes;"]
-    assert generated_parts(tokenizer, encode(tokenizer, [question, {"role": "assistant", "content": "yes"}])) == ["yes;"]
+    assert generated_parts(tokenizer, encode(tokenizer, [question, {"role": "assistant", "content": "\nyes"}])) == [
+        "yes;"
+    ]
+    assert generated_parts(tokenizer, encode(tokenizer, [question, {"role": "assistant", "content": "yes"}])) == [
+        "yes;"
+    ]
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
@@ -180,10 +194,13 @@ def test_a_tokenizer_that_cannot_relate_tokens_to_text_does_not_pass_the_check()
 
 
 def test_a_generation_block_without_text_does_not_pass_the_check() -> None:
-    template = GENERATION_TEMPLATE.replace("{% generation %}{{ message['content'] }}", "{{ message['content'] }}{% generation %}")
+    template = GENERATION_TEMPLATE.replace(
+        "{% generation %}{{ message['content'] }}", "{{ message['content'] }}{% generation %}"
+    )
     tokenizer = make_tokenizer(template.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"))
     with pytest.raises(
-        ValueError, match=r"the chat template of .* must show .* but the loss mask is empty: its \{% generation %\} block"
+        ValueError,
+        match=r"the chat template of .* must show .* but the loss mask is empty: its \{% generation %\} block",
     ):
         check_chat_template(tokenizer)
 
@@ -191,6 +208,7 @@ def test_a_generation_block_without_text_does_not_pass_the_check() -> None:
 def test_a_template_whose_prompt_is_not_what_precedes_an_answer_does_not_pass_the_check() -> None:
     tokenizer = make_tokenizer(PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}"))
     with pytest.raises(
-        ValueError, match="the loss mask is empty: the chat template renders no answer as the continuation of its prompt"
+        ValueError,
+        match="the loss mask is empty: the chat template renders no answer as the continuation of its prompt",
     ):
         check_chat_template(tokenizer)

@@ -79,10 +79,16 @@ def test_copies_without_an_id_have_one_name_in_either_schema() -> None:
         ({"messages": [{"role": "assistant", "content": "", "thinking": "\ud83d"}]}, "text that is no valid Unicode"),
         ({"messages": [{"role": "user", "content": None}]}, "content is no text but NoneType"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, "content is no text but list"),
-        ({"messages": [{"role": "user", "content": "hi"}, {"from": "gpt", "value": "yes"}]}, "messages of different schemas"),
+        (
+            {"messages": [{"role": "user", "content": "hi"}, {"from": "gpt", "value": "yes"}]},
+            "messages of different schemas",
+        ),
         ({"messages": [{"speaker": "user"}]}, "unknown schema"),
         ({"messages": MESSAGES["messages"], "tools": [{"name": "search"}]}, "tool calls, which are not rendered"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool calls, which are not rendered"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "tool calls, which are not rendered",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_rendered_is_refused_with_the_reason(row: dict[str, Any], reason: str) -> None:
@@ -110,7 +116,9 @@ def test_refused_rows_are_listed_by_line_and_usable_ones_are_kept(tmp_path: Path
 def test_a_line_that_is_not_json_is_named_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(MESSAGES) + '\n{"messages": [\n')
-    with pytest.raises(ValueError, match=r"chats\.jsonl:2: must be JSON, but is not \(Expecting value.*; correct or remove it"):
+    with pytest.raises(
+        ValueError, match=r"chats\.jsonl:2: must be JSON, but is not \(Expecting value.*; correct or remove it"
+    ):
         read_conversations([str(path)])
 
 
@@ -137,7 +145,10 @@ def test_an_invalid_parquet_file_is_named(tmp_path: Path) -> None:
     ("row", "found"),
     [
         ({"prompt": "hi", "answer": "yes"}, r"keys \['answer', 'prompt'\]"),
-        ({"messages": [{"speaker": "me", "text": "hi"}]}, r"keys \['messages'\] and messages with \['speaker', 'text'\]"),
+        (
+            {"messages": [{"speaker": "me", "text": "hi"}]},
+            r"keys \['messages'\] and messages with \['speaker', 'text'\]",
+        ),
         ({"messages": ["hi"]}, r"keys \['messages'\] and messages with str"),
         ({"messages": "hi"}, r"keys \['messages'\]"),
         ([1, 2], "a list"),
@@ -145,7 +156,9 @@ def test_an_invalid_parquet_file_is_named(tmp_path: Path) -> None:
 )
 def test_an_unknown_schema_is_named_with_its_keys_and_row(tmp_path: Path, row: Any, found: str) -> None:
     path = write_jsonl(tmp_path / "chats.jsonl", row)
-    with pytest.raises(ValueError, match=rf"chats\.jsonl:1: a row must hold its messages in .*, but has {found}; convert the data"):
+    with pytest.raises(
+        ValueError, match=rf"chats\.jsonl:1: a row must hold its messages in .*, but has {found}; convert the data"
+    ):
         read_conversations([path])
 
 
@@ -160,7 +173,9 @@ def test_a_schema_that_the_config_names_is_required(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/no/such/chats.jsonl", "chats.parquet", "/no/such/place"])
 def test_a_file_that_does_not_exist_is_named(path: str) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"prompts\.paths: must name files or hub data sets, but '{path}' does not exist"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"prompts\.paths: must name files or hub data sets, but '{path}' does not exist"
+    ):
         read_conversations([path])
 
 
@@ -171,12 +186,17 @@ def test_a_file_of_another_suffix_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"conversations must be files or hub names, but .* is a directory; list its files"):
+    with pytest.raises(
+        ValueError, match=r"conversations must be files or hub names, but .* is a directory; list its files"
+    ):
         read_conversations([str(tmp_path)])
 
 
 def test_a_hub_name_that_cannot_be_loaded_is_named_with_the_hubs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    match = r"'nobody/no-such-set' is no file and its split 'test' cannot be loaded from the hub: .*; correct prompts\.paths"
+    match = (
+        r"'nobody/no-such-set' is no file and its split 'test' cannot be loaded from the hub: .*; correct "
+        r"prompts\.paths"
+    )
     with pytest.raises(FileNotFoundError, match=match):
         read_conversations(["nobody/no-such-set"], split="test")

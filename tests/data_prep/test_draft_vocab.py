@@ -70,7 +70,9 @@ def test_too_few_different_tokens_are_filled_up_with_the_lowest_ids() -> None:
 
 
 def test_more_special_tokens_than_asked_for_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"head\.draft_vocab_size: must hold the 3 special tokens of the target, but is 2; set it"):
+    with pytest.raises(
+        ValueError, match=r"head\.draft_vocab_size: must hold the 3 special tokens of the target, but is 2; set it"
+    ):
         choose_tokens(np.ones(9, np.int64), 2, {1, 2, 3})
 
 
@@ -84,12 +86,17 @@ def test_special_tokens_are_the_tokenizers_and_those_that_stop_the_target(tmp_pa
     assert special_token_ids(tmp_path, small) == {256, 257}
 
 
-def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_plain_count(config: PipelineConfig) -> None:
+def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_plain_count(
+    config: PipelineConfig,
+) -> None:
     manifest = prepare_draft_vocab(config)
     prompts_dir = config.stage_dir("prompts")
     d2t = read_draft_vocab(config.stage_dir("draft_vocab"), 40, 260, file_sha256(prompts_dir / "train.safetensors"))
     chosen = set((d2t + torch.arange(40)).tolist())
-    counts = {split: drafts_of_training(Documents.load(prompts_dir / f"{split}.safetensors")) for split in ("train", "validation")}
+    counts = {
+        split: drafts_of_training(Documents.load(prompts_dir / f"{split}.safetensors"))
+        for split in ("train", "validation")
+    }
     frequent = sorted(counts["train"], key=lambda token: (-counts["train"][token], token))
     assert chosen >= set(frequent[:39]) and 256 in chosen, "the special token may take the place of the last one"
     for split, found in counts.items():
@@ -105,7 +112,9 @@ def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_pl
     ]
 
 
-def test_a_run_killed_while_it_writes_leaves_no_manifest(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_while_it_writes_leaves_no_manifest(
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare_draft_vocab(config)
 
     def killed(*args: object) -> str:
@@ -117,8 +126,15 @@ def test_a_run_killed_while_it_writes_leaves_no_manifest(config: PipelineConfig,
     assert not (config.stage_dir("draft_vocab") / "manifest.json").exists()
 
 
-def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(config: PipelineConfig, tmp_path: Path) -> None:
-    overrides = (f"run_dir={config.run_dir}", f"target.path={config.target.path}", *SETTINGS, "head.draft_vocab_size=200")
+def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(
+    config: PipelineConfig, tmp_path: Path
+) -> None:
+    overrides = (
+        f"run_dir={config.run_dir}",
+        f"target.path={config.target.path}",
+        *SETTINGS,
+        "head.draft_vocab_size=200",
+    )
     result = run_program("data_prep.draft_vocab", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "200 of 260 tokens" in result.stdout and result.stdout.count("100.00%") == 2
@@ -131,7 +147,8 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(co
     [
         (
             ("head=mtp",),
-            r"head\.draft_vocab_size: must be set to less than the target's 260 tokens .* is None: head mtp drafts the target's",
+            r"head\.draft_vocab_size: must be set to less than the target's 260 tokens .* is None: head mtp drafts the "
+            r"target's",
         ),
         (EAGLE3, r"but is None: head eagle3 drafts the target's whole vocabulary and needs none; skip this program"),
         ((*EAGLE3, "head.draft_vocab_size=260"), r"but is 260: head eagle3 drafts the target's whole vocabulary"),
@@ -139,7 +156,10 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(co
             (*EAGLE3, "head.draft_vocab_size=261"),
             r"head\.draft_vocab_size: must be within 1\.\.260, the tokens of the target, but is 261",
         ),
-        ((*EAGLE3, "head.draft_vocab_size=0"), r"must be within 1\.\.260, the tokens of the target, but is 0; correct it"),
+        (
+            (*EAGLE3, "head.draft_vocab_size=0"),
+            r"must be within 1\.\.260, the tokens of the target, but is 0; correct it",
+        ),
         (
             (*EAGLE3, "head.draft_vocab_size=40", "head.init_from=/some/head"),
             r"head\.init_from: must be unset to choose a draft vocabulary, but is /some/head, whose lm_head keeps",
@@ -155,7 +175,9 @@ def test_a_head_without_a_draft_vocabulary_to_choose_is_refused(
 
 
 def test_choosing_before_the_prompts_exist_says_what_to_run(config_for: Callable[..., PipelineConfig]) -> None:
-    with pytest.raises(FileNotFoundError, match=r"prompts/manifest\.json: must exist, but does not; run data_prep\.prompts"):
+    with pytest.raises(
+        FileNotFoundError, match=r"prompts/manifest\.json: must exist, but does not; run data_prep\.prompts"
+    ):
         prepare_draft_vocab(config_for(*SETTINGS))
 
 

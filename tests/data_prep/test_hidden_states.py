@@ -93,7 +93,9 @@ def prepared(config_for: ConfigFor, tiny_target: Path) -> ConfigFor:
 def read_store(directory: Path) -> dict[str, bytes]:
     """Returns every file except the two that record how the program was called."""
     return {
-        path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name not in ("config.yaml", "provenance.json")
+        path.name: path.read_bytes()
+        for path in sorted(directory.iterdir())
+        if path.name not in ("config.yaml", "provenance.json")
     }
 
 
@@ -139,7 +141,9 @@ def test_the_size_of_a_batch_changes_states_only_by_rounding(prepared: ConfigFor
 
 def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepared: ConfigFor, tmp_path: Path) -> None:
     # Sizes at which bf16 products with one and with four threads differ.
-    target_dir = make_target(tmp_path / "wide", hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4)
+    target_dir = make_target(
+        tmp_path / "wide", hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4
+    )
     found = []
     for threads in (1, 4):
         config = prepared(f"target.path={target_dir}", lengths=[64, 100, 100, 200, 333])
@@ -152,7 +156,11 @@ def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepare
 
 def overrides_of(config: PipelineConfig) -> list[str]:
     shard_tokens = config.hidden_states.shard_tokens
-    return [f"run_dir={config.run_dir}", f"target.path={config.target.path}", f"hidden_states.shard_tokens={shard_tokens}"]
+    return [
+        f"run_dir={config.run_dir}",
+        f"target.path={config.target.path}",
+        f"hidden_states.shard_tokens={shard_tokens}",
+    ]
 
 
 def extract(config: PipelineConfig, num_ranks: int) -> str:
@@ -193,7 +201,9 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
     kill_program(config, num_ranks=1, after_shards=int(rng.integers(1, 60)))
     kill_program(config, num_ranks=2, after_shards=int(rng.integers(80, 150)))
     trusted = {path.stem for path in store_dir.glob("shard_*.json")}
-    kept = {path.stem: path.stat().st_mtime_ns for path in store_dir.glob("shard_*.safetensors") if path.stem in trusted}
+    kept = {
+        path.stem: path.stat().st_mtime_ns for path in store_dir.glob("shard_*.safetensors") if path.stem in trusted
+    }
     output = extract(config, num_ranks=2)
     assert read_store(store_dir) == undisturbed
     assert len(kept) > 79
@@ -271,7 +281,9 @@ def test_parts_run_concurrently_and_the_last_one_finishes_the_store(prepared: Co
     assert read_store(store_dir) == undisturbed
 
 
-def test_a_part_that_ends_names_the_parts_that_are_unfinished(prepared: ConfigFor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_ends_names_the_parts_that_are_unfinished(
+    prepared: ConfigFor, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = prepared(lengths=[50] * 60)
     settings = replace(config.hidden_states, part=0, num_parts=3)
     extract_hidden_states(replace(config, hidden_states=settings), ONE_RANK)
@@ -284,7 +296,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mounts a separate file system of one megabyte."""
     directory = tmp_path / "disk"
     directory.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
     yield directory
@@ -305,19 +319,25 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
     def fill_the_disk_first(*args: Any) -> Any:
         """Fills the disk after some shards."""
         theirs = small_disk / "of_somebody_else"
-        if len(list(store_dir.glob("shard_*.safetensors"))) >= 5 and not theirs.exists():  # others are written meanwhile
+        if (
+            len(list(store_dir.glob("shard_*.safetensors"))) >= 5 and not theirs.exists()
+        ):  # others are written meanwhile
             with theirs.open("wb") as file, suppress(OSError):
                 while True:
                     file.write(bytes(4096))
         return tokens_of_shard(*args)
 
     monkeypatch.setattr(fill, "tokens_of_shard", fill_the_disk_first)
-    message = r"must have room for 0\.000 GB of hidden states, but is full; finished shards are kept: free some space and run"
+    message = (
+        r"must have room for 0\.000 GB of hidden states, but is full; finished shards are kept: free some space and run"
+    )
     with pytest.raises(OSError, match=message) as raised:
         extract_hidden_states(config, ONE_RANK)
     assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(store_dir)
     assert not list(store_dir.glob("*.tmp"))
-    shards = sorted(store_dir.glob("shard_*.safetensors"))  # the last may lack its record, for which there was no room either
+    shards = sorted(
+        store_dir.glob("shard_*.safetensors")
+    )  # the last may lack its record, for which there was no room either
     kept = {path.name: path.stat().st_mtime_ns for index, path in enumerate(shards) if has_shard(store_dir, index)}
     assert len(kept) >= 5
 
@@ -375,7 +395,9 @@ def test_the_full_check_names_every_damaged_shard_and_computes_nothing(prepared:
 
 def test_eight_bits_for_captured_layers_alone_need_captured_layers(prepared: ConfigFor) -> None:
     config = prepared("hidden_states.store_dtype=fp8_aux")
-    with pytest.raises(ValueError, match="store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux"):
+    with pytest.raises(
+        ValueError, match="store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux"
+    ):
         extract_hidden_states(config, ONE_RANK)
 
 
@@ -400,7 +422,9 @@ def test_states_of_another_target_are_refused(
             assert not finished
     config.target.path = str(make_target(tmp_path / "tuned", seed=1))
     before = read_store(config.stage_dir("hidden_states"))
-    with pytest.raises(ValueError, match=r"the hash of the target's weights must be .*, but is .*delete .*hidden_states"):
+    with pytest.raises(
+        ValueError, match=r"the hash of the target's weights must be .*, but is .*delete .*hidden_states"
+    ):
         extract_hidden_states(config, ONE_RANK)
     assert read_store(config.stage_dir("hidden_states")) == before
 
@@ -414,7 +438,9 @@ def test_states_of_other_prompts_layers_or_dtype_are_refused(
 ) -> None:
     config = prepared()
     extract_hidden_states(config, ONE_RANK)
-    with pytest.raises(ValueError, match=r"the computing dtype \(hidden_states.dtype\) must be float32, but is bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"the computing dtype \(hidden_states.dtype\) must be float32, but is bfloat16"
+    ):
         extract_hidden_states(prepared("hidden_states.dtype=float32"), ONE_RANK)
     with pytest.raises(ValueError, match=r"hidden_states.shard_tokens must be 61, but is 60"):
         extract_hidden_states(prepared("hidden_states.shard_tokens=61"), ONE_RANK)
@@ -455,7 +481,8 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed + 1, needed - 1))
     with pytest.raises(
         ValueError,
-        match=r"hidden_states: 0.000 GB must be free for the hidden states, but 0.000 GB are; free space, .*store_dtype=fp8",
+        match=r"hidden_states: 0.000 GB must be free for the hidden states, but 0.000 GB are; free space, "
+        r".*store_dtype=fp8",
     ):
         extract_hidden_states(config, ONE_RANK)
     assert "267 tokens x 133 bytes" in capsys.readouterr().out
@@ -486,7 +513,9 @@ def test_finished_shards_need_no_free_disk(prepared: ConfigFor, monkeypatch: pyt
     extract_hidden_states(config, ONE_RANK)
 
 
-def test_streamed_shards_on_the_disk_make_room_for_later_ones(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_shards_on_the_disk_make_room_for_later_ones(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Restarting extraction needs no more space when the disk is full and holds all open windows."""
     config = prepared("train.stream=true", "train.stream_shards=1", "train.epochs=1", lengths=[40] * 20)
     store_dir = config.stage_dir("hidden_states")
@@ -508,7 +537,9 @@ def test_streamed_shards_on_the_disk_make_room_for_later_ones(prepared: ConfigFo
 
 
 def test_without_stage_1_the_program_to_run_is_named(config_for: ConfigFor) -> None:
-    with pytest.raises(FileNotFoundError, match=r"prompts/manifest.json: must exist, but does not; run data_prep.prompts"):
+    with pytest.raises(
+        FileNotFoundError, match=r"prompts/manifest.json: must exist, but does not; run data_prep.prompts"
+    ):
         extract_hidden_states(config_for(), ONE_RANK)
 
 

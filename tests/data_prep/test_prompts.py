@@ -17,8 +17,18 @@ from mtptrain.target.hub import load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer, run_program
 
 ConfigFor = Callable[..., PipelineConfig]
-FILES = {f"file_{i:02}.py": f"value_{i} = {i}\n" * (i + 1) for i in range(40)} | {"sub/long.py": "x = 1\n" * 90, "empty.py": ""}
-DATA_FILES = ["train.safetensors", "validation.safetensors", "documents.jsonl", "report.json", "manifest.json", "config.yaml"]
+FILES = {f"file_{i:02}.py": f"value_{i} = {i}\n" * (i + 1) for i in range(40)} | {
+    "sub/long.py": "x = 1\n" * 90,
+    "empty.py": "",
+}
+DATA_FILES = [
+    "train.safetensors",
+    "validation.safetensors",
+    "documents.jsonl",
+    "report.json",
+    "manifest.json",
+    "config.yaml",
+]
 
 
 @pytest.fixture
@@ -28,7 +38,11 @@ def text_config(tmp_path: Path, config_for: ConfigFor) -> ConfigFor:
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "texts" / name).write_text(text)
     (tmp_path / "texts" / "latin.py").write_bytes(b"# gr\xf6\xdfe\n")
-    settings = (f"prompts.paths=[{tmp_path}/texts]", "prompts.validation_fraction=0.2", "prompts.max_document_tokens=128")
+    settings = (
+        f"prompts.paths=[{tmp_path}/texts]",
+        "prompts.validation_fraction=0.2",
+        "prompts.max_document_tokens=128",
+    )
     return lambda *overrides: config_for(*settings, *overrides)
 
 
@@ -38,14 +52,21 @@ def chat_config(tmp_path: Path, config_for: ConfigFor) -> Callable[..., Pipeline
 
     def build(rows: list[Any], *overrides: str) -> PipelineConfig:
         (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        settings = ("prompts=conversations", f"prompts.paths=[{tmp_path}/chats.jsonl]", "prompts.validation_fraction=0.3")
+        settings = (
+            "prompts=conversations",
+            f"prompts.paths=[{tmp_path}/chats.jsonl]",
+            "prompts.validation_fraction=0.3",
+        )
         return config_for(*settings, *overrides)
 
     return build
 
 
 def chat(name: str, *turns: str) -> dict[str, Any]:
-    return {"id": name, "messages": [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]}
+    return {
+        "id": name,
+        "messages": [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)],
+    }
 
 
 CHATS = [chat(f"chat{i}", f"question {i}", f"answer {i}") for i in range(20)]
@@ -123,7 +144,12 @@ def test_documents_stand_in_the_order_of_their_ids_and_the_report_agrees_with_th
         written = Documents.load(stage_dir / f"{split}.safetensors")
         assert np.all(np.diff(written.document_ids) > 0)
         assert report["splits"][split]["documents"] == documents == len(written)
-        assert report["splits"][split]["tokens"] == tokens == report["splits"][split]["supervised_tokens"] == len(written.input_ids)
+        assert (
+            report["splits"][split]["tokens"]
+            == tokens
+            == report["splits"][split]["supervised_tokens"]
+            == len(written.input_ids)
+        )
         assert sum(report["splits"][split]["lengths"].values()) == documents
         assert tokens == sum(entry.tokens for entry in entries if entry.split is split)
 
@@ -149,7 +175,9 @@ def test_a_second_run_replaces_the_first_with_the_same_bytes(text_config: Config
     assert sorted(path.name for path in stage_dir.iterdir()) == sorted([*DATA_FILES, "provenance.json"])
 
 
-def test_a_run_killed_while_it_writes_leaves_no_manifest(text_config: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_while_it_writes_leaves_no_manifest(
+    text_config: ConfigFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = text_config()
     prepare_prompts(config)
 
@@ -162,7 +190,9 @@ def test_a_run_killed_while_it_writes_leaves_no_manifest(text_config: ConfigFor,
     assert not (config.stage_dir("prompts") / "manifest.json").exists()
 
 
-def test_the_training_limit_keeps_the_first_documents_by_hash_and_the_whole_validation_split(text_config: ConfigFor) -> None:
+def test_the_training_limit_keeps_the_first_documents_by_hash_and_the_whole_validation_split(
+    text_config: ConfigFor,
+) -> None:
     whole = text_config()
     prepare_prompts(whole)
     all_documents, everything = read_output(whole), DocumentEntry.read_all(whole.stage_dir("prompts"))
@@ -209,7 +239,9 @@ def splits_of_questions(config: PipelineConfig) -> dict[str, set[Split]]:
     return sides
 
 
-def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(chat_config: Callable[..., PipelineConfig]) -> None:
+def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(
+    chat_config: Callable[..., PipelineConfig],
+) -> None:
     """400 rows with the ids abc_0, abc_1, ... were split by these ids: 20 questions stood on both sides."""
     rows = [chat(f"abc_{i}", f"question {i % 20}", f"answer {i}") for i in range(400)]
     config = chat_config(rows)
@@ -253,7 +285,9 @@ def rewriting_target(tmp_path: Path) -> Path:
     """A target whose chat template shows the reasoning of the last answer alone."""
     answer = "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}"
     text = "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}" + answer
-    text += "{% else %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    text += (
+        "{% else %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     return make_target(tmp_path / "rewriting", chat_template=text)
 
 
@@ -261,7 +295,8 @@ def reasoned_chats(num_turns: int) -> list[dict[str, Any]]:
     """The assistant says some seven times as much in its reasoning as in its answer."""
     turns = [(f"question {i}", f"{'so ' * 23}|answer {i}") for i in range(num_turns)]
     return [
-        chat(f"chat{c}", f"question {chr(97 + c)}", turns[0][1], *(text for turn in turns[1:] for text in turn)) for c in range(20)
+        chat(f"chat{c}", f"question {chr(97 + c)}", turns[0][1], *(text for turn in turns[1:] for text in turn))
+        for c in range(20)
     ]
 
 
@@ -284,7 +319,9 @@ def test_rewritten_answers_are_written_beside_their_conversation_on_its_side(
         assert tokenizer.decode(documents[1][1]).startswith(beginning)
 
 
-def test_the_report_says_what_rewritten_answers_cost(chat_config: Callable[..., PipelineConfig], rewriting_target: Path) -> None:
+def test_the_report_says_what_rewritten_answers_cost(
+    chat_config: Callable[..., PipelineConfig], rewriting_target: Path
+) -> None:
     report = prepare_prompts(chat_config(reasoned_chats(3), f"target.path={rewriting_target}"))
     question, answer, generated = 10 + 2, 8 + 2, 23 * 3 + 1 + 8 + 1
     history = [(question + answer) * i + question + 1 for i in range(3)]  # with the prompt for the answer
@@ -297,7 +334,9 @@ def test_the_report_says_what_rewritten_answers_cost(chat_config: Callable[..., 
     assert sum(split.supervised_tokens for split in report.splits.values()) == 20 * 3 * generated
 
 
-def test_a_conversation_that_nothing_rewrites_stores_no_history_again(chat_config: Callable[..., PipelineConfig]) -> None:
+def test_a_conversation_that_nothing_rewrites_stores_no_history_again(
+    chat_config: Callable[..., PipelineConfig],
+) -> None:
     config = chat_config(reasoned_chats(3))
     report = prepare_prompts(config)
     assert report.rewritten == RewrittenReport(answers=0, documents=0, tokens=0, history_tokens=0)
@@ -333,7 +372,9 @@ def test_refused_conversations_are_counted_by_reason(chat_config: Callable[..., 
     assert report.refused[0].first[0].endswith("chats.jsonl:21")
 
 
-def test_the_program_prints_the_report_and_where_it_wrote(tmp_path: Path, text_config: ConfigFor, tiny_target: Path) -> None:
+def test_the_program_prints_the_report_and_where_it_wrote(
+    tmp_path: Path, text_config: ConfigFor, tiny_target: Path
+) -> None:
     text_config()
     overrides = [f"run_dir={tmp_path}/cli", f"target.path={tiny_target}", f"prompts.paths=[{tmp_path}/texts]"]
     result = run_program("data_prep.prompts", "prompts.validation_fraction=0.2", *overrides)
@@ -345,23 +386,30 @@ def test_the_program_prints_the_report_and_where_it_wrote(tmp_path: Path, text_c
 
 
 def test_no_paths_are_refused(config_for: ConfigFor) -> None:
-    with pytest.raises(ValueError, match=r"prompts\.paths: must name at least one path of text_files, but is empty; set prompts"):
+    with pytest.raises(
+        ValueError, match=r"prompts\.paths: must name at least one path of text_files, but is empty; set prompts"
+    ):
         prepare_prompts(config_for("prompts.paths=[]"))
 
 
 def test_a_missing_directory_is_refused(config_for: ConfigFor) -> None:
-    with pytest.raises(FileNotFoundError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"):
+    with pytest.raises(
+        FileNotFoundError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"
+    ):
         prepare_prompts(config_for("prompts.paths=[/no/such/place]"))
 
 
 def test_a_pattern_that_no_file_fits_is_refused(text_config: ConfigFor) -> None:
     with pytest.raises(
-        ValueError, match=r"must hold at least one file that matches '\*\.rs', but .*/texts holds none; correct the paths"
+        ValueError,
+        match=r"must hold at least one file that matches '\*\.rs', but .*/texts holds none; correct the paths",
     ):
         prepare_prompts(text_config("prompts.pattern='*.rs'"))
 
 
-def test_a_file_without_a_usable_conversation_is_refused_with_the_reasons(chat_config: Callable[..., PipelineConfig]) -> None:
+def test_a_file_without_a_usable_conversation_is_refused_with_the_reasons(
+    chat_config: Callable[..., PipelineConfig],
+) -> None:
     rows = [{"messages": [{"role": "narrator", "content": "once"}]}] * 2
     with pytest.raises(
         ValueError, match=r"at least one usable conversation, but .* holds none, 2 refused \(unknown role 'narrator'\)"
@@ -370,37 +418,49 @@ def test_a_file_without_a_usable_conversation_is_refused_with_the_reasons(chat_c
 
 
 def test_an_empty_file_of_conversations_is_refused(chat_config: Callable[..., PipelineConfig]) -> None:
-    with pytest.raises(ValueError, match=r"at least one usable conversation, but .*chats\.jsonl holds none; correct the paths"):
+    with pytest.raises(
+        ValueError, match=r"at least one usable conversation, but .*chats\.jsonl holds none; correct the paths"
+    ):
         prepare_prompts(chat_config([]))
 
 
 def test_an_empty_validation_split_is_refused_before_anything_is_tokenized(text_config: ConfigFor) -> None:
-    match = r"the validation split must hold at least one document, .*=1e-06 .*: none of \d+ documents belongs to it; add data"
+    match = (
+        r"the validation split must hold at least one document, .*=1e-06 .*: none of \d+ documents belongs to it; add "
+        r"data"
+    )
     with pytest.raises(ValueError, match=match):
         prepare_prompts(text_config("prompts.validation_fraction=1e-6"))
 
 
 def test_a_data_set_that_asks_one_question_cannot_be_split(chat_config: Callable[..., PipelineConfig]) -> None:
     rows = [chat(f"chat{i}", "hello?", f"answer {i}") for i in range(20)]
-    with pytest.raises(ValueError, match=r"split must hold .*: none of 20 documents \(1 distinct questions\) belongs to it; add"):
+    with pytest.raises(
+        ValueError, match=r"split must hold .*: none of 20 documents \(1 distinct questions\) belongs to it; add"
+    ):
         prepare_prompts(chat_config(rows))
 
 
 def test_an_empty_train_split_is_refused(text_config: ConfigFor) -> None:
-    with pytest.raises(ValueError, match=r"the train split must hold at least one document, but holds none with .*=0\.9999"):
+    with pytest.raises(
+        ValueError, match=r"the train split must hold at least one document, but holds none with .*=0\.9999"
+    ):
         prepare_prompts(text_config("prompts.validation_fraction=0.9999"))
 
 
 def test_a_training_limit_below_the_first_document_is_refused(text_config: ConfigFor) -> None:
     with pytest.raises(
-        ValueError, match=r"the train split must hold .* prompts\.max_train_tokens=3.*; add data or change these settings"
+        ValueError,
+        match=r"the train split must hold .* prompts\.max_train_tokens=3.*; add data or change these settings",
     ):
         prepare_prompts(text_config("prompts.max_train_tokens=3"))
 
 
 def test_conversations_need_a_chat_template(tmp_path: Path, chat_config: Callable[..., PipelineConfig]) -> None:
     target_dir = make_target(tmp_path / "target", chat_template=None)
-    with pytest.raises(ValueError, match=rf"must have a chat template to render messages, but that of {target_dir} has none"):
+    with pytest.raises(
+        ValueError, match=rf"must have a chat template to render messages, but that of {target_dir} has none"
+    ):
         prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
 
 
@@ -409,7 +469,9 @@ def test_a_template_that_marks_nothing_is_refused_by_the_name_of_its_target(
 ) -> None:
     template = GENERATION_TEMPLATE.replace("== 'assistant'", "== 'model'")
     target_dir = make_target(tmp_path / "target", chat_template=template)
-    with pytest.raises(ValueError, match=rf"the chat template of {target_dir} must show which tokens .* the loss mask is empty"):
+    with pytest.raises(
+        ValueError, match=rf"the chat template of {target_dir} must show which tokens .* the loss mask is empty"
+    ):
         prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
 
 
@@ -418,7 +480,8 @@ def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_targ
 ) -> None:
     rows = [chat(f"chat{i}", f"hello {i}?") for i in range(20)]
     match = (
-        rf"chat template of {tiny_target} must .* mask is empty: .*20 refused \(no answer of the assistant\); correct the template"
+        rf"chat template of {tiny_target} must .* mask is empty: .*20 refused \(no answer of the assistant\); correct "
+        r"the template"
     )
     with pytest.raises(ValueError, match=match):
         prepare_prompts(chat_config(rows))
@@ -426,6 +489,9 @@ def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_targ
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, text_config: ConfigFor) -> None:
     target_dir = make_target(tmp_path / "target", vocab_size=100, eos_token_id=1)
-    match = r"token ids must be below the model's vocab_size 100, but the tokenizer gives \d+ in .*\.py; tokenizer and config\.json"
+    match = (
+        r"token ids must be below the model's vocab_size 100, but the tokenizer gives \d+ in .*\.py; tokenizer and "
+        r"config\.json"
+    )
     with pytest.raises(ValueError, match=match):
         prepare_prompts(text_config(f"target.path={target_dir}"))

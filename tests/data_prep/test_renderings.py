@@ -31,12 +31,16 @@ QWEN3 = (
     "{{ '<|im_start|>assistant\n' }}"
     "{% if loop.index0 > last.query and (loop.last or reasoning) %}"
     "{{ '<think>\n' + reasoning + '\n</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>\n' }}"
-    "{% elif m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+    "{% elif m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content + "
+    "'\n</tool_response><|im_end|>\n' }}"
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}" + PROMPT
 )
 QWEN3_BLOCKS = (
     QWEN3.replace("{% if loop.index0 > last", "{% generation %}{% if loop.index0 > last")
-    .replace("</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>\n' }}", "</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>' }}~")
+    .replace(
+        "</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>\n' }}",
+        "</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>' }}~",
+    )
     .replace("~", "{% endgeneration %}{{ '\n' }}")
 )
 # Reasoning is rendered only in the last assistant turn, even if a user turn follows it.
@@ -44,7 +48,8 @@ LAST_ANSWER = (
     "{% set last = namespace(answer=-1) %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}{% set last.answer = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.reasoning_content and loop.index0 == last.answer %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{% if m.reasoning_content and loop.index0 == last.answer %}{{ '<think>' + m.reasoning_content + '</think>' }}{% "
+    "endif %}"
     "{{ m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
 )
 LLAMA3 = (
@@ -105,7 +110,9 @@ def generated_answers(family: str, messages: Sequence[Message]) -> list[Generate
     found = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            prompt = TOKENIZERS[family].apply_chat_template(list(messages[:i]), add_generation_prompt=True, tokenize=False)
+            prompt = TOKENIZERS[family].apply_chat_template(
+                list(messages[:i]), add_generation_prompt=True, tokenize=False
+            )
             found.append(Generated(str(prompt), FAMILIES[family][1](message)))
     return found
 
@@ -161,13 +168,17 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
 @pytest.mark.parametrize("family", ["qwen3", "qwen3 with blocks", "last answer"])
 @settings(max_examples=60, deadline=None)
 @given(_conversations, st.sampled_from([[], [{"role": "user", "content": "bye"}]]))
-def test_no_smaller_set_of_documents_holds_every_answer(family: str, conversation: list[Message], rest: list[Message]) -> None:
+def test_no_smaller_set_of_documents_holds_every_answer(
+    family: str, conversation: list[Message], rest: list[Message]
+) -> None:
     messages = [*conversation, *rest]
     answers = [generated.prompt + generated.answer for generated in generated_answers(family, messages)]
     whole = str(TOKENIZERS[family].apply_chat_template(messages, tokenize=False))
     holds = [{i for i, answer in enumerate(answers) if text.startswith(answer)} for text in [whole, *answers]]
     fewest = next(
-        n for n in range(1, len(answers) + 1) if any(len(set.union(*some)) == len(answers) for some in combinations(holds, n))
+        n
+        for n in range(1, len(answers) + 1)
+        if any(len(set.union(*some)) == len(answers) for some in combinations(holds, n))
     )
     renderings = render_conversation(TOKENIZERS[family], messages)
     assert len(renderings) == fewest
@@ -250,7 +261,9 @@ def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_ans
     assert render_conversation(TOKENIZERS["chatml"], messages)[0].text.endswith("bye<|im_end|>\n")
 
 
-@pytest.mark.parametrize(("template", "parts"), [(CHATML, ["one", "two"]), (QWEN3, ["two", "one"]), (QWEN3_BLOCKS, ["two", "one"])])
+@pytest.mark.parametrize(
+    ("template", "parts"), [(CHATML, ["one", "two"]), (QWEN3, ["two", "one"]), (QWEN3_BLOCKS, ["two", "one"])]
+)
 def test_an_answer_before_the_first_question_is_left_out_where_the_template_makes_no_prompt_of_nothing(
     template: str, parts: list[str]
 ) -> None:
@@ -258,7 +271,9 @@ def test_an_answer_before_the_first_question_is_left_out_where_the_template_make
     greeting: Message = {"role": "assistant", "content": "Hello"}
     renderings = render_conversation(tokenizer, [greeting, *chat("1?", "one", "2?", "two")])
     generated = [part.strip() for rendering in renderings for part in generated_parts(rendering)]
-    assert [part.removeprefix("<think>\n\n</think>\n\n") for part in generated] == [part + "<|im_end|>" for part in parts]
+    assert [part.removeprefix("<think>\n\n</think>\n\n") for part in generated] == [
+        part + "<|im_end|>" for part in parts
+    ]
     assert (sum(rendering.answers for rendering in renderings), renderings[0].answers_left_out) == (2, 1)
 
 
@@ -280,10 +295,17 @@ def test_an_answer_that_quotes_the_prompt_is_left_out_where_its_beginning_cannot
 def test_two_answers_with_nothing_between_them_stand_in_documents_of_their_own(is_marked: bool) -> None:
     marks = ("{% generation %}", "{% endgeneration %}") if is_marked else ("", "")
     answer = marks[0] + "{{ m.content + '<|im_end|>' }}" + marks[1]
-    template = "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}" + answer + "{% endif %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}"
+        + answer
+        + "{% endif %}{% endfor %}"
+    )
     messages = [*chat("1?", "one"), *chat("", "two")[1:], *chat("2?", "three")]
     renderings = render_conversation(tokenizer_of(template), messages)
-    assert [generated_parts(rendering) for rendering in renderings] == [["two<|im_end|>", "three<|im_end|>"], ["one<|im_end|>"]]
+    assert [generated_parts(rendering) for rendering in renderings] == [
+        ["two<|im_end|>", "three<|im_end|>"],
+        ["one<|im_end|>"],
+    ]
 
 
 def test_a_template_with_blocks_is_believed_where_its_prompt_does_not_precede_its_answers() -> None:
@@ -295,7 +317,9 @@ def test_a_template_with_blocks_is_believed_where_its_prompt_does_not_precede_it
 
 
 @pytest.mark.parametrize("renderings_before_midnight", range(1, 8))
-def test_a_conversation_rendered_at_midnight_has_one_date(renderings_before_midnight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_rendered_at_midnight_has_one_date(
+    renderings_before_midnight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = [datetime(2026, 1, 1)] * renderings_before_midnight
 
     class Clock:

@@ -120,7 +120,9 @@ def failures(config: PipelineConfig) -> list[dict[str, Any]]:
 
 
 def output(config: PipelineConfig) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in config.stage_dir("responses").iterdir() if path.name not in RUN_FILES}
+    return {
+        path.name: path.read_bytes() for path in config.stage_dir("responses").iterdir() if path.name not in RUN_FILES
+    }
 
 
 def answers_of(row: dict[str, Any]) -> list[str]:
@@ -249,7 +251,8 @@ def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
     printed = capsys.readouterr().out
     assert "1 responses, the last of their" in printed
     assert re.search(
-        r"empty response +│ 2 conv[^│]*│\n│ beyond the context +│ 1 conv[^│]*│\n│ refused by template +│ 0 conv", printed
+        r"empty response +│ 2 conv[^│]*│\n│ beyond the context +│ 1 conv[^│]*│\n│ refused by template +│ 0 conv",
+        printed,
     )
 
     num_requests = len(server.requests)
@@ -258,7 +261,9 @@ def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
     assert "responses is finished already" in capsys.readouterr().out
 
 
-def test_rows_that_cannot_be_answered_are_refused_with_the_reason(by_server: ConfigFor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_cannot_be_answered_are_refused_with_the_reason(
+    by_server: ConfigFor, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [
         chat("good", 1),
         {"id": "a", "messages": [{"role": "system", "content": "be brief"}]},
@@ -276,7 +281,8 @@ def test_rows_that_cannot_be_answered_are_refused_with_the_reason(by_server: Con
     assert "1 left out: no user's turn; first: " in capsys.readouterr().out
     assert [row["id"] for row in answered(config)] == ["good"]
     with pytest.raises(
-        ValueError, match=r"prompts\.paths: must hold at least one conversation with a user turn, .*, 1 refused \(no user's"
+        ValueError,
+        match=r"prompts\.paths: must hold at least one conversation with a user turn, .*, 1 refused \(no user's",
     ):
         respond(by_server(rows=rows[1:2], run="none"))
 
@@ -296,14 +302,20 @@ def test_answers_that_are_not_rendered_as_they_were_generated_are_counted(
     config = by_server(f"target.path={target}", rows=[chat("space", 1), chat("half", 1), chat("plain", 1)])
     counts = respond(config).counts
     assert (counts.answers, counts.texts_changed, counts.tokens_changed) == (3, 1, 1)
-    assert [(row["texts_kept"], row["tokens_changed"]) for row in answered(config)] == [([False], 0), ([True], 1), ([True], 0)]
+    assert [(row["texts_kept"], row["tokens_changed"]) for row in answered(config)] == [
+        ([False], 0),
+        ([True], 1),
+        ([True], 0),
+    ]
 
 
 HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
 FOOT = "{% else %}<{{ m.role }}>{{ m.content }}<|end|>{% endif %}{% endfor %}"
 THINKING = {
     "in the message": HEAD + "<assistant>{{ m.content }}<|end|>" + FOOT,
-    "by the template": HEAD + "<assistant>{% if '</think>' in m.content %}<think>{% endif %}{{ m.content }}<|end|>" + FOOT,
+    "by the template": HEAD
+    + "<assistant>{% if '</think>' in m.content %}<think>{% endif %}{{ m.content }}<|end|>"
+    + FOOT,
 }
 
 
@@ -365,12 +377,17 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     assert reasons[5].startswith("the server's answer is not JSON")
     assert reasons[6] == "the server ended an answer for the reason 'abort'"
     assert reasons[7].startswith("the server's answer is no completion (ValueError")
-    assert reasons[8].startswith("the server's answer is no completion (TypeError: text must be a string, token_ids integers)")
+    assert reasons[8].startswith(
+        "the server's answer is no completion (TypeError: text must be a string, token_ids integers)"
+    )
     assert all("no completion (ValueError: token_ids must be in [0, " in reasons[row] for row in (9, 10))
     assert "no completion (UnicodeEncodeError: " in reasons[11]
     tokenizer = load_tokenizer(speaking_target)
     asked = Counter(
-        word for r in server.requests for word in tokenizer.decode(r["prompt"]).replace("<", " ").split() if "chat" in word
+        word
+        for r in server.requests
+        for word in tokenizer.decode(r["prompt"]).replace("<", " ").split()
+        if "chat" in word
     )
     assert (asked["chat3"], asked["chat4"], asked["chat5"]) == (3, 1, 3), "bad requests are not repeated"
     printed = capsys.readouterr().out
@@ -384,7 +401,9 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     assert output(config) == output(by_server(run="undisturbed"))
 
 
-def test_a_server_that_hangs_is_left_after_the_timeout(by_server: ConfigFor, server: FakeServer, speaking_target: Path) -> None:
+def test_a_server_that_hangs_is_left_after_the_timeout(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path
+) -> None:
     def hang(prompt: list[int]) -> Any:
         time.sleep(1.0)
         return completion(prompt, [1, EOS])
@@ -448,7 +467,9 @@ def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: Confi
 def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: FakeServer) -> None:
     server.behave = lambda request: (500, b"")
     config = by_server("responses.max_retries=0", rows=CHATS[:3])
-    with pytest.raises(RuntimeError, match=r"at least one conversation must get a response, but none did; see failures\.jsonl"):
+    with pytest.raises(
+        RuntimeError, match=r"at least one conversation must get a response, but none did; see failures\.jsonl"
+    ):
         respond(config)
     assert len(failures(config)) == 3
 
@@ -461,7 +482,11 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
             ["responses.url=http://127.0.0.1:9/v1"],
             r"responses\.url: must be a running server, but http://127\.0\.0\.1:9/v1/models",
         ),
-        ({}, ["responses.model=other"], r"responses\.model: must be one that .* serves, tiny, but is other; correct it"),
+        (
+            {},
+            ["responses.model=other"],
+            r"responses\.model: must be one that .* serves, tiny, but is other; correct it",
+        ),
         (
             {"models": {"data": [{"id": "a"}, {"id": "b"}]}},
             [],
@@ -478,8 +503,16 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
             [],
             r"at .*/models the server answers 401: .*; set the environment variable responses\.api_key_variable",
         ),
-        ({}, ["prompts.source=text_files"], r"prompts\.source: must be responses to generate responses, but is text_files"),
-        ({}, ["prompts.paths=[]"], r"prompts\.paths: must name at least one file or data set of conversations, but is empty"),
+        (
+            {},
+            ["prompts.source=text_files"],
+            r"prompts\.source: must be responses to generate responses, but is text_files",
+        ),
+        (
+            {},
+            ["prompts.paths=[]"],
+            r"prompts\.paths: must name at least one file or data set of conversations, but is empty",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_asked(
@@ -495,7 +528,9 @@ def test_what_cannot_work_is_refused_before_anything_is_asked(
 def test_a_server_that_reads_other_tokens_is_refused(
     by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", lambda request: completion([1, *request["prompt"]], [1, EOS]))
+    monkeypatch.setattr(
+        "tests.data_prep.speaking.answer_by_prompt", lambda request: completion([1, *request["prompt"]], [1, EOS])
+    )
     with pytest.raises(ValueError, match=r"must read a prompt of 23 token ids as it is, but counts 24 tokens"):
         respond(by_server())
     monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", lambda request: (200, {"object": "error"}))
@@ -522,7 +557,9 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
     by_server: ConfigFor, server: FakeServer, speaking_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.behave = answer_by_question({"of chat3": lambda prompt: (400, {"error": "no"})}, speaking_target)
-    result = run_program("data_prep.responses", *overrides_for(tmp_path, speaking_target, CHATS), f"responses.url={server.url}")
+    result = run_program(
+        "data_prep.responses", *overrides_for(tmp_path, speaking_target, CHATS), f"responses.url={server.url}"
+    )
     assert result.returncode == 1 and "1 conversations failed; run data_prep.responses again" in result.stderr
     config = by_server()
     assert len(answered(config)) == 19
@@ -533,7 +570,9 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
 def test_a_path_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
     twice = f"prompts.paths=[{tmp_path}/chats.jsonl,{tmp_path}/chats.jsonl]"
     for prepare in (respond, prepare_prompts):
-        with pytest.raises(ValueError, match=r"prompts\.paths: must name each path once, but names \S+chats\.jsonl more than once"):
+        with pytest.raises(
+            ValueError, match=r"prompts\.paths: must name each path once, but names \S+chats\.jsonl more than once"
+        ):
             prepare(by_server(twice))
     assert not server.requests
 
@@ -559,7 +598,9 @@ def test_an_interrupt_asks_nothing_more_and_keeps_what_ends_with_the_requests_on
     with pytest.raises(KeyboardInterrupt):
         respond(config)
     assert 10 <= len(server.requests) <= 13, "those on their way, at most four"
-    asked = Counter(re.findall(r"of (chat\d+)", str(tokenizer.decode(request["prompt"])))[-1] for request in server.requests)
+    asked = Counter(
+        re.findall(r"of (chat\d+)", str(tokenizer.decode(request["prompt"])))[-1] for request in server.requests
+    )
     saved = read_lines(config.stage_dir("responses") / "answers_00000.jsonl")
     assert {row["id"] for row in saved} == {row["id"] for row in rows if asked[row["id"]] == len(row["messages"]) // 2}
     assert len(saved) < len(asked)
@@ -594,10 +635,17 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     undisturbed = by_server(rows=rows, run="undisturbed")
     respond(undisturbed)
     server.delay_s = 0.02
-    overrides = [*overrides_for(tmp_path, speaking_target, rows), f"responses.url={server.url}", "responses.concurrency=4"]
+    overrides = [
+        *overrides_for(tmp_path, speaking_target, rows),
+        f"responses.url={server.url}",
+        "responses.concurrency=4",
+    ]
     journal = tmp_path / "run/responses/answers_00000.jsonl"
     process = subprocess.Popen(
-        program_command("data_prep.responses", *overrides), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        program_command("data_prep.responses", *overrides),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     while not (journal.exists() and journal.read_bytes().count(b"\n") >= 8):
         assert process.poll() is None
@@ -619,7 +667,9 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     assert output(by_server(rows=rows)) == output(undisturbed)
 
 
-def test_a_torn_last_line_is_answered_again(by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_last_line_is_answered_again(
+    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     respond(by_server(run="undisturbed"))
     config = by_server()
     with monkeypatch.context() as patch:
@@ -644,7 +694,10 @@ def interrupt(*args: object) -> None:
     ("overrides", "message"),
     [
         (["responses.temperature=0.5"], r"responses\.temperature must be 0\.5, but is 0\.0"),
-        (["responses.max_new_tokens=23", "seed=1"], r"responses\.max_new_tokens must be 23, but is 24; seed must be 1, but is 0"),
+        (
+            ["responses.max_new_tokens=23", "seed=1"],
+            r"responses\.max_new_tokens must be 23, but is 24; seed must be 1, but is 0",
+        ),
         (["responses.url=null"], r"the backend \(responses\.url\) must be transformers, but is server"),
     ],
 )
@@ -669,22 +722,29 @@ def test_other_data_or_another_target_does_not_go_on_with_these_answers(
     by_server: ConfigFor, server: FakeServer, tmp_path: Path
 ) -> None:
     respond(by_server())
-    with pytest.raises(ValueError, match=r"the conversations \(prompts\.paths and their hashes\) must be \{.*\}, but is \{.*\}"):
+    with pytest.raises(
+        ValueError, match=r"the conversations \(prompts\.paths and their hashes\) must be \{.*\}, but is \{.*\}"
+    ):
         respond(by_server(rows=CHATS[1:]))
     other = make_speaking_target(tmp_path / "other", seed=1)
     with pytest.raises(
-        ValueError, match=r"the hash of the target's weights must be \w+, but is \w+ \(target expected: .*/other, found: "
+        ValueError,
+        match=r"the hash of the target's weights must be \w+, but is \w+ \(target expected: .*/other, found: ",
     ):
         respond(by_server(f"target.path={other}"))
     server.models = {"data": [{"id": "tuned", "max_model_len": 512}]}
-    with pytest.raises(ValueError, match=r"the served model \(responses\.model\) must be tuned, but is tiny .*; undo the change"):
+    with pytest.raises(
+        ValueError, match=r"the served model \(responses\.model\) must be tuned, but is tiny .*; undo the change"
+    ):
         respond(by_server())
 
 
 # With transformers
 
 
-def test_transformers_answers_greedily_as_one_prompt_at_a_time_would(configure: ConfigFor, speaking_target: Path) -> None:
+def test_transformers_answers_greedily_as_one_prompt_at_a_time_would(
+    configure: ConfigFor, speaking_target: Path
+) -> None:
     config = configure()
     respond(config)
     model = AutoModelForCausalLM.from_pretrained(speaking_target, dtype=torch.float32).eval()
@@ -745,7 +805,9 @@ def test_sampling_follows_its_settings_and_its_seed(configure: ConfigFor) -> Non
     assert texts["hot"] != greedy == texts["top_k"] == texts["top_p"]
 
 
-def test_penalties_of_the_checkpoint_do_not_touch_the_answers(configure: ConfigFor, speaking_target: Path, tmp_path: Path) -> None:
+def test_penalties_of_the_checkpoint_do_not_touch_the_answers(
+    configure: ConfigFor, speaking_target: Path, tmp_path: Path
+) -> None:
     respond(configure(run="plain"))
     target = make_speaking_target(tmp_path / "penalised")
     settings = {"eos_token_id": [EOS], "repetition_penalty": 1.8, "do_sample": True, "temperature": 3.0}
@@ -756,7 +818,9 @@ def test_penalties_of_the_checkpoint_do_not_touch_the_answers(configure: ConfigF
 
 def test_a_target_without_an_end_of_answer_is_refused(configure: ConfigFor, tmp_path: Path) -> None:
     target = make_speaking_target(tmp_path / "endless", eos_token_id=None)
-    with pytest.raises(ValueError, match=r"target\.path: eos_token_id must be set in generation_config\.json or config\.json"):
+    with pytest.raises(
+        ValueError, match=r"target\.path: eos_token_id must be set in generation_config\.json or config\.json"
+    ):
         respond(configure(f"target.path={target}"))
 
 
@@ -793,7 +857,10 @@ def test_answers_to_one_question_are_on_one_side_whatever_was_answered_before(by
     """Rows without an id are named by all their messages, so the replaced answers could decide their split."""
     rows = []
     for i in range(200):
-        question, old = {"role": "user", "content": f"question {i % 20}"}, {"role": "assistant", "content": f"old answer {i}"}
+        question, old = (
+            {"role": "user", "content": f"question {i % 20}"},
+            {"role": "assistant", "content": f"old answer {i}"},
+        )
         rows.append({"messages": [question, old]})
     config = by_server(rows=rows)
     respond(config)
@@ -804,7 +871,9 @@ def test_answers_to_one_question_are_on_one_side_whatever_was_answered_before(by
     assert len(train | held_out) == 20 == sum(map(len, sides.values()))
 
 
-def test_prompts_refuse_answers_that_are_missing_or_others(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
+def test_prompts_refuse_answers_that_are_missing_or_others(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path
+) -> None:
     config = by_server()
     with pytest.raises(
         FileNotFoundError, match=r"responses/manifest\.json: must exist, but does not; run data_prep\.responses with"
@@ -860,7 +929,9 @@ def test_an_answer_that_was_cut_in_its_reasoning_is_not_supervised(
 
     by_word = answer_by_question({word: answer(ids) for word, ids in lost.items()}, target)
     is_lost = answer_by_question({word: lambda prompt: None for word in lost}, target)
-    server.behave = lambda request: by_word(request) if is_lost(request) is None else completion(request["prompt"], [*whole, EOS])
+    server.behave = lambda request: (
+        by_word(request) if is_lost(request) is None else completion(request["prompt"], [*whole, EOS])
+    )
     names = [f"{kind}{i}" for kind in ("cut", "never", "good") for i in range(6)]
     config = by_server(f"target.path={target}", rows=[chat(name, 2) for name in names])
     assert respond(config).counts.texts_changed == 12
@@ -884,7 +955,9 @@ def test_of_several_answers_those_that_the_template_changes_are_not_supervised(
     tokenizer = load_tokenizer(target)
     texts = {"0 of": "one", "1 of": " two", "2 of": "three", "3 of": " four"}
     answers = {word: [*tokenizer(text)["input_ids"], EOS] for word, text in texts.items()}
-    server.behave = answer_by_question({word: lambda p, ids=ids: completion(p, ids) for word, ids in answers.items()}, target)
+    server.behave = answer_by_question(
+        {word: lambda p, ids=ids: completion(p, ids) for word, ids in answers.items()}, target
+    )
     config = by_server(f"target.path={target}", rows=[chat(f"chat{i}", 4) for i in range(8)])
     respond(config)
     report = prepare_prompts(config)
@@ -893,7 +966,9 @@ def test_of_several_answers_those_that_the_template_changes_are_not_supervised(
     assert report.answers_left_out == 16
 
 
-def test_a_character_that_was_cut_is_no_part_of_its_answer(by_server: ConfigFor, server: FakeServer, speaking_target: Path) -> None:
+def test_a_character_that_was_cut_is_no_part_of_its_answer(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path
+) -> None:
     tokenizer = load_tokenizer(speaking_target)
     whole, end = tokenizer("ok \U0001f600")["input_ids"], len(tokenizer("ok ")["input_ids"])
     assert len(whole) == end + 4, "one token a byte"

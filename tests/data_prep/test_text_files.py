@@ -14,7 +14,10 @@ def test_files_that_fit_are_read_in_the_order_of_their_names(tmp_path: Path) -> 
     write(tmp_path / "b.py", "größe = 1\n".encode())
     write(tmp_path / "a" / "z.py", b"pass\n")
     write(tmp_path / "readme.txt", b"not code")
-    assert list(read_text_files([str(tmp_path)], "*.py").texts.items()) == [("a/z.py", "pass\n"), ("b.py", "größe = 1\n")]
+    assert list(read_text_files([str(tmp_path)], "*.py").texts.items()) == [
+        ("a/z.py", "pass\n"),
+        ("b.py", "größe = 1\n"),
+    ]
 
 
 def test_excluded_paths_are_left_out(tmp_path: Path) -> None:
@@ -45,5 +48,7 @@ def test_standard_library_stands_for_that_of_the_running_python() -> None:
 
 
 def test_a_directory_that_does_not_exist_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"):
+    with pytest.raises(
+        FileNotFoundError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"
+    ):
         read_text_files(["/no/such/place"], "*")

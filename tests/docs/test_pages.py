@@ -1,4 +1,5 @@
-"""README.md and the pages of docs/: they build, their commands compose, and the settings and files that they name exist."""
+"""README.md and the pages of docs/: they build, their commands compose, and the settings and files that they name
+exist."""
 
 import re
 import subprocess
@@ -47,7 +48,8 @@ def shell_blocks(page: str) -> list[str]:
 
 
 def calls_of(block: str, directory: Path) -> list[list[str]]:
-    """Run a block in bash, with every command replaced by one that writes down its arguments; an unknown command fails."""
+    """Run a block in bash, with every command replaced by one that writes down its arguments; an unknown command
+    fails."""
     calls = directory / "calls"
     scripts = [path.relative_to(ROOT).as_posix() for path in (ROOT / "slurm").glob("*.sh")]
     for name in (*COMMANDS, *scripts):
@@ -56,7 +58,12 @@ def calls_of(block: str, directory: Path) -> list[list[str]]:
         path.write_text(RECORDER.format(name=name, calls=calls))
         path.chmod(0o755)
     result = subprocess.run(
-        ["/bin/bash", "-euc", block], cwd=directory, env={"PATH": str(directory)}, capture_output=True, text=True, check=False
+        ["/bin/bash", "-euc", block],
+        cwd=directory,
+        env={"PATH": str(directory)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, f"{block}\n{result.stderr}"
     return [call.split("\x1f")[:-1] for call in calls.read_text().split("\x1e")[:-1]]
@@ -110,7 +117,9 @@ def check_overrides(overrides: list[str]) -> None:
 
 def settings() -> dict[str, set[str]]:
     """Names of the settings of each group; a setting of any head counts for `head`."""
-    groups = {field.name: field.default_factory() for field in fields(PipelineConfig) if callable(field.default_factory)}
+    groups = {
+        field.name: field.default_factory() for field in fields(PipelineConfig) if callable(field.default_factory)
+    }
     names = {name: {field.name for field in fields(group)} for name, group in groups.items() if is_dataclass(group)}
     return names | {"head": {field.name for head in HEADS.values() for field in fields(head.Config)}}
 
@@ -138,7 +147,9 @@ def test_pages_build_without_a_dead_link_or_a_foreign_resource(tmp_path: Path) -
     built = sorted(tmp_path.rglob("*.html"))
     assert len(built) >= len(PAGES)
     for page in built:
-        assert not re.search(r'(<script[^>]* src|<link[^>]*rel="stylesheet"[^>]* href|<img[^>]* src)="https?:', page.read_text())
+        assert not re.search(
+            r'(<script[^>]* src|<link[^>]*rel="stylesheet"[^>]* href|<img[^>]* src)="https?:', page.read_text()
+        )
 
 
 def test_links_of_the_readme_lead_to_files() -> None:
@@ -172,7 +183,9 @@ def test_the_first_stages_run_as_the_pages_say(tmp_path: Path, tiny_target: Path
         run_dir = tmp_path / ("run" if kept == overrides else "other")
         result = run_ranks("mtptrain", [stage, *kept, *small, f"run_dir={run_dir}"])
         assert result.returncode == 0, f"{stage} {overrides}\n{result.stderr[-3000:]}"
-    assert (tmp_path / "run/prompts/manifest.json").is_file() and (tmp_path / "run/hidden_states/manifest.json").is_file()
+    assert (tmp_path / "run/prompts/manifest.json").is_file() and (
+        tmp_path / "run/hidden_states/manifest.json"
+    ).is_file()
 
 
 # docs/add_a_head.md names the files and settings of a head that its reader is about to write.

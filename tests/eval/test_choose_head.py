@@ -42,12 +42,16 @@ def test_the_head_of_every_step_that_is_due_and_of_the_last_is_kept_and_measures
     expected = [line for line in lines if "acceptance_length" in line]
 
     run_dir, overrides = fresh_run
-    assert "not measured: run eval.choose_head" in run("mtptrain.train", *overrides, *settings, "train.validation_prompts=0")
+    assert "not measured: run eval.choose_head" in run(
+        "mtptrain.train", *overrides, *settings, "train.validation_prompts=0"
+    )
     assert kept(run_dir) == ["step_00000015", "step_00000030", "step_00000040"]
     printed = run("eval.choose_head", *overrides, *settings)
     choice = json.loads((run_dir / "train/choice.json").read_text())
     names = ("step", "acceptance_length", "acceptance_rate_at")
-    assert [[head[name] for name in names] for head in choice["heads"]] == [[line[name] for name in names] for line in expected]
+    assert [[head[name] for name in names] for head in choice["heads"]] == [
+        [line[name] for name in names] for line in expected
+    ]
     assert len({head["acceptance_length"] for head in choice["heads"]}) > 1 and choice["heads"][0]["prompts"] == 12
     best, best_during_training = run_dir / "train/best", tmp_path / "measured/train/best"
     assert facts(best) == facts(best_during_training) and choice["best_step"] == facts(best)["step"]
@@ -55,14 +59,18 @@ def test_the_head_of_every_step_that_is_due_and_of_the_last_is_kept_and_measures
     assert all(f"{head['acceptance_length']:.3f}" in printed for head in choice["heads"])
 
 
-def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_and_stays_the_best(fresh_run: Run) -> None:
+def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_and_stays_the_best(
+    fresh_run: Run,
+) -> None:
     run_dir, overrides = fresh_run
     settings = (*LEARNING, *KEEPING, "train.validate_every=15")
     stage_dir = run_dir / "train"
     run("mtptrain.train", *overrides, *settings, "train.max_steps=20")
     last = stage_dir / "heads/step_00000020/head.safetensors"
     generator = torch.Generator().manual_seed(0)
-    spoilt = {name: torch.randn(tensor.shape, generator=generator).to(tensor) for name, tensor in load_file(last).items()}
+    spoilt = {
+        name: torch.randn(tensor.shape, generator=generator).to(tensor) for name, tensor in load_file(last).items()
+    }
     save_file(spoilt, last)
     assert facts(stage_dir / "best")["step"] == 20
     printed = run("eval.choose_head", *overrides, *settings)
@@ -86,7 +94,9 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     assert facts(stage_dir / "best")["step"] == 15, "the choice measured no head that is gone"
 
 
-def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best_head_into_account(fresh_run: Run) -> None:
+def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best_head_into_account(
+    fresh_run: Run,
+) -> None:
     run_dir, overrides = fresh_run
     stage_dir = run_dir / "train"
     settings = (*overrides, *LEARNING, "deepspeed=zero0")
@@ -104,7 +114,9 @@ def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best
     assert facts(stage_dir / "best") == best and (stage_dir / "best/head.safetensors").read_bytes() == weights
 
 
-def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_came_later_and_their_choice(fresh_run: Run) -> None:
+def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_came_later_and_their_choice(
+    fresh_run: Run,
+) -> None:
     run_dir, overrides = fresh_run
     stage_dir = run_dir / "train"
     settings = (*overrides, *KEEPING, "train.save_every=6")
@@ -132,9 +144,13 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
     [
         (
             (),
-            "train/heads: must hold the heads to choose from, but holds none; run mtptrain.train with the same recipe and run_dir",
+            "train/heads: must hold the heads to choose from, but holds none; run mtptrain.train with the same recipe "
+            "and run_dir",
         ),
-        (("head.ttt_steps=2",), "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)"),
+        (
+            ("head.ttt_steps=2",),
+            "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)",
+        ),
     ],
 )
 def test_heads_that_cannot_be_measured_are_refused(fresh_run: Run, overrides: tuple[str, ...], message: str) -> None:

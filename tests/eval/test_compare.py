@@ -63,7 +63,10 @@ def write_report(path: Path, lengths: list[int], **settings: object) -> Path:
 def test_reports_are_compared_in_a_table_and_on_a_page_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = [write_report(tmp_path / name / "acceptance/report.json", lengths) for name, lengths in (("a", [8, 6]), ("b", [4, 4]))]
+    paths = [
+        write_report(tmp_path / name / "acceptance/report.json", lengths)
+        for name, lengths in (("a", [8, 6]), ("b", [4, 4]))
+    ]
     monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths), "--out", str(tmp_path / "page.html")])
     compare.main()
     page, table = (tmp_path / "page.html").read_text(), capsys.readouterr().out
@@ -105,12 +108,22 @@ def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(
         "acceptance_length": 3.065,
         "plain_greedy_answers": 2,
     }
-    served = {**MEASURED, "ours": counts, "theirs": {**counts, "rounds": 1021}, "engine": "vllm", "version": "0.32.0", "prompts": 2}
+    served = {
+        **MEASURED,
+        "ours": counts,
+        "theirs": {**counts, "rounds": 1021},
+        "engine": "vllm",
+        "version": "0.32.0",
+        "prompts": 2,
+    }
     served["command"] = "python -m eval.serving_check 'serving.python=<b>'"
     write_report(tmp_path / "acceptance/report.json", [8, 6], head_sha256="cc")
     write_other_report(tmp_path, "serving_check/report.json", served)
     page = page_of(tmp_path)
-    assert "<td>vllm 0.32.0</td><td>1,021</td><td>3,060</td><td>903</td><td>702</td><td>501</td><td>3.065</td><td>2</td>" in page
+    assert (
+        "<td>vllm 0.32.0</td><td>1,021</td><td>3,060</td><td>903</td><td>702</td><td>501</td><td>3.065</td><td>2</td>"
+        in page
+    )
     assert "<pre>python -m eval.serving_check &#39;serving.python=&lt;b&gt;&#39;</pre>" in page
     for name, other in (("head_sha256", "dd"), ("prompts_sha256", "11"), ("max_new_tokens", 21), ("dtype", "bfloat16")):
         write_other_report(tmp_path, "serving_check/report.json", {**served, name: other})
@@ -119,7 +132,15 @@ def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(
 
 def test_speed_and_studies_of_the_run_are_shown_on_its_page_with_their_commands(tmp_path: Path) -> None:
     row = dict.fromkeys(
-        ("tokens_per_s", "speed_up", "speed_up_with_prompt", "predicted_speed_up", "refilled_speed_up", "tokens_per_round"), 1.25
+        (
+            "tokens_per_s",
+            "speed_up",
+            "speed_up_with_prompt",
+            "predicted_speed_up",
+            "refilled_speed_up",
+            "tokens_per_round",
+        ),
+        1.25,
     )
     row |= {"batch_size": 8, "num_speculative_tokens": 3, "draft_ms": 2.0, "verify_ms": 3.0}
     decoding = {
@@ -132,7 +153,11 @@ def test_speed_and_studies_of_the_run_are_shown_on_its_page_with_their_commands(
         "command": "bench it",
     }
     run = {"acceptance": {"128": 1.5}, "without_loops": {"128": 1.6}, "acceptance_rate_at": [0.3]}
-    study = {"study": {"name": "norms", "prompt_tokens": [128]}, "measured": {"all": {"0": run, "1": None}}, "command": "study it"}
+    study = {
+        "study": {"name": "norms", "prompt_tokens": [128]},
+        "measured": {"all": {"0": run, "1": None}},
+        "command": "study it",
+    }
     write_report(tmp_path / "acceptance/report.json", [8, 6], head_sha256="cc", command="measure it")
     write_other_report(tmp_path, "bench_decode/report.json", decoding)
     write_other_report(tmp_path, "study/norms/study.json", study)
@@ -182,7 +207,9 @@ def test_a_report_of_another_measurement_is_refused(tmp_path: Path, settings: di
 def test_tokens_per_second_of_other_batches_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = [write_report(tmp_path / name / "report.json", [8, 6], batch_size=size) for name, size in (("a", 1), ("b", 8))]
+    paths = [
+        write_report(tmp_path / name / "report.json", [8, 6], batch_size=size) for name, size in (("a", 1), ("b", 8))
+    ]
     monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths), "--out", str(tmp_path / "new/page.html")])
     compare.main()
     page = (tmp_path / "new/page.html").read_text()
@@ -191,7 +218,8 @@ def test_tokens_per_second_of_other_batches_are_left_out(
 
 def test_no_report_is_lost_if_paths_are_alike(tmp_path: Path) -> None:
     paths = [
-        write_report(tmp_path / "x" / name, [8, 6]) for name in ("acceptance/report.json", "acceptance/acceptance/report.json")
+        write_report(tmp_path / "x" / name, [8, 6])
+        for name in ("acceptance/report.json", "acceptance/acceptance/report.json")
     ]
     assert list(compare.read_reports(paths)) == [str(path) for path in paths]
     with pytest.raises(ValueError, match="reports must be different, but this one is given twice"):
@@ -243,7 +271,9 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_report_of_one_source_shows_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [write_report(tmp_path / name / "report.json", lengths) for name, lengths in (("one", [8]), ("two", [8, 6]))]
+    paths = [
+        write_report(tmp_path / name / "report.json", lengths) for name, lengths in (("one", [8]), ("two", [8, 6]))
+    ]
     reports = compare.read_reports(paths)
     assert reports["one"]["intervals"] is None
     page = report_page.render_page(reports)

@@ -7,9 +7,10 @@ import torch
 
 from eval.draft_quality import DraftQuality
 from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Accepted, Draft, Round
+from mtptrain.decoding.speculate import Accepted, Round
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
@@ -19,7 +20,9 @@ from tests.conftest import make_target
 
 def test_figures_count_rounds_that_reach_a_position_and_active_sequences(tmp_path: Path) -> None:
     """The expected figures are computed by hand, for a head that drafts two of the target's four tokens."""
-    target = load_target(make_target(tmp_path / "target", vocab_size=4, eos_token_id=None), torch.float32, torch.device("cpu"))
+    target = load_target(
+        make_target(tmp_path / "target", vocab_size=4, eos_token_id=None), torch.float32, torch.device("cpu")
+    )
     head = build_head(Eagle3Head.Config(capture_layers=[1], draft_vocab_size=2), target.config)
     assert head.d2t is not None
     head.d2t.copy_(torch.tensor([1, 2]))  # its tokens are the target's 1 and 3
@@ -27,11 +30,15 @@ def test_figures_count_rounds_that_reach_a_position_and_active_sequences(tmp_pat
     target_probs = torch.tensor([[0.1, 0.6, 0.1, 0.2], [0.5, 0.0, 0.4, 0.1], [0.25, 0.25, 0.25, 0.25]])
     tokens = torch.tensor([[1, 3], [1, 3], [1, 3]])
     draft = Draft(
-        tokens, torch.ones_like(tokens, dtype=torch.bool), logits=tuple(draft_probs[k].log().expand(3, 2) for k in range(2))
+        tokens,
+        torch.ones_like(tokens, dtype=torch.bool),
+        logits=tuple(draft_probs[k].log().expand(3, 2) for k in range(2)),
     )
     accepted = Accepted(torch.tensor([0, 2, 1]), torch.zeros(3, dtype=torch.long), torch.arange(3).expand(3, -1))
     quality = DraftQuality(head, Sampler(), vocab_size=4, num_depths=2)
-    quality(Round(draft, accepted, target_probs.log().clamp(min=-1e4).expand(3, 3, 4), torch.tensor([True, True, False])))
+    quality(
+        Round(draft, accepted, target_probs.log().clamp(min=-1e4).expand(3, 3, 4), torch.tensor([True, True, False]))
+    )
     found = quality.figures(quality.sums())
     assert found.rounds_at == [2, 1]  # the first was rejected at position 0, the third does not count
     assert found.overlap_at == pytest.approx([0.6 + 0.2, 0.0 + 0.1], abs=1e-6)
@@ -43,7 +50,9 @@ def test_figures_count_rounds_that_reach_a_position_and_active_sequences(tmp_pat
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.9}])
-def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap(filters: dict[str, float], tmp_path: Path) -> None:
+def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap(
+    filters: dict[str, float], tmp_path: Path
+) -> None:
     """The theorem of speculative sampling (arXiv 2211.17192), which also checks the acceptance rule."""
     directory = make_target(tmp_path / "target", vocab_size=12, eos_token_id=None, initializer_range=0.15)
     target = load_target(directory, torch.float32, torch.device("cpu"))

@@ -89,7 +89,9 @@ def test_attention_that_forgets_keys_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_loss_whose_teacher_is_shifted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = numerics.plain_kl
-    monkeypatch.setattr(numerics, "plain_kl", lambda states, parts, teacher, *rest: plain(states, parts, teacher.roll(1, 0), *rest))
+    monkeypatch.setattr(
+        numerics, "plain_kl", lambda states, parts, teacher, *rest: plain(states, parts, teacher.roll(1, 0), *rest)
+    )
     assert numerics.check_loss(CPU, torch.float32).outcome is Outcome.failed
 
 
@@ -97,7 +99,9 @@ def test_a_loss_whose_teacher_is_shifted_is_found(monkeypatch: pytest.MonkeyPatc
 def test_decoding_that_reads_other_embeddings_is_found(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = Head.decode
 
-    def shifted(self: Head, states: torch.Tensor, embeddings: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def shifted(
+        self: Head, states: torch.Tensor, embeddings: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return decode(self, states, embeddings.roll(1, -1), *rest)
 
     monkeypatch.setattr(Head, "decode", shifted)
@@ -108,7 +112,11 @@ def test_an_error_is_a_failed_row_and_the_exit_code_is_one(tmp_path: Path, capsy
     def broken() -> Finding:
         raise RuntimeError("no kernel image is available")
 
-    checks = {"kernel": broken, "error": lambda: at_most(0.5, 0.02, "error of states"), "vLLM": lambda: skipped("not installed")}
+    checks = {
+        "kernel": broken,
+        "error": lambda: at_most(0.5, 0.02, "error of states"),
+        "vLLM": lambda: skipped("not installed"),
+    }
     rows = [run_check(name, check) for name, check in checks.items()]
     assert [row.outcome for row in rows] == [Outcome.failed, Outcome.failed, Outcome.skipped]
     assert rows[0].reason == "RuntimeError: no kernel image is available"

@@ -10,10 +10,13 @@ from tests.conftest import run_program
 
 
 def test_a_check_of_sampled_decoding_is_refused(tmp_path: Path, tiny_target: Path) -> None:
-    result = run_program("eval.serving_check", f"run_dir={tmp_path}", f"target.path={tiny_target}", "acceptance.temperature=0.7")
+    result = run_program(
+        "eval.serving_check", f"run_dir={tmp_path}", f"target.path={tiny_target}", "acceptance.temperature=0.7"
+    )
     assert result.returncode != 0
     assert (
-        "acceptance.temperature: must be 0 for this check, but is 0.7, where drafts are accepted at random; leave" in result.stderr
+        "acceptance.temperature: must be 0 for this check, but is 0.7, where drafts are accepted at random; leave"
+        in result.stderr
     )
 
 
@@ -24,7 +27,9 @@ def test_a_folder_without_an_export_says_what_to_run(tmp_path: Path) -> None:
 
 def test_an_export_for_another_engine_is_refused(tmp_path: Path) -> None:
     (tmp_path / "serving.json").write_text(json.dumps({"engine": "sglang"}))
-    with pytest.raises(ValueError, match=r"serving\.json: engine must be vllm, but is sglang; run mtptrain\.export with"):
+    with pytest.raises(
+        ValueError, match=r"serving\.json: engine must be vllm, but is sglang; run mtptrain\.export with"
+    ):
         read_serving_facts(tmp_path, "vllm", "of this run")
 
 

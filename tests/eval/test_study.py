@@ -41,10 +41,16 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     manifest = json.loads((directory / "short" / "seed_1" / "prompts" / "manifest.json").read_text())
     assert manifest["max_document_tokens"] == 64
     # A shorter prompt is the end of the longer one from the same document.
-    prompts = [json.loads(line) for line in next((directory / "held_out").glob("prompts_*.jsonl")).read_text().splitlines()]
+    prompts = [
+        json.loads(line) for line in next((directory / "held_out").glob("prompts_*.jsonl")).read_text().splitlines()
+    ]
     assert len(prompts) == 2 * 8
     for short, long in zip(prompts[::2], prompts[1::2], strict=True):
-        assert short["id"].split()[0] == long["id"].split()[0] and len(short["input_ids"]) == 16 and len(long["input_ids"]) == 48
+        assert (
+            short["id"].split()[0] == long["id"].split()[0]
+            and len(short["input_ids"]) == 16
+            and len(long["input_ids"]) == 48
+        )
         assert long["input_ids"][-16:] == short["input_ids"]
 
     # Finished runs, including diverged ones, are not run again. Other prompts are measured without training again.
@@ -68,7 +74,8 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     [
         (
             (),
-            "study: must have variants, seeds and prompt_tokens, but has 0, 3 and 0; choose one of recipes/study (long_context, norms)",
+            "study: must have variants, seeds and prompt_tokens, but has 0, 3 and 0; choose one of recipes/study "
+            "(long_context, norms)",
         ),
         (
             ("study=norms", "study.prompt_tokens=[2040]"),
@@ -78,8 +85,14 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
         (("study=norms", "seed=3"), "seed: must be left out, but is 3; set study.seeds"),
         (("study=norms", "+study.variants.data=[]"), "and not data or held_out, but one is 'data'; rename it"),
         (("study=norms", '+study.variants.x=["target.path=/x"]'), "study.variants.x: must be of the study's target"),
-        (("study=norms", '+study.variants.x=["prompts.validation_fraction=0.001"]'), "from where the study's prompts are held out"),
-        (("study=norms", '+study.variants.x=["acceptance.temperature=1"]'), "study.variants.x: must be measured as the others are"),
+        (
+            ("study=norms", '+study.variants.x=["prompts.validation_fraction=0.001"]'),
+            "from where the study's prompts are held out",
+        ),
+        (
+            ("study=norms", '+study.variants.x=["acceptance.temperature=1"]'),
+            "study.variants.x: must be measured as the others are",
+        ),
         (("study=norms", "study.seeds=[1,1]"), "study.seeds: must be different and at least 0, but are [1, 1]"),
         (("study=norms", '+study.variants.x=["train.lr=-1"]'), "train.lr: must be a number of at least 0"),
     ],

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[2]
 def test_an_old_name_is_refused_with_its_new_one(old: str, prefix: str) -> None:
     with pytest.raises(SystemExit) as refused:
         refuse_renamed(["recipe=quickstart", f"{prefix}{old}=1"])
-    assert refused.value.code == f"{old}: must be given by its new name, {RENAMED[old]}, but is given as {prefix}{old}=1; rename it"
+    assert (
+        refused.value.code
+        == f"{old}: must be given by its new name, {RENAMED[old]}, but is given as {prefix}{old}=1; rename it"
+    )
 
 
 def test_new_names_and_values_that_contain_an_old_one_are_accepted() -> None:
@@ -35,11 +38,18 @@ def test_every_new_name_is_a_setting() -> None:
 def test_a_program_refuses_an_old_name(module: str) -> None:
     result = run_ranks(module, ["recipe=quickstart", "train.recompute=true"])
     assert result.returncode == 1
-    assert "must be given by its new name, train.activation_checkpointing, but is given as train.recompute=true" in result.stderr
+    assert (
+        "must be given by its new name, train.activation_checkpointing, but is given as train.recompute=true"
+        in result.stderr
+    )
 
 
 def test_every_program_with_a_config_has_this_command_line() -> None:
-    sources = {path: path.read_text() for package in ("mtptrain", "data_prep", "eval") for path in (ROOT / package).rglob("*.py")}
+    sources = {
+        path: path.read_text()
+        for package in ("mtptrain", "data_prep", "eval")
+        for path in (ROOT / package).rglob("*.py")
+    }
     programs = [path for path, text in sources.items() if re.search(r"^@program\ndef main\(", text, re.MULTILINE)]
     assert len(programs) == 14
     assert [path.name for path, text in sources.items() if "hydra.main(" in text] == ["command_line.py"]

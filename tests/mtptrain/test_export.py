@@ -11,7 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.config import PipelineConfig
 from mtptrain.convert import sglang
-from mtptrain.convert.export_proof import DRAFTS, ROUNDS, TOKENS, proof_bytes, propose, random_document, stored_documents
+from mtptrain.convert.export_proof import (
+    DRAFTS,
+    ROUNDS,
+    TOKENS,
+    proof_bytes,
+    propose,
+    random_document,
+    stored_documents,
+)
 from mtptrain.convert.formats import format_for
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.export import check_directory_name, check_tensors, export, reload_head, write_head
@@ -34,12 +42,15 @@ CONFIG = MtpHead.Config()
 def exported(tmp_path: Path, tiny_target: Path) -> Path:
     torch.manual_seed(0)
     target_config = read_target_config(tiny_target)
-    write_head(tmp_path / "vllm", format_for("vllm", CONFIG, target_config), build_head(CONFIG, target_config).state_dict())
+    write_head(
+        tmp_path / "vllm", format_for("vllm", CONFIG, target_config), build_head(CONFIG, target_config).state_dict()
+    )
     return tmp_path / "vllm"
 
 
 def test_the_directory_holds_exactly_the_tensors_that_vllm_reads(exported: Path) -> None:
-    """Names and shapes from vllm/model_executor/models/deepseek_eagle.py 0.32: H=64, I=96, one head and one kv head of 64."""
+    """Names and shapes from vllm/model_executor/models/deepseek_eagle.py 0.32: H=64, I=96, one head and one kv head of
+    64."""
     assert {name: list(tensor.shape) for name, tensor in load_file(exported / "model.safetensors").items()} == {
         "enorm.weight": [64],
         "hnorm.weight": [64],
@@ -65,7 +76,9 @@ def test_the_config_names_the_class_and_copies_the_targets_rope(exported: Path, 
     assert config["max_position_embeddings"] == 512 and config["vocab_size"] == 260 and config["dtype"] == "float32"
 
 
-def test_query_key_and_value_are_fused_in_this_order_and_embedding_columns_come_first(exported: Path, tiny_target: Path) -> None:
+def test_query_key_and_value_are_fused_in_this_order_and_embedding_columns_come_first(
+    exported: Path, tiny_target: Path
+) -> None:
     torch.manual_seed(0)
     head = build_head(CONFIG, read_target_config(tiny_target))
     tensors = load_file(exported / "model.safetensors")
@@ -73,7 +86,9 @@ def test_query_key_and_value_are_fused_in_this_order_and_embedding_columns_come_
     for part, tensor in zip("qkv", fused.split(64), strict=True):
         assert torch.equal(tensor, head.state_dict()[f"self_attn.{part}_proj.weight"])
     embeddings, hidden = torch.randn(2, 64), torch.zeros(2, 64)
-    assert torch.allclose(head.eh_proj(torch.cat([embeddings, hidden], -1)), embeddings @ tensors["fc.weight"][:, :64].T, atol=1e-5)
+    assert torch.allclose(
+        head.eh_proj(torch.cat([embeddings, hidden], -1)), embeddings @ tensors["fc.weight"][:, :64].T, atol=1e-5
+    )
 
 
 def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported: Path, tiny_target: Path) -> None:
@@ -94,12 +109,18 @@ def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("missing", r"hnorm\.weight must be of shape \(64,\), but is absent; the engine would serve random weights: export again"),
+        (
+            "missing",
+            r"hnorm\.weight must be of shape \(64,\), but is absent; the engine would serve random weights: export "
+            r"again",
+        ),
         ("unknown", r"extra\.weight must be absent, but is of shape \(3,\)"),
         ("shape", r"fc\.weight must be of shape \(64, 128\), but is of shape \(64, 64\)"),
     ],
 )
-def test_a_missing_unknown_or_misshapen_tensor_is_an_error(exported: Path, tiny_target: Path, change: str, message: str) -> None:
+def test_a_missing_unknown_or_misshapen_tensor_is_an_error(
+    exported: Path, tiny_target: Path, change: str, message: str
+) -> None:
     tensors = load_file(exported / "model.safetensors")
     if change == "missing":
         del tensors["hnorm.weight"]
@@ -114,15 +135,26 @@ def test_a_missing_unknown_or_misshapen_tensor_is_an_error(exported: Path, tiny_
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("eagle-head", "eagle3"), ("my_eagle3", "eagle"), ("DFlash", "eagle"), ("dspark", "eagle3"), ("eagle3-by-eagle-4", "eagle3")],
+    [
+        ("eagle-head", "eagle3"),
+        ("my_eagle3", "eagle"),
+        ("DFlash", "eagle"),
+        ("dspark", "eagle3"),
+        ("eagle3-by-eagle-4", "eagle3"),
+    ],
 )
 def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path, name: str, method: str) -> None:
-    message = rf"export\.output_dir: the path must not contain eagle- or .* by which vLLM chooses .* unless it is {method}, but"
+    message = (
+        rf"export\.output_dir: the path must not contain eagle- or .* by which vLLM chooses .* unless it is {method}, "
+        r"but"
+    )
     with pytest.raises(ValueError, match=message):
         check_directory_name(tmp_path / name / "vllm", method)
 
 
-@pytest.mark.parametrize(("name", "method"), [("eagle-head", "eagle"), ("llama_eagle3", "eagle3"), ("quickstart", "eagle")])
+@pytest.mark.parametrize(
+    ("name", "method"), [("eagle-head", "eagle"), ("llama_eagle3", "eagle3"), ("quickstart", "eagle")]
+)
 def test_a_directory_whose_name_stands_for_the_right_method_is_taken(tmp_path: Path, name: str, method: str) -> None:
     """A run of recipe `..._eagle3` goes to a folder of that name."""
     check_directory_name(tmp_path / name / "vllm", method)
@@ -131,7 +163,9 @@ def test_a_directory_whose_name_stands_for_the_right_method_is_taken(tmp_path: P
 def test_a_quantised_target_is_refused(tiny_target: Path) -> None:
     config = read_target_config(tiny_target)
     config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ValueError, match=r"target\.path: must be a target that is not quantised .* for vllm, but is .* 'fp8'"):
+    with pytest.raises(
+        ValueError, match=r"target\.path: must be a target that is not quantised .* for vllm, but is .* 'fp8'"
+    ):
         format_for("vllm", CONFIG, config)
 
 
@@ -156,7 +190,10 @@ def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(
             MtpHead.Config(num_attention_heads=2),
             r"head\.num_attention_heads: the head dim \(hidden size 64 / heads\) must be one of",
         ),
-        (MtpHead.Config(num_key_value_heads=2), r"head\.num_key_value_heads: must divide the 1 attention heads, but is 2"),
+        (
+            MtpHead.Config(num_key_value_heads=2),
+            r"head\.num_key_value_heads: must divide the 1 attention heads, but is 2",
+        ),
     ],
 )
 def test_sizes_that_no_engine_serves_are_refused(tiny_target: Path, config: MtpHead.Config, message: str) -> None:
@@ -173,20 +210,25 @@ def test_a_head_from_before_a_setting_has_its_default(tmp_path: Path, tiny_targe
     (tmp_path / "head/head.json").write_text(json.dumps(stored))
     load_head(tmp_path / "head", CONFIG, target_config, None, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"differ in head\.norms \(\['enorm', .*\] there, \['norm'\] here\); set"):
-        load_head(tmp_path / "head", replace(CONFIG, norms=[RestoredNorm.norm]), target_config, None, torch.device("cpu"))
+        load_head(
+            tmp_path / "head", replace(CONFIG, norms=[RestoredNorm.norm]), target_config, None, torch.device("cpu")
+        )
 
 
 def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path, tiny_target: Path) -> None:
     target_config = read_target_config(tiny_target)
     save_head(tmp_path / "head", build_head(CONFIG, target_config).state_dict(), CONFIG, {"step": 3})
     with pytest.raises(
-        ValueError, match=r"the head's settings must be those of the config, but differ in head\.ttt_steps \(4 there, 2 here\)"
+        ValueError,
+        match=r"the head's settings must be those of the config, but differ in head\.ttt_steps \(4 there, 2 here\)",
     ):
         load_head(tmp_path / "head", MtpHead.Config(ttt_steps=2), target_config, None, torch.device("cpu"))
     other = read_target_config(make_target(tmp_path / "target", intermediate_size=80))
     with pytest.raises(ValueError, match=r"mlp\.\w+_proj\.weight must be of shape .* for this target, but is"):
         load_head(tmp_path / "head", CONFIG, other, None, torch.device("cpu"))
-    with pytest.raises(FileNotFoundError, match=r"must hold a trained head, but has no head\.json; run mtptrain\.train first"):
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold a trained head, but has no head\.json; run mtptrain\.train first"
+    ):
         load_head(tmp_path / "none", CONFIG, target_config, None, torch.device("cpu"))
 
 
@@ -210,8 +252,12 @@ def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
     tokens = torch.randint(0, 250, (4, 16), generator=torch.Generator().manual_seed(0)).tolist()
     for stage in ("prompts", "acceptance"):
         (run_dir / stage).mkdir(parents=True)
-    Documents.from_list([(i, row, [1] * 16) for i, row in enumerate(tokens)]).save(run_dir / "prompts/validation.safetensors")
-    DocumentEntry.write_all(run_dir / "prompts", [DocumentEntry(i, f"file {i}", Split.validation, 16, 0, 0) for i in range(4)])
+    Documents.from_list([(i, row, [1] * 16) for i, row in enumerate(tokens)]).save(
+        run_dir / "prompts/validation.safetensors"
+    )
+    DocumentEntry.write_all(
+        run_dir / "prompts", [DocumentEntry(i, f"file {i}", Split.validation, 16, 0, 0) for i in range(4)]
+    )
     head = random_head(config.head, read_target_config(target_dir))
     facts = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
     save_head(run_dir / "train/best", head.to(torch.bfloat16).state_dict(), config.head, facts)
@@ -257,7 +303,9 @@ def test_an_export_holds_all_that_serving_needs(tmp_path: Path, target_of_four_l
         assert tensors["d2t"].dtype is torch.int64 and int(tensors["t2d"].sum()) == 96
 
 
-def test_what_is_refused_is_refused_before_anything_is_read_or_written(tmp_path: Path, target_of_four_layers: Path) -> None:
+def test_what_is_refused_is_refused_before_anything_is_read_or_written(
+    tmp_path: Path, target_of_four_layers: Path
+) -> None:
     overrides = ("export.engine=sglang", "head=eagle3", "head.capture_layers=[1,4]")
     config = make_config(f"run_dir={tmp_path}/run", f"target.path={target_of_four_layers}", *overrides)
     with pytest.raises(ValueError, match=r"head\.capture_layers: must be below the target's last layer"):
@@ -283,7 +331,8 @@ def without_layers(target_dir: Path, directory: Path) -> Path:
     shutil.copytree(target_dir, directory)
     tensors = load_file(directory / "model.safetensors")
     save_file(
-        {name: tensors[name] for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD) if name in tensors}, directory / "model.safetensors"
+        {name: tensors[name] for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD) if name in tensors},
+        directory / "model.safetensors",
     )
     return directory
 

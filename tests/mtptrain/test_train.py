@@ -88,7 +88,9 @@ def test_four_ranks_give_the_same_losses(four_batches: list[dict[str, object]], 
 
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 1)])
-def test_a_killed_run_resumes_with_bit_identical_losses(fresh_run: Run, tmp_path: Path, num_ranks: int, stage: int) -> None:
+def test_a_killed_run_resumes_with_bit_identical_losses(
+    fresh_run: Run, tmp_path: Path, num_ranks: int, stage: int
+) -> None:
     settings = (f"deepspeed=zero{stage}", "train.save_every=4", "train.validate_every=10", *[FP32] * (stage > 0))
     undisturbed = train(fresh_run, *settings, num_ranks=num_ranks)
     run_dir, overrides = fresh_run
@@ -105,7 +107,9 @@ def test_a_killed_run_resumes_with_bit_identical_losses(fresh_run: Run, tmp_path
 
     resumed = train(fresh_run, *settings, num_ranks=num_ranks)
     assert figures(resumed) == figures(undisturbed)
-    assert (run_dir / "train/last/head.safetensors").read_bytes() == (tmp_path / "undisturbed/last/head.safetensors").read_bytes()
+    assert (run_dir / "train/last/head.safetensors").read_bytes() == (
+        tmp_path / "undisturbed/last/head.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +158,9 @@ def test_checkpoints_hold_plain_tensors_in_fp32_whatever_trains(fresh_run: Run) 
 def test_a_compiled_step_and_one_that_computes_again_train_as_the_plain_one(
     one_rank: list[dict[str, object]], fresh_run: Run
 ) -> None:
-    found = train(fresh_run, "deepspeed=zero0", "train.compile=true", "train.activation_checkpointing=true", "train.profile=true")
+    found = train(
+        fresh_run, "deepspeed=zero0", "train.compile=true", "train.activation_checkpointing=true", "train.profile=true"
+    )
     for ours, reference in zip(figures(found), figures(one_rank), strict=True):
         assert ours == pytest.approx(reference, abs=1e-4, rel=1e-4)
     trace = json.loads((fresh_run[0] / "train/trace_0.json").read_text())
@@ -182,7 +188,9 @@ def test_records_and_the_table_say_what_the_steps_did_with_their_time(fresh_run:
 
 
 @pytest.mark.parametrize(
-    ("number", "num_ranks"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 2)], ids=["SIGTERM to one rank", "SIGUSR1 to one of two ranks"]
+    ("number", "num_ranks"),
+    [(signal.SIGTERM, 1), (signal.SIGUSR1, 2)],
+    ids=["SIGTERM to one rank", "SIGUSR1 to one of two ranks"],
 )
 def test_a_signal_ends_the_step_saves_it_and_the_next_run_goes_on_with_bit_identical_losses(
     fresh_run: Run, tmp_path: Path, number: signal.Signals, num_ranks: int
@@ -194,7 +202,9 @@ def test_a_signal_ends_the_step_saves_it_and_the_next_run_goes_on_with_bit_ident
 
     command = program_command("mtptrain.train", *overrides, *settings, num_ranks=num_ranks)
     with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=stderr, text=True)
+        process = subprocess.Popen(
+            command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
     while len(records(run_dir)) < 5:
         assert process.poll() is None, "it ended before the signal"
         time.sleep(0.01)
@@ -212,7 +222,9 @@ def test_a_signal_ends_the_step_saves_it_and_the_next_run_goes_on_with_bit_ident
     assert (run_dir / f"train/checkpoints/step_{saved:08d}/complete.json").is_file()
     resumed = train(fresh_run, *settings, num_ranks=num_ranks)
     assert figures(resumed) == figures(undisturbed)
-    assert (run_dir / "train/last/head.safetensors").read_bytes() == (tmp_path / "undisturbed/last/head.safetensors").read_bytes()
+    assert (run_dir / "train/last/head.safetensors").read_bytes() == (
+        tmp_path / "undisturbed/last/head.safetensors"
+    ).read_bytes()
 
 
 def children(parent: int) -> list[int]:
@@ -233,7 +245,9 @@ def test_without_validation_prompts_the_last_head_is_kept_as_the_best_and_the_ta
     stage_dir = fresh_run[0] / "train"
     last, best = (json.loads((stage_dir / name / "head.json").read_text()) for name in ("last", "best"))
     assert last == best and last["step"] == 20 and "acceptance_length" not in last
-    assert (stage_dir / "best" / "head.safetensors").read_bytes() == (stage_dir / "last" / "head.safetensors").read_bytes()
+    assert (stage_dir / "best" / "head.safetensors").read_bytes() == (
+        stage_dir / "last" / "head.safetensors"
+    ).read_bytes()
     result = run_program("eval.acceptance", *fresh_run[1])
     assert result.returncode == 0, result.stderr[-3000:]
 
@@ -253,7 +267,13 @@ def test_bf16_with_fp32_masters_trains_like_fp32(one_rank: list[dict[str, object
 
 def test_a_run_that_diverges_stops_before_it_saves_and_names_its_documents(fresh_run: Run) -> None:
     """Trap 27. The first step's loss is finite, and so are the weights that it leaves: nothing of them is kept."""
-    settings = ("train.lr=1e30", "train.warmup_steps=0", "train.save_every=1", "train.validate_every=1", "train.log_every=10")
+    settings = (
+        "train.lr=1e30",
+        "train.warmup_steps=0",
+        "train.save_every=1",
+        "train.validate_every=1",
+        "train.log_every=10",
+    )
     result = run_program("mtptrain.train", *fresh_run[1], *settings)
     assert result.returncode != 0
     assert "train: the loss of the new weights must be finite, but is not at step 1, with documents [" in result.stderr
@@ -271,7 +291,13 @@ def test_metrics_that_a_kill_has_torn_do_not_keep_a_run_from_going_on(fresh_run:
     with (fresh_run[0] / "train/metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
     (fresh_run[0] / "train/checkpoints/step_00000002").mkdir()  # without its marker
-    assert [record["step"] for record in train(fresh_run, "train.max_steps=5", "train.validation_prompts=0")] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in train(fresh_run, "train.max_steps=5", "train.validation_prompts=0")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert not (fresh_run[0] / "train/checkpoints/step_00000002").exists()
 
 
@@ -283,7 +309,10 @@ def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_me
     assert sorted(measured) == [5, 10, 15, 20]
     best = json.loads((stage_dir / "best/head.json").read_text())
     assert best["acceptance_length"] == max(measured.values()) == measured[best["step"]]
-    assert sorted(path.name for path in (stage_dir / "checkpoints").glob("step_*")) == ["step_00000015", "step_00000020"]
+    assert sorted(path.name for path in (stage_dir / "checkpoints").glob("step_*")) == [
+        "step_00000015",
+        "step_00000020",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -294,10 +323,18 @@ def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_me
             2,
             "train.micro_batches_per_step: must be a multiple of the number of ranks, 2, but is 3",
         ),
-        (("train.batch_tokens=64",), 1, "train.batch_tokens: must be at least the longest document, 128 tokens, but is 64"),
+        (
+            ("train.batch_tokens=64",),
+            1,
+            "train.batch_tokens: must be at least the longest document, 128 tokens, but is 64",
+        ),
         (("train.micro_batches_per_step=5000",), 1, "must be at most the number of documents that train, but is 5000"),
         (("hidden_states.dtype=bfloat16",), 1, "the computing dtype"),
-        (("acceptance.prompt_tokens=400",), 1, "acceptance.prompt_tokens: held-out documents must hold a prompt of 400 tokens"),
+        (
+            ("acceptance.prompt_tokens=400",),
+            1,
+            "acceptance.prompt_tokens: held-out documents must hold a prompt of 400 tokens",
+        ),
         (
             ("head.num_attention_heads=4",),
             1,
@@ -306,7 +343,9 @@ def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_me
     ],
     ids=lambda value: value[0].split("=")[0] if isinstance(value, tuple) else None,
 )
-def test_bad_input_is_refused_before_training(fresh_run: Run, overrides: tuple[str, ...], num_ranks: int, message: str) -> None:
+def test_bad_input_is_refused_before_training(
+    fresh_run: Run, overrides: tuple[str, ...], num_ranks: int, message: str
+) -> None:
     result = run_program("mtptrain.train", *fresh_run[1], *overrides, num_ranks=num_ranks)
     assert result.returncode != 0
     assert message in result.stderr
@@ -349,7 +388,9 @@ def test_flipped_states_are_named_before_a_step_uses_them_and_training_goes_on_w
     settings = ("train.max_steps=2", "train.log_every=1")
     result = run_program("mtptrain.train", *overrides, *settings, num_ranks=2)
     assert result.returncode != 0
-    assert re.search(r"shard_\d+.safetensors: the checksum of document \d+ of .*delete this file and run data_prep", result.stderr)
+    assert re.search(
+        r"shard_\d+.safetensors: the checksum of document \d+ of .*delete this file and run data_prep", result.stderr
+    )
     assert records(run_dir) == [] and not list((run_dir / "train/checkpoints").glob("step_*"))
     for shard in shards:
         shard.unlink()
@@ -374,11 +415,14 @@ def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_an
     marker = next((fresh_run[0] / "train/checkpoints").glob(f"step_*/{MARKER}"))
     facts = json.loads(marker.read_text())
     del facts["head"]["norms"]  # as before that setting existed: no difference
-    unpacked = {name: value for name, value in facts.items() if "packing" not in name}  # steps once closed at the first misfit
+    unpacked = {
+        name: value for name, value in facts.items() if "packing" not in name
+    }  # steps once closed at the first misfit
     marker.write_text(json.dumps(unpacked))
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
     assert (
-        "to go on from this checkpoint, train.lr must be 0.003, but is 1e-06; the version of the packing of docu" in result.stderr
+        "to go on from this checkpoint, train.lr must be 0.003, but is 1e-06; the version of the packing of docu"
+        in result.stderr
     )
     assert "packing of documents must be None, but is 2; set it as it was" in result.stderr
     marker.write_text(json.dumps(facts))
@@ -486,17 +530,27 @@ def test_a_whole_vocabulary_of_its_own_starts_from_the_targets_lm_head_without_a
     assert torch.allclose(found["lm_head.weight"].float(), load_frozen_parts(tiny_target).lm_head, rtol=1e-2, atol=1e-3)
 
 
-def test_a_draft_vocabulary_that_is_missing_stale_or_of_another_size_is_refused(captured_run: Run, tmp_path: Path) -> None:
+def test_a_draft_vocabulary_that_is_missing_stale_or_of_another_size_is_refused(
+    captured_run: Run, tmp_path: Path
+) -> None:
     run_dir, overrides = copy_of(captured_run, tmp_path)
     result = run_program("mtptrain.train", *overrides)
-    assert "draft_vocab/manifest.json: must exist, but does not; run data_prep.draft_vocab with the same recipe" in result.stderr
+    assert (
+        "draft_vocab/manifest.json: must exist, but does not; run data_prep.draft_vocab with the same recipe"
+        in result.stderr
+    )
     assert run_program("data_prep.draft_vocab", *overrides, "head.draft_vocab_size=40").returncode == 0
     result = run_program("mtptrain.train", *overrides)
-    assert "manifest.json: head.draft_vocab_size must be 48, but is 40; run data_prep.draft_vocab again" in result.stderr
+    assert (
+        "manifest.json: head.draft_vocab_size must be 48, but is 40; run data_prep.draft_vocab again" in result.stderr
+    )
     manifest = json.loads((run_dir / "draft_vocab/manifest.json").read_text())
     (run_dir / "draft_vocab/manifest.json").write_text(json.dumps({**manifest, "prompts_sha256": "other"}))
     result = run_program("mtptrain.train", *overrides, "head.draft_vocab_size=40")
-    assert "the hash of the prompts (train.safetensors) must be" in result.stderr and "but is other; run data_prep" in result.stderr
+    assert (
+        "the hash of the prompts (train.safetensors) must be" in result.stderr
+        and "but is other; run data_prep" in result.stderr
+    )
     assert not (run_dir / "train").exists()
 
 

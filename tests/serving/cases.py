@@ -1,7 +1,8 @@
 """What is served: heads x targets x K, one line each.
 
-Counters tell heads apart only where a fair share of drafts is accepted, at every depth. So the tiny targets walk through their
-vocabulary in a circle that their random layers disturb about every third time, and heads learn the circle in a few steps.
+Counters tell heads apart only where a fair share of drafts is accepted, at every depth. So the tiny targets walk
+through their vocabulary in a circle that their random layers disturb about every third time, and heads learn the circle
+in a few steps.
 """
 
 import json
@@ -61,7 +62,10 @@ TARGETS = {
         # What vLLM's kernels for CPUs have: a latent of 512 + 64 and widths in steps of 32, for bf16 weights.
         | {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
         | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
-        | {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 256, "mscale": 0.707, "mscale_all_dim": 0.5}},
+        | {
+            "rope_parameters": YARN_ROPE
+            | {"original_max_position_embeddings": 256, "mscale": 0.707, "mscale_all_dim": 0.5}
+        },
     ),
 }
 HEAD_CONFIGS: dict[str, HeadConfig] = {
@@ -102,7 +106,9 @@ def one_layer_later(directory: Path) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text())
     ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    path.write_text(json.dumps(config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in ids]}}))
+    path.write_text(
+        json.dumps(config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in ids]}})
+    )
 
 
 def without_norms(*names: str) -> dict[str, Break]:
@@ -110,7 +116,9 @@ def without_norms(*names: str) -> dict[str, Break]:
     return {name: changed(name + ".weight", torch.ones_like) for name in names}
 
 
-EAGLE3_NORMS = without_norms("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+EAGLE3_NORMS = without_norms(
+    "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"
+)
 BREAKS: dict[str, dict[str, Break]] = {
     "mtp": without_norms("enorm", "hnorm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
     | {"columns": swapped("fc.weight")},
@@ -136,7 +144,9 @@ class Case:
 
     def __str__(self) -> str:
         parts = [self.head, self.target, f"K{self.num_speculative_tokens}"]
-        return "-".join(parts + [self.dtype] * (self.dtype != "float32") + [f"without_{self.broken}"] * bool(self.broken))
+        return "-".join(
+            parts + [self.dtype] * (self.dtype != "float32") + [f"without_{self.broken}"] * bool(self.broken)
+        )
 
 
 EVERYWHERE = ("mtp", "eagle", "eagle3")
@@ -156,7 +166,8 @@ CASES = [
 ]
 HAS_AMX = "amx_bf16" in Path("/proc/cpuinfo").read_text()
 NOT_HERE = (
-    "NOT SERVED ON THIS CPU: vLLM 0.32 drafts for multi-head latent attention with AMX alone (no common block size elsewhere)"
+    "NOT SERVED ON THIS CPU: vLLM 0.32 drafts for multi-head latent attention with AMX alone (no common block size "
+    "elsewhere)"
 )
 
 
@@ -175,7 +186,12 @@ BROKEN_CASES = [Case(head, "llama", broken=broken) for head, breaks in BREAKS.it
 
 def make_served_target(directory: Path, kind: str) -> Path:
     """A tiny target; its newest token alone says the next one, its layers say otherwise."""
-    settings: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "tie_word_embeddings": False}
+    settings: dict[str, Any] = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "tie_word_embeddings": False,
+    }
     settings |= {"max_position_embeddings": CONTEXT_TOKENS, "initializer_range": 0.1}
     make_target(directory, TARGETS[kind].model_type, **(settings | TARGETS[kind].settings))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).requires_grad_(False)
@@ -201,12 +217,18 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     num_rows = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
-    target_states = (states.hidden_states if states.aux_hidden_states is None else states.aux_hidden_states)[:, :num_rows]
+    target_states = (states.hidden_states if states.aux_hidden_states is None else states.aux_hidden_states)[
+        :, :num_rows
+    ]
     embeddings = target.parts.embed(tokens[:, 1 : 1 + num_rows]).flatten(0, 1)  # [N, H]
     unread = F.pad(tokens, (0, depths), value=-100)
-    labels = torch.stack([unread[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)])  # [T, N], -100 behind the end
+    labels = torch.stack(
+        [unread[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)]
+    )  # [T, N], -100 behind the end
     if head.d2t is not None:
-        frequent = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size).argsort(descending=True, stable=True)
+        frequent = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size).argsort(
+            descending=True, stable=True
+        )
         ids = frequent[: len(head.d2t)].sort().values
         head.d2t.copy_(ids - torch.arange(len(ids)))
         draft_ids = torch.full((target.config.vocab_size,), -100).index_copy_(0, ids, torch.arange(len(ids)))

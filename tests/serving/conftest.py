@@ -57,7 +57,11 @@ class OnDisk:
     """In fp32."""
 
     def in_dtype(self, dtype: str) -> Target:
-        return self.target if dtype == "float32" else load_target(self.directory, getattr(torch, dtype), torch.device("cpu"))
+        return (
+            self.target
+            if dtype == "float32"
+            else load_target(self.directory, getattr(torch, dtype), torch.device("cpu"))
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,9 @@ def plain_greedy(target_of: Callable[[str], OnDisk]) -> Callable[[str], list[lis
 
     def answer(target: Target, prompt: list[int]) -> list[int]:
         tokens = torch.tensor([prompt])
-        return target.model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)[0, len(prompt) :].tolist()
+        return target.model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)[
+            0, len(prompt) :
+        ].tolist()
 
     return cache(lambda name: [answer(target_of(name).target, prompt) for prompt in PROMPTS[:NUM_GENERATED]])
 
@@ -125,7 +131,8 @@ def served(
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Served]:
-    """Every case that a selected test needs, by its name; each of their targets without drafts; and `nothing`, an engine without one.
+    """Every case that a selected test needs, by its name; each of their targets without drafts; and `nothing`, an
+    engine without one.
 
     Both sides work at the same time.
     """
@@ -156,7 +163,9 @@ def selected_cases(items: Sequence[pytest.Item]) -> list[Case]:
     """Returns the cases of all selected tests, in order; all cases where a test of the whole table is selected."""
     if any("table" in item.name for item in items):
         return CASES + BF16_CASES + BROKEN_CASES
-    parameters = [item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    parameters = [
+        item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
     named = {each["case"] for each in parameters if isinstance(each.get("case"), Case)}
     named |= {Case("mtp", each["target"]) for each in parameters if isinstance(each.get("target"), str)}
     return [case for case in CASES + BF16_CASES + BROKEN_CASES if case in named]
@@ -176,7 +185,9 @@ def plain_job(name: str, target: OnDisk, **settings: Any) -> GenerateJob:
     return replace(job, **settings)
 
 
-def drafted_here(case: Case, target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head]) -> list[Generation]:
+def drafted_here(
+    case: Case, target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head]
+) -> list[Generation]:
     """Our own path over the same prompts."""
     target, head = target_of(case.target).in_dtype(case.dtype), deepcopy(head_of(case.head, case.target))
     return generate_in_batches(
@@ -200,7 +211,9 @@ def vllm_server(python: str, target_dir: Path, log_path: Path, *arguments: str) 
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     with log_path.open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + SERVER_START_S
     try:
         while not answers(url):

@@ -40,7 +40,9 @@ flags of EAGLE-3.1; the others with K = 3.
 """
 
 
-def cell(engine: str, head_name: str, head: Head, family: str, target: OnDisk, served: dict[str, Served], directory: Path) -> str:
+def cell(
+    engine: str, head_name: str, head: Head, family: str, target: OnDisk, served: dict[str, Served], directory: Path
+) -> str:
     """What became of a head for a family in an engine; a directory that is not there takes its export."""
     try:
         form = format_for(engine, HEAD_CONFIGS[head_name], target.target.config)
@@ -96,9 +98,13 @@ def served_by_transformers(directory: Path, target: OnDisk, head: Head) -> str:
         forwards.clear()
         tokens = torch.tensor([prompt])
         settings = {"do_sample": False, "max_new_tokens": 32, "eos_token_id": None, "pad_token_id": 0}
-        answer = model.generate(tokens, attention_mask=torch.ones_like(tokens), use_mtp=True, **settings)[0, len(prompt) :]
+        answer = model.generate(tokens, attention_mask=torch.ones_like(tokens), use_mtp=True, **settings)[
+            0, len(prompt) :
+        ]
         drafter = HeadDrafter(head, target.target.parts, 1)
-        (ours,) = speculate(target.target, drafter, [prompt], num_speculative_tokens=1, max_new_tokens=32, sampler=Sampler())
+        (ours,) = speculate(
+            target.target, drafter, [prompt], num_speculative_tokens=1, max_new_tokens=32, sampler=Sampler()
+        )
         assert answer.tolist() == ours.tokens
         assert len(forwards) == 1 + ours.rounds
     return EQUAL
@@ -113,7 +119,15 @@ def served_table(
         for head in EVERYWHERE:
             if (engine, HEAD_CONFIGS[head].name) in FORMATS:
                 cells = [
-                    cell(engine, head, head_of(head, family), family, target_of(family), served, directory / engine / head / family)
+                    cell(
+                        engine,
+                        head,
+                        head_of(head, family),
+                        family,
+                        target_of(family),
+                        served,
+                        directory / engine / head / family,
+                    )
                     for family in FAMILIES
                 ]
                 lines.append(f"| {engine_name} | `{head}` | " + " | ".join(cells) + " |")

@@ -1,4 +1,5 @@
-"""Drafting without a head: prompt lookup and a small language model count what vLLM's `ngram` and `draft_model` count."""
+"""Drafting without a head: prompt lookup and a small language model count what vLLM's `ngram` and `draft_model`
+count."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mtptrain.decoding.acceptance import generate_in_batches, summarise
+from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import ModelDrafter, PromptLookupDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Drafter
 from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.vllm_client import EngineRun
 from mtptrain.target.model import load_target
@@ -38,7 +39,8 @@ def small_model(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def served(vllm_python: str, target_of: Callable[[str], OnDisk], small_model: Path) -> dict[str, EngineRun]:
-    """By vLLM's name of the method; a process each, for an engine with `draft_model` does not start behind one with `ngram`."""
+    """By vLLM's name of the method; a process each, for an engine with `draft_model` does not start behind one with
+    `ngram`."""
     settings = {
         "ngram": {"num_speculative_tokens": K, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
         "draft_model": {"num_speculative_tokens": K, "model": str(small_model)},
@@ -71,6 +73,10 @@ def test_drafting_without_a_head_has_the_counters_and_answers_of_vllm(
     )
     ours, theirs = summarise(generations), served[method]
     assert theirs.error == "" and theirs.counts is not None
-    assert (theirs.counts.rounds, theirs.counts.drafted, theirs.counts.accepted_at) == (ours.rounds, ours.drafted, ours.accepted_at)
+    assert (theirs.counts.rounds, theirs.counts.drafted, theirs.counts.accepted_at) == (
+        ours.rounds,
+        ours.drafted,
+        ours.accepted_at,
+    )
     assert theirs.tokens == [generation.tokens for generation in generations]
     assert 0.04 * ours.rounds < ours.accepted_at[0] < 0.96 * ours.rounds, "all or nothing accepted shows little"

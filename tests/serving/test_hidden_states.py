@@ -1,4 +1,5 @@
-"""Hidden states that stock vLLM extracts are those of transformers: every residual stream, the one before the final norm too."""
+"""Hidden states that stock vLLM extracts are those of transformers: every residual stream, the one before the final
+norm too."""
 
 import random
 import re
@@ -56,7 +57,9 @@ def extracted(
 
     def extract(family: str) -> dict[int, torch.Tensor]:
         scratch_dir = tmp_path_factory.mktemp("scratch") / "rank"
-        with VllmStreams(target_of_family(family), LAYERS, settings, CONTEXT_TOKENS, scratch_dir, 0, "cpu", vllm_python) as streams:
+        with VllmStreams(
+            target_of_family(family), LAYERS, settings, CONTEXT_TOKENS, scratch_dir, 0, "cpu", vllm_python
+        ) as streams:
             (found,) = map(dict, streams.extract([[np.array(prompt, dtype=np.int32) for prompt in PROMPTS]]))
             return found
 
@@ -97,7 +100,9 @@ def test_layer_0_is_the_embeddings_and_the_last_one_is_before_the_final_norm(
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_targets_that_vllm_cannot_extract_from_are_refused_by_name(target_of_family: Callable[[str], Path], family: str) -> None:
+def test_targets_that_vllm_cannot_extract_from_are_refused_by_name(
+    target_of_family: Callable[[str], Path], family: str
+) -> None:
     name, reason = family.split()[0], re.escape(REFUSED[family])
     with pytest.raises(ValueError, match=rf"but family '{name}' {reason}.*; set hidden_states\.backend=transformers"):
         check_vllm_can_extract(read_target_config(target_of_family(family)))

@@ -1,4 +1,5 @@
-"""`data_prep.responses` by a real `vllm serve`: what it answers is what transformers answers, and a killed run goes on."""
+"""`data_prep.responses` by a real `vllm serve`: what it answers is what transformers answers, and a killed run goes
+on."""
 
 import json
 import os
@@ -83,7 +84,13 @@ def test_vllm_and_transformers_give_the_same_conversations(url: str, overrides: 
 
 
 def test_sampled_answers_of_vllm_depend_on_the_seed_alone(url: str, overrides: list[str], tmp_path: Path) -> None:
-    sampled = [*overrides, f"responses.url={url}", "responses.temperature=1.0", "responses.top_k=30", "responses.top_p=0.95"]
+    sampled = [
+        *overrides,
+        f"responses.url={url}",
+        "responses.temperature=1.0",
+        "responses.top_k=30",
+        "responses.top_p=0.95",
+    ]
     runs = {"many": ["responses.concurrency=16"], "one": ["responses.concurrency=1"], "seed": ["seed=1"]}
     texts = {}
     for run, settings in runs.items():
@@ -92,7 +99,9 @@ def test_sampled_answers_of_vllm_depend_on_the_seed_alone(url: str, overrides: l
     assert texts["many"] == texts["one"] != texts["seed"]
 
 
-def test_a_killed_run_by_vllm_goes_on_and_ends_as_an_undisturbed_one(url: str, overrides: list[str], tmp_path: Path) -> None:
+def test_a_killed_run_by_vllm_goes_on_and_ends_as_an_undisturbed_one(
+    url: str, overrides: list[str], tmp_path: Path
+) -> None:
     greedy = [*overrides, f"responses.url={url}", "responses.concurrency=2"]
     respond(tmp_path / "undisturbed", *greedy)
     journal = tmp_path / "killed/responses/answers_00000.jsonl"
@@ -106,5 +115,7 @@ def test_a_killed_run_by_vllm_goes_on_and_ends_as_an_undisturbed_one(url: str, o
     assert journal.read_bytes().count(b"\n") < NUM_CHATS
     respond(tmp_path / "killed", *greedy)
     for name in ("conversations.jsonl", "manifest.json", "failures.jsonl"):
-        assert (tmp_path / "killed/responses" / name).read_bytes() == (tmp_path / "undisturbed/responses" / name).read_bytes()
+        assert (tmp_path / "killed/responses" / name).read_bytes() == (
+            tmp_path / "undisturbed/responses" / name
+        ).read_bytes()
     assert not journal.exists()

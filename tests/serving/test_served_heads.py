@@ -1,4 +1,5 @@
-"""A trained head is served by vLLM as it drafts here: rounds, drafted tokens and accepted drafts are equal, prompt by prompt."""
+"""A trained head is served by vLLM as it drafts here: rounds, drafted tokens and accepted drafts are equal, prompt by
+prompt."""
 
 import os
 import re
@@ -15,7 +16,17 @@ from mtptrain.decoding.acceptance import summarise
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.serving.divergence import first_answer_divergence, first_draft_divergence
-from tests.serving.cases import BF16_CASES, BREAKS, BROKEN_CASES, CASES, HEAD_CONFIGS, NOT_HERE, PROMPTS, Case, is_served_here
+from tests.serving.cases import (
+    BF16_CASES,
+    BREAKS,
+    BROKEN_CASES,
+    CASES,
+    HEAD_CONFIGS,
+    NOT_HERE,
+    PROMPTS,
+    Case,
+    is_served_here,
+)
 from tests.serving.conftest import NUM_GENERATED, OnDisk, Served
 from tests.serving.table import served_table
 
@@ -102,7 +113,11 @@ def test_a_head_served_with_one_part_wrong_has_other_counters(served: dict[str, 
 @pytest.mark.parametrize("kinds", [("mtp",), ("eagle",), ("eagle3", "eagle3_norms_before", "eagle3_1")], ids=str)
 def test_every_norm_of_every_head_is_left_out_once(target_of: Callable[[str], OnDisk], kinds: tuple[str, ...]) -> None:
     config = target_of("llama").target.config
-    tensors = {name for kind in kinds for name in format_for("vllm", HEAD_CONFIGS[kind], config).tensors(state_of(kind, config))}
+    tensors = {
+        name
+        for kind in kinds
+        for name in format_for("vllm", HEAD_CONFIGS[kind], config).tensors(state_of(kind, config))
+    }
     norms = {name.removesuffix(".weight") for name in tensors if "norm" in name}
     assert norms and norms <= {name for kind in kinds for name in BREAKS[kind]}
 

@@ -73,7 +73,9 @@ def test_a_served_export_counts_as_we_do(run: tuple[Path, tuple[str, ...]], tmp_
     assert report["is_equal"] and report["ours"] == report["theirs"] and report["first_divergence"] is None
     assert report["ours"]["plain_greedy_answers"] == report["prompts"] == 12
     assert 0 < report["ours"]["accepted_at"][2] < report["ours"]["rounds"]
-    assert f"{report['ours']['rounds']:,} │" in result.stdout and "vLLM 0.32" in result.stdout and "equal" in result.stdout
+    assert (
+        f"{report['ours']['rounds']:,} │" in result.stdout and "vLLM 0.32" in result.stdout and "equal" in result.stdout
+    )
     assert "recipe=quickstart" in json.loads((tmp_path / "provenance.json").read_text())["argv"]
 
 
@@ -94,7 +96,9 @@ def test_an_export_that_is_not_the_head_ends_with_status_1_and_the_first_draft_t
 ) -> None:
     result = check(run, tmp_path, f"serving.head_dir={wrong_export}")
     assert result.returncode == 1
-    assert "serving check: vLLM 0.32.0 must equal our counters and plain greedy decoding, but differs in" in result.stderr
+    assert (
+        "serving check: vLLM 0.32.0 must equal our counters and plain greedy decoding, but differs in" in result.stderr
+    )
     report = json.loads((tmp_path / "report.json").read_text())
     assert not report["is_equal"] and report["first_divergence"]["what"] == "draft"
     assert report["theirs"]["plain_greedy_answers"] == 12, "a wrong head makes no wrong answer"
@@ -123,7 +127,10 @@ def test_a_running_server_counts_as_we_do(run: tuple[Path, tuple[str, ...]], ser
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("acceptance.num_speculative_tokens=2", "serving.url: the server must draft 2 tokens a round, but drafts 3; start"),
+        (
+            "acceptance.num_speculative_tokens=2",
+            "serving.url: the server must draft 2 tokens a round, but drafts 3; start",
+        ),
         ("acceptance.max_new_tokens=500", "serving.url: the server's context must hold 538 tokens"),
     ],
 )

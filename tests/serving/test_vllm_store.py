@@ -1,4 +1,5 @@
-"""A store by vLLM: laid out as the other backend's, its states too, and the same bytes whatever was killed on the way."""
+"""A store by vLLM: laid out as the other backend's, its states too, and the same bytes whatever was killed on the
+way."""
 
 import os
 import random
@@ -25,21 +26,30 @@ def overrides(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> lis
     target_dir = make_target(directory / "target", num_attention_heads=2, num_key_value_heads=2)
     files = write_text_files(directory / "files")
     given = [*TINY_SETTINGS, f"target.path={target_dir}", f"prompts.paths=[{files}]", f"run_dir={directory}/run"]
-    given += ["head=eagle3", "head.capture_layers=[0,1]", "hidden_states.batch_tokens=512", f"serving.python={vllm_python}"]
+    given += [
+        "head=eagle3",
+        "head.capture_layers=[0,1]",
+        "hidden_states.batch_tokens=512",
+        f"serving.python={vllm_python}",
+    ]
     result = run_program("data_prep.prompts", *given)
     assert result.returncode == 0, result.stderr[-3000:]
     return given
 
 
 def store_dir(overrides: list[str]) -> Path:
-    return Path(next(word for word in overrides if word.startswith("run_dir=")).removeprefix("run_dir=")) / "hidden_states"
+    return (
+        Path(next(word for word in overrides if word.startswith("run_dir=")).removeprefix("run_dir=")) / "hidden_states"
+    )
 
 
 def extract(overrides: list[str], *more: str, num_ranks: int = 1) -> dict[str, bytes]:
     result = run_program("data_prep.hidden_states", *overrides, *more, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "is finished already" in result.stdout or "computed now" in result.stdout
-    return {path.name: path.read_bytes() for path in sorted(store_dir(overrides).iterdir()) if path.name not in SEPARATE}
+    return {
+        path.name: path.read_bytes() for path in sorted(store_dir(overrides).iterdir()) if path.name not in SEPARATE
+    }
 
 
 def kill_with_children(pid: int) -> None:
@@ -80,7 +90,9 @@ def test_runs_killed_at_random_moments_with_changing_ranks_leave_the_bytes_of_an
     rng = random.Random(5)
     killed_after: list[int] = []
     for num_ranks in (1, 2, 1):
-        command = program_command("data_prep.hidden_states", *overrides, "hidden_states.backend=vllm", num_ranks=num_ranks)
+        command = program_command(
+            "data_prep.hidden_states", *overrides, "hidden_states.backend=vllm", num_ranks=num_ranks
+        )
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             wanted = rng.randint(len(killed_after) * 2, len(killed_after) * 2 + 1)
             deadline = time.monotonic() + 300
@@ -99,6 +111,8 @@ def test_a_target_that_vllm_does_not_extract_from_is_refused_before_an_engine_st
     tmp_path: Path, vllm_python: str, overrides: list[str]
 ) -> None:
     target_dir = make_target(tmp_path, "gemma3_text")
-    result = run_program("data_prep.hidden_states", *overrides, "hidden_states.backend=vllm", f"target.path={target_dir}")
+    result = run_program(
+        "data_prep.hidden_states", *overrides, "hidden_states.backend=vllm", f"target.path={target_dir}"
+    )
     assert result.returncode != 0
     assert "set hidden_states.backend=transformers" in result.stderr

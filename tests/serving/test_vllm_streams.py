@@ -1,4 +1,5 @@
-"""One engine serves all shards of a rank: same bits whatever went before, bounded scratch space, and no process left behind."""
+"""One engine serves all shards of a rank: same bits whatever went before, bounded scratch space, and no process left
+behind."""
 
 import os
 import random
@@ -91,10 +92,14 @@ def test_states_depend_on_their_shard_alone_and_two_shards_of_files_exist_at_mos
     assert_equal_bits(alone, found[1])
 
 
-def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(
+    target_dir: Path, vllm_python: str, tmp_path: Path
+) -> None:
     scratch_dir = tmp_path / "rank"
     with (
-        pytest.raises(RuntimeError, match=r"(?s)must extract hidden states of .*, but its process ended with status 1; .*director"),
+        pytest.raises(
+            RuntimeError, match=r"(?s)must extract hidden states of .*, but its process ended with status 1; .*director"
+        ),
         streams_of(target_dir, vllm_python, scratch_dir) as streams,
     ):
         (scratch_dir / "window_00000_000005.safetensors").mkdir()
@@ -103,7 +108,9 @@ def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(target_dir:
     assert not scratch_dir.exists()
 
 
-def test_a_vllm_for_cpus_is_refused_where_the_rank_has_a_gpu(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
+def test_a_vllm_for_cpus_is_refused_where_the_rank_has_a_gpu(
+    target_dir: Path, vllm_python: str, tmp_path: Path
+) -> None:
     message = r"(?s)serving\.python: must have a vLLM that runs on GPUs, .* runs on CPUs; install the package vllm"
     with (
         pytest.raises(RuntimeError, match=message),
@@ -154,7 +161,9 @@ multiprocessing.get_context = lambda method=None: get_context("fork" if method =
 
 
 @contextmanager
-def started_rank(target_dir: Path, scratch_dir: Path, python: str, tensor_parallel_size: int) -> Iterator[subprocess.Popen[bytes]]:
+def started_rank(
+    target_dir: Path, scratch_dir: Path, python: str, tensor_parallel_size: int
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process that extracts shards of 100 documents without end, and is killed at last."""
     command = [sys.executable, "-c", USER, str(target_dir), str(scratch_dir), python, str(tensor_parallel_size)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as rank:
@@ -178,7 +187,9 @@ def test_the_engine_ends_in_the_midst_of_a_shard_when_its_rank_is_killed(
     check_end_in_the_midst_of_a_shard(target_dir, vllm_python, tmp_path / "rank", tensor_parallel_size)
 
 
-def check_end_in_the_midst_of_a_shard(target_dir: Path, python: str, scratch_dir: Path, tensor_parallel_size: int) -> None:
+def check_end_in_the_midst_of_a_shard(
+    target_dir: Path, python: str, scratch_dir: Path, tensor_parallel_size: int
+) -> None:
     with started_rank(target_dir, scratch_dir, python, tensor_parallel_size) as rank:
         assert rank.stdout is not None and select.select([rank.stdout], [], [], HANGS_AFTER_S)[0], "the engine hangs"
         assert rank.stdout.readline() == b"100\n"  # the second shard is under way
@@ -210,7 +221,9 @@ def test_the_engine_ends_while_it_is_being_built_when_its_rank_is_killed(
 
 def shared_memory(pids: list[str]) -> set[Path]:
     """The segments through which an engine talks to its workers; nobody else would remove them."""
-    return set(map(Path, re.findall(r"/dev/shm/psm_\w+", "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids))))
+    return set(
+        map(Path, re.findall(r"/dev/shm/psm_\w+", "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)))
+    )
 
 
 def is_worker(pid: str) -> bool:
@@ -283,7 +296,8 @@ def test_every_rank_has_gpus_of_its_own() -> None:
     assert visible_devices("", 3, 1) == ""
     with pytest.raises(
         ValueError,
-        match=r"tensor_parallel_size: local rank 1 must have 4 GPUs .*, 8 in all, but CUDA_VISIBLE_DEVICES=0,1,2,3 has 4",
+        match=r"tensor_parallel_size: local rank 1 must have 4 GPUs .*, 8 in all, but CUDA_VISIBLE_DEVICES=0,1,2,3 has "
+        r"4",
     ):
         visible_devices("0,1,2,3", 1, 4)
 
@@ -291,11 +305,15 @@ def test_every_rank_has_gpus_of_its_own() -> None:
 def test_an_engine_has_one_thread_and_no_part_in_the_group_of_ranks() -> None:
     ranks = {"RANK": "1", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
     found = engine_environment({"HOME": "/home", "OMP_NUM_THREADS": "7", **ranks}, 1, 1)
-    assert found == {"HOME": "/home", "CUDA_VISIBLE_DEVICES": "1", **ENVIRONMENT} and ENVIRONMENT["OMP_NUM_THREADS"] == "1"
+    assert (
+        found == {"HOME": "/home", "CUDA_VISIBLE_DEVICES": "1", **ENVIRONMENT} and ENVIRONMENT["OMP_NUM_THREADS"] == "1"
+    )
 
 
 def test_the_cache_on_a_cpu_has_room_for_two_batches_in_blocks_shared_with_hidden_states(target_dir: Path) -> None:
-    config = read_target_config(target_dir)  # 2 layers with 2 heads of 64: pages of 128 tokens with 2 * 2 * 64 numbers each
+    config = read_target_config(
+        target_dir
+    )  # 2 layers with 2 heads of 64: pages of 128 tokens with 2 * 2 * 64 numbers each
     page_bytes, blocks_of_ends = 128 * 2 * 2 * 64 * 2, 4 * 65
     kv_blocks, state_blocks = 2 * (256 + 256) // 128, 2 * (256 + 256) // 128
     found = cpu_cache_bytes(config, num_streams=2, itemsize=2, max_model_len=256, batch_tokens=256)

@@ -1,7 +1,9 @@
-"""A Slurm cluster on one machine. Each node has its own network address, host name, process tree and local disk, by Linux namespaces.
+"""A Slurm cluster on one machine. Each node has its own network address, host name, process tree and local disk, by
+Linux namespaces.
 
-Every node resolves its own host name to 127.0.1.1, as Debian's installer sets it up, and declares 8 GPUs. The folder of the cluster is
-the disk that all nodes share; `local/` inside it is a disk of each node's own. Nothing of this is visible to the rest of the machine,
+Every node resolves its own host name to 127.0.1.1, as Debian's installer sets it up, and declares 8 GPUs. The folder of
+the cluster is the disk that all nodes share; `local/` inside it is a disk of each node's own. Nothing of this is
+visible to the rest of the machine,
 and all of it ends when the first process of a node is killed.
 """
 
@@ -101,7 +103,9 @@ class Node:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_for(lambda: process.poll() is not None or bool(children.read_text()))
         if process.poll() is not None:
-            pytest.skip(f"{SKIPPED} namespaces cannot be made here: {(directory / f'daemon_{name}.log').read_text()} ***")
+            pytest.skip(
+                f"{SKIPPED} namespaces cannot be made here: {(directory / f'daemon_{name}.log').read_text()} ***"
+            )
         return Node(name, process, int(children.read_text()))
 
     def ip(self, *arguments: str) -> None:
@@ -139,7 +143,9 @@ class Slurm:
     def try_to_run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
         enter = ["nsenter", "--target", str(self.controller.init), "--net", "--uts"]
         environment = {**self.environment, **variables}
-        return subprocess.run([*enter, *command], env=environment, cwd=self.directory, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [*enter, *command], env=environment, cwd=self.directory, capture_output=True, text=True, check=False
+        )
 
     def state(self, job: str) -> str:
         """Returns the state of the job, or of all tasks of the array where they agree."""
@@ -165,11 +171,15 @@ class Slurm:
         self.wait(job, lambda: self.state(job) == "COMPLETED")
 
     def logs(self) -> str:
-        return "\n".join(f"{path}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.directory.rglob("*.out")))
+        return "\n".join(
+            f"{path}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.directory.rglob("*.out"))
+        )
 
     def add_node(self, name: str) -> None:
         """Start a node that slurm.conf names, and connect it to the switch."""
-        wait_for(lambda: not self.is_connected(name))  # of one that was killed, the kernel removes the link a little later
+        wait_for(
+            lambda: not self.is_connected(name)
+        )  # of one that was killed, the kernel removes the link a little later
         node = Node.start(name, self.directory, self.environment, "slurmd", "-D")
         self.nodes[name] = node
         self.controller.ip("link", "add", f"to_{name}", "type", "veth", "peer", "name", "eth0", "netns", str(node.init))
@@ -208,7 +218,8 @@ def address_of(name: str) -> str:
 
 @contextmanager
 def running_slurm(directory: Path, names: str, settings: str = "") -> Iterator[Slurm]:
-    """A cluster whose nodes are named by the letters of `names`, with further lines of slurm.conf; skips loudly where none can run."""
+    """A cluster whose nodes are named by the letters of `names`, with further lines of slurm.conf; skips loudly where
+    none can run."""
     require_programs()
     make_devices(directory / "dev")
     for name in ("state", "local"):
@@ -220,11 +231,17 @@ def running_slurm(directory: Path, names: str, settings: str = "") -> Iterator[S
     (directory / "slurm.conf").write_text(conf)
     (directory / "gres.conf").write_text(f"Name=gpu File={directory}/dev/nvidia[0-7]\n")
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "NPROC", "MTPTRAIN_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "SBATCH_", "NPROC", "MTPTRAIN_"))
     }
     environment |= {"SLURM_CONF": f"{directory}/slurm.conf", "MTPTRAIN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment |= {"MTPTRAIN_LOCAL_RUN_DIR": "0"}  # the nodes share the folder, whatever the type of its file system
-    slurm = Slurm(directory, environment, Node.start("controller", directory, environment, "sh", "-c", start_controller(directory)))
+    slurm = Slurm(
+        directory,
+        environment,
+        Node.start("controller", directory, environment, "sh", "-c", start_controller(directory)),
+    )
     try:
         slurm.controller.ip("link", "add", "switch", "type", "bridge")
         slurm.controller.ip("addr", "add", f"{CONTROLLER_ADDRESS}/24", "dev", "switch")
@@ -233,7 +250,8 @@ def running_slurm(directory: Path, names: str, settings: str = "") -> Iterator[S
         for name in names:
             slurm.add_node(name)
         wait_for_daemons(
-            slurm, lambda: slurm.try_to_run("sinfo", "--noheader", "--format", "%T %D").stdout.strip() == f"idle {len(names)}"
+            slurm,
+            lambda: slurm.try_to_run("sinfo", "--noheader", "--format", "%T %D").stdout.strip() == f"idle {len(names)}",
         )
         yield slurm
     finally:
@@ -243,7 +261,13 @@ def running_slurm(directory: Path, names: str, settings: str = "") -> Iterator[S
 
 def start_controller(directory: Path) -> str:
     """Returns a shell command that runs munged, then slurmctld."""
-    files = {"key": "munge.key", "socket": "munge.socket", "pid": "munged.pid", "seed": "munge.seed", "log": "munged.log"}
+    files = {
+        "key": "munge.key",
+        "socket": "munge.socket",
+        "pid": "munged.pid",
+        "seed": "munge.seed",
+        "log": "munged.log",
+    }
     options = [f"--{name}{'' if name == 'socket' else '-file'}={directory}/{file}" for name, file in files.items()]
     return f"munged --force {' '.join(options)} && exec slurmctld -D -i"
 
@@ -251,7 +275,9 @@ def start_controller(directory: Path) -> str:
 def require_programs() -> None:
     missing = [name for name in PROGRAMS if not shutil.which(name)]
     if missing:
-        pytest.skip(f"{SKIPPED} {', '.join(missing)} must be installed (Debian's slurm-wlm, munge, iproute2, util-linux) ***")
+        pytest.skip(
+            f"{SKIPPED} {', '.join(missing)} must be installed (Debian's slurm-wlm, munge, iproute2, util-linux) ***"
+        )
     if os.geteuid():
         pytest.skip(f"{SKIPPED} the nodes are namespaces with GPU device files, which only root may make ***")
 
@@ -274,7 +300,8 @@ def wait_for(is_reached: Callable[[], bool], timeout_s: float = 120) -> None:
 
 
 def wait_for_daemons(slurm: Slurm, is_reached: Callable[[], bool]) -> None:
-    """Slurm itself cannot run on every machine (a container without privileges, say), which is no fault of the scripts."""
+    """Slurm itself cannot run on every machine (a container without privileges, say), which is no fault of the
+    scripts."""
     try:
         wait_for(is_reached)
     except AssertionError:

@@ -96,7 +96,10 @@ def test_a_task_of_an_extraction_that_dies_leaves_the_rest_and_the_printed_comma
     jobs = jobs_of(slurm.run(ROOT / "slurm/pipeline.sh", *overrides, **variables))
     dead, other = f"{jobs['hidden_states']}_1", f"{jobs['hidden_states']}_0"
     # Kills the step with torchrun but not the job's shell, as the kernel does when memory runs out.
-    slurm.wait(dead, lambda: slurm.run("squeue", "--steps", "--noheader", f"--jobs={dead}", "--format=%i %j").count("python") > 0)
+    slurm.wait(
+        dead,
+        lambda: slurm.run("squeue", "--steps", "--noheader", f"--jobs={dead}", "--format=%i %j").count("python") > 0,
+    )
     slurm.run("scancel", "--signal=KILL", f"{dead}.0")
     wait_for(lambda: slurm.state(jobs["train"]) == "CANCELLED")
     slurm.wait_completed(other)
@@ -107,10 +110,14 @@ def test_a_task_of_an_extraction_that_dies_leaves_the_rest_and_the_printed_comma
     printed = log_of(run_dir, dead).read_text(errors="replace")
     assert re.search(r"task 1 of 0-1 has failed with exit code \d+, so the store stays unfinished", printed)
     command = re.findall(r"^    ARRAY_TASKS=1 .*", printed, re.MULTILINE)[-1]
-    command = command.replace("[SBATCH OPTIONS]", "--time=30").replace("draft_vocab'", "draft_vocab train acceptance export'")
+    command = command.replace("[SBATCH OPTIONS]", "--time=30").replace(
+        "draft_vocab'", "draft_vocab train acceptance export'"
+    )
     again = jobs_of(slurm.run("bash", "-c", command, NPROC="1"))
     slurm.wait_completed(again["hidden_states"])
-    whole, completed = (sorted((directory / "hidden_states").glob("*.safetensors")) for directory in (tiny_run[0], run_dir))
+    whole, completed = (
+        sorted((directory / "hidden_states").glob("*.safetensors")) for directory in (tiny_run[0], run_dir)
+    )
     assert len(whole) > 4 and [path.name for path in whole] == [path.name for path in completed]
     assert [path.read_bytes() for path in whole] == [path.read_bytes() for path in completed]
     assert json.loads((run_dir / "hidden_states/manifest.json").read_text())["num_documents"]
@@ -144,4 +151,7 @@ def test_a_chain_whose_run_folder_is_on_a_nodes_own_disk_stays_on_the_node_of_it
     assert not run_dir.exists()  # on the shared disk
     stored = slurm.run("srun", "--nodelist=c", "ls", run_dir / "hidden_states").split()
     assert "manifest.json" in stored
-    assert "the later jobs of the chain run on c too" in next((slurm.directory / "logs/run").glob("prompts-*.out")).read_text()
+    assert (
+        "the later jobs of the chain run on c too"
+        in next((slurm.directory / "logs/run").glob("prompts-*.out")).read_text()
+    )

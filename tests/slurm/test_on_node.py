@@ -21,7 +21,9 @@ def on_node() -> ModuleType:
     return module
 
 
-def started(on_node: ModuleType, monkeypatch: pytest.MonkeyPatch, index: int, **variables: str) -> tuple[list[str], dict[str, str]]:
+def started(
+    on_node: ModuleType, monkeypatch: pytest.MonkeyPatch, index: int, **variables: str
+) -> tuple[list[str], dict[str, str]]:
     """Returns the command that takes the place of the process, and the two variables that it gets."""
     found: list[list[str]] = []
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -38,7 +40,9 @@ def started(on_node: ModuleType, monkeypatch: pytest.MonkeyPatch, index: int, **
 def test_torchrun_gets_the_nodes_own_address_and_only_the_first_node_hosts_the_store(
     on_node: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loopback = next(name for name, found in psutil.net_if_addrs().items() if "127.0.0.1" in {each.address for each in found})
+    loopback = next(
+        name for name, found in psutil.net_if_addrs().items() if "127.0.0.1" in {each.address for each in found}
+    )
     for index in (0, 1):
         command, variables = started(on_node, monkeypatch, index)
         own = ["--local-addr", "127.0.0.1", "--rdzv-conf", f"is_host={int(index == 0)}"]
@@ -56,7 +60,8 @@ def test_interfaces_that_the_user_has_chosen_are_kept(on_node: ModuleType, monke
 
 def test_an_address_of_no_interface_is_refused_with_what_to_set(on_node: ModuleType) -> None:
     expected = (
-        f"the address 203.0.113.1, .* must belong to a network interface of {socket.gethostname()}, but .* set GLOO_SOCKET_IFNAME"
+        f"the address 203.0.113.1, .* must belong to a network interface of {socket.gethostname()}, but .* set "
+        "GLOO_SOCKET_IFNAME"
     )
     with pytest.raises(RuntimeError, match=expected):
         on_node.interface_with("203.0.113.1")

@@ -56,9 +56,21 @@ SETTINGS = (
 def chain(slurm: Slurm, tiny_target: Path) -> Chain:
     """Every stage, started from another folder than the checkout; one task of the extraction is requeued on its way."""
     files = write_text_files(slurm.directory / "files", num_files=150)
-    overrides = ("recipe=quickstart", "run_dir=chain", f"target.path={tiny_target}", f"prompts.paths=[{files}]", *SETTINGS)
+    overrides = (
+        "recipe=quickstart",
+        "run_dir=chain",
+        f"target.path={tiny_target}",
+        f"prompts.paths=[{files}]",
+        *SETTINGS,
+    )
     printed = slurm.run(
-        ROOT / "slurm/pipeline.sh", "--time=30", *overrides, NODES="2", ARRAY_TASKS="2", NPROC="1", CPU_OPTIONS="--cpus-per-task=1"
+        ROOT / "slurm/pipeline.sh",
+        "--time=30",
+        *overrides,
+        NODES="2",
+        ARRAY_TASKS="2",
+        NPROC="1",
+        CPU_OPTIONS="--cpus-per-task=1",
     )
     jobs = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
     run_dir, task = slurm.directory / "chain", f"{jobs['hidden_states']}_1"
@@ -82,7 +94,14 @@ def test_every_stage_of_the_chain_ends_and_leaves_its_output(chain: Chain) -> No
     assert (chain.run_dir / "export/vllm/config.json").is_file()
     names = sorted(re.sub(r"\d+", "N", path.name) for path in (chain.run_dir / "slurm").iterdir())
     assert names == sorted(
-        ["prompts-N.out", "hidden_states-N_N.out", "hidden_states-N_N.out", "train-N.out", "acceptance-N.out", "export-N.out"]
+        [
+            "prompts-N.out",
+            "hidden_states-N_N.out",
+            "hidden_states-N_N.out",
+            "train-N.out",
+            "acceptance-N.out",
+            "export-N.out",
+        ]
     )
 
 
@@ -107,14 +126,18 @@ def test_a_job_gets_the_eight_gpus_that_its_script_asks_for(slurm: Slurm) -> Non
     assert (slurm.directory / "gpus.txt").read_text() == "0,1,2,3,4,5,6,7\n"
 
 
-def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_metrics(slurm: Slurm, chain: Chain) -> None:
+def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_metrics(
+    slurm: Slurm, chain: Chain
+) -> None:
     """Two ranks on one node, disturbed three times, against two ranks on two nodes, undisturbed."""
     run_dir = slurm.directory / "disturbed"
     for stage in ("prompts", "hidden_states"):
         shutil.copytree(chain.run_dir / stage, run_dir / stage)
     overrides = ("recipe=quickstart", "run_dir=disturbed", *chain.overrides[2:])
     log, script = slurm.directory / "train.out", ROOT / "slurm/train.sbatch"
-    submitted = slurm.run("sbatch", "--parsable", f"--output={log}", script, *overrides, NPROC="2", MTPTRAIN_CHECKOUT=str(ROOT))
+    submitted = slurm.run(
+        "sbatch", "--parsable", f"--output={log}", script, *overrides, NPROC="2", MTPTRAIN_CHECKOUT=str(ROOT)
+    )
     job = submitted.strip()
 
     stop_commands = (
@@ -128,7 +151,11 @@ def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_m
         slurm.wait(job, lambda: slurm.state(job) == "PENDING" and len(stopped_at(log)) > number)  # noqa: B023
     slurm.wait_completed(job)
 
-    assert re.findall(r"mtptrain.train: stopped by (\w+)", log.read_text(errors="replace")) == ["USR1", "preemption", "TERM"]
+    assert re.findall(r"mtptrain.train: stopped by (\w+)", log.read_text(errors="replace")) == [
+        "USR1",
+        "preemption",
+        "TERM",
+    ]
     steps = stopped_at(log)
     assert len(steps) == 3 and 10 <= steps[0] < steps[1] < steps[2] < 120
     assert "Restarts=3" in slurm.run("scontrol", "show", "job", job)
@@ -137,7 +164,9 @@ def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_m
     assert (run_dir / last).read_bytes() == (chain.run_dir / last).read_bytes()
 
 
-def test_a_job_that_fails_by_itself_is_not_requeued_and_what_waits_for_it_is_cancelled(slurm: Slurm, chain: Chain) -> None:
+def test_a_job_that_fails_by_itself_is_not_requeued_and_what_waits_for_it_is_cancelled(
+    slurm: Slurm, chain: Chain
+) -> None:
     overrides = ("recipe=quickstart", "run_dir=chain", *chain.overrides[2:], "seed=1")
     printed = slurm.run(ROOT / "slurm/pipeline.sh", *overrides, SKIP="prompts hidden_states acceptance", NPROC="1")
     jobs = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
@@ -164,7 +193,13 @@ def test_answers_of_a_server_go_on_after_a_stop_ahead_of_the_time_limit(slurm: S
             "responses.concurrency=2",
             "responses.max_new_tokens=24",
         )
-        command = ("sbatch", "--parsable", "--cpus-per-task=1", f"--output={log}", ROOT / "slurm/responses_server.sbatch")
+        command = (
+            "sbatch",
+            "--parsable",
+            "--cpus-per-task=1",
+            f"--output={log}",
+            ROOT / "slurm/responses_server.sbatch",
+        )
         overrides = ("recipe=quickstart", "run_dir=answers", *sources, *asking)
         job = slurm.run(*command, *overrides, MTPTRAIN_CHECKOUT=str(ROOT)).strip()
         slurm.wait(job, lambda: len(server.requests) > 10)

@@ -26,7 +26,8 @@ export mtptrain.export process
 
 @dataclass(frozen=True)
 class Stand:
-    """Slurm's commands and slurm/stages.py as scripts that note what they are asked: what a script does before those have a part."""
+    """Slurm's commands and slurm/stages.py as scripts that note what they are asked: what a script does before those
+    have a part."""
 
     directory: Path
     environment: dict[str, str]
@@ -48,10 +49,17 @@ def stand(tmp_path: Path) -> Stand:
         (tmp_path / name).write_text(f'#!/bin/sh\necho "$*" >>{noted}\n[ {name} != sbatch ] || wc -l <{noted}\n')
         (tmp_path / name).chmod(0o755)
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "NPROC", "MTPTRAIN_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "SBATCH_", "NPROC", "MTPTRAIN_"))
     }
     environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", "MTPTRAIN_PYTHON": str(tmp_path / "python")}
-    environment |= {"MTPTRAIN_CHECKOUT": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2"}
+    environment |= {
+        "MTPTRAIN_CHECKOUT": str(ROOT),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_CPUS_ON_NODE": "2",
+    }
     environment |= {"MTPTRAIN_LOCAL_RUN_DIR": "0"}
     (tmp_path / "python").write_text(f"#!/bin/sh\ncat <<'END'\n{PLAN}END\n")
     (tmp_path / "python").chmod(0o755)
@@ -62,7 +70,10 @@ def stand(tmp_path: Path) -> Stand:
     ("override", "expected"),
     [
         ("train.epochs=0", "train.epochs: must be a number of at least 1, but is 0"),
-        ("plan=true", "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings"),
+        (
+            "plan=true",
+            "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_queued(stand: Stand, override: str, expected: str) -> None:
@@ -100,14 +111,19 @@ def test_one_process_chooses_the_head_whatever_the_ranks_of_the_others(stand: St
 @pytest.mark.parametrize(
     ("skip", "expected"),
     [
-        ("prompts,hidden_states", "SKIP: must name stages, of responses prompts .* export, but holds 'prompts,hidden_states'"),
+        (
+            "prompts,hidden_states",
+            "SKIP: must name stages, of responses prompts .* export, but holds 'prompts,hidden_states'",
+        ),
         (
             "responses prompts draft_vocab hidden_states train acceptance export",
             "SKIP: must leave at least one stage, but is 'responses prompts",
         ),
     ],
 )
-def test_words_that_leave_no_chain_are_refused_before_anything_is_queued(stand: Stand, skip: str, expected: str) -> None:
+def test_words_that_leave_no_chain_are_refused_before_anything_is_queued(
+    stand: Stand, skip: str, expected: str
+) -> None:
     result = stand.run("pipeline.sh", "recipe=quickstart", SKIP=skip)
     assert result.returncode == 1
     assert re.search(expected, result.stderr)
@@ -130,7 +146,9 @@ def test_the_parts_of_an_extraction_count_from_the_first_task_of_its_array(
 
 
 def test_an_array_with_gaps_is_refused(stand: Stand) -> None:
-    result = stand.run("hidden_states.sbatch", "recipe=quickstart", **array_of("0-4", "2") | {"SLURM_ARRAY_TASK_COUNT": "3"})
+    result = stand.run(
+        "hidden_states.sbatch", "recipe=quickstart", **array_of("0-4", "2") | {"SLURM_ARRAY_TASK_COUNT": "3"}
+    )
     assert result.returncode == 1 and stand.asked("srun") == []
     assert "--array: must be task numbers without gaps, as in 0-3, but is 3 tasks from 0 to 4" in result.stderr
 
@@ -146,9 +164,13 @@ def test_a_signal_that_comes_before_the_work_begins_stops_the_job(
     stand: Stand, number: signal.Signals, requeued: list[str]
 ) -> None:
     reached, go = stand.directory / "reached", stand.directory / "go"
-    (stand.directory / "python").write_text(f"#!/bin/sh\ntouch {reached}\nwhile ! [ -e {go} ]; do sleep 0.1; done\necho runs/it\n")
+    (stand.directory / "python").write_text(
+        f"#!/bin/sh\ntouch {reached}\nwhile ! [ -e {go} ]; do sleep 0.1; done\necho runs/it\n"
+    )
     command = [ROOT / "slurm/train.sbatch", "recipe=quickstart"]
-    with subprocess.Popen(command, env=stand.environment, cwd=stand.directory, stdout=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        command, env=stand.environment, cwd=stand.directory, stdout=subprocess.PIPE, text=True
+    ) as job:
         wait_for(reached.exists)
         job.send_signal(number)
         go.touch()
@@ -163,15 +185,21 @@ def test_a_signal_that_comes_before_the_work_begins_stops_the_job(
     [
         ("pipeline.sh", {}),
         ("train.sbatch", {"SLURM_JOB_NUM_NODES": "2"}),
-        ("hidden_states.sbatch", {f"SLURM_ARRAY_TASK_{name}": value for name, value in zip(("MAX", "COUNT"), "12", strict=True)}),
+        (
+            "hidden_states.sbatch",
+            {f"SLURM_ARRAY_TASK_{name}": value for name, value in zip(("MAX", "COUNT"), "12", strict=True)},
+        ),
     ],
 )
-def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(stand: Stand, script: str, variables: dict[str, str]) -> None:
+def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(
+    stand: Stand, script: str, variables: dict[str, str]
+) -> None:
     (stand.directory / "sinfo").write_text("#!/bin/sh\nprintf 'first\\nsecond\\n'\n")
     result = stand.run(script, "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR="")
     assert result.returncode == 1
     assert re.search(
-        "run_dir: must be on a disk that all nodes share .* but runs/quickstart is on a disk of .* alone; move it, or run on one node "
+        "run_dir: must be on a disk that all nodes share .* but runs/quickstart is on a disk of .* alone; move it, or "
+        "run on one node "
         "with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the nodes do share it",
         result.stderr,
     )
@@ -188,7 +216,11 @@ def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(stand: Stand, script
             {"ARRAY_TASKS": "8"},
             "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are 1 and 8; leave them out",
         ),
-        ("1", {"NODES": "2"}, "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are 2 and 1; leave them out"),
+        (
+            "1",
+            {"NODES": "2"},
+            "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are 2 and 1; leave them out",
+        ),
         (
             "1",
             {"SKIP": "prompts"},
@@ -209,7 +241,10 @@ def test_a_chain_on_one_nodes_disk_is_one_task_on_the_node_that_is_named(stand: 
     variables = {"MTPTRAIN_LOCAL_RUN_DIR": "1", "SKIP": "responses prompts"}
     assert stand.run("pipeline.sh", "--nodelist=n7", "recipe=quickstart", **variables).returncode == 0
     assert all("--nodelist=n7" in line and "--hold" not in line for line in stand.asked("sbatch"))
-    assert "--array=0-0 " in stand.asked("sbatch")[0] and f"--output={stand.directory}/logs/quickstart/" in stand.asked("sbatch")[0]
+    assert (
+        "--array=0-0 " in stand.asked("sbatch")[0]
+        and f"--output={stand.directory}/logs/quickstart/" in stand.asked("sbatch")[0]
+    )
     assert not (stand.directory / "runs").exists()  # this machine does not see the node's disk
 
 
@@ -222,7 +257,9 @@ def test_an_own_disk_keeps_a_job_that_goes_back_into_the_queue_on_its_node(stand
 
 def test_a_container_runs_every_step_with_the_checkout_the_folder_and_the_users_mounts(stand: Stand) -> None:
     noted = stand.directory / "srun.txt"
-    (stand.directory / "srun").write_text(f'#!/bin/sh\necho "$*" >>{noted}\ncase "$*" in *stages.py*) cat {noted}.plan;; esac\n')
+    (stand.directory / "srun").write_text(
+        f'#!/bin/sh\necho "$*" >>{noted}\ncase "$*" in *stages.py*) cat {noted}.plan;; esac\n'
+    )
     Path(f"{noted}.plan").write_text(PLAN)
     variables = {"MTPTRAIN_CONTAINER_IMAGE": "/images/mtptrain.sqsh", "MTPTRAIN_CONTAINER_MOUNTS": "/models:/models:ro"}
     on_node = variables | {"MTPTRAIN_PYTHON": "/not/there"}
@@ -241,12 +278,16 @@ def test_a_container_runs_every_step_with_the_checkout_the_folder_and_the_users_
         "-m torch.distributed.run",
         "-m data_prep.prompts recipe=quickstart",
     ]
-    assert stand.run("pipeline.sh", "recipe=quickstart", **variables).returncode == 0  # where it is submitted there is no container
+    assert (
+        stand.run("pipeline.sh", "recipe=quickstart", **variables).returncode == 0
+    )  # where it is submitted there is no container
     assert len(stand.asked("sbatch")) == 6 and len(stand.asked("srun")) == 3
 
 
 @pytest.mark.parametrize(("code", "is_told"), [("3", True), ("75", False), ("0", False)])
-def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(stand: Stand, code: str, is_told: bool) -> None:
+def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(
+    stand: Stand, code: str, is_told: bool
+) -> None:
     (stand.directory / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
     variables = array_of("0-3", "2") | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(stand.directory)}
     result = stand.run("hidden_states.sbatch", "recipe=quickstart", "prompts.paths=[a b]", **variables)
@@ -262,7 +303,8 @@ def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(sta
         (["recipe=quickstart"], "prompts process, hidden_states ranks, train ranks, acceptance ranks, export process"),
         (
             ["recipe=quickstart_eagle3", "prompts.source=responses"],
-            "responses ranks, prompts process, draft_vocab process, hidden_states ranks, train ranks, acceptance ranks, export process",
+            "responses ranks, prompts process, draft_vocab process, hidden_states ranks, train ranks, acceptance "
+            "ranks, export process",
         ),
         (
             ["recipe=quickstart", "prompts.source=responses", "responses.url=http://localhost:8000/v1"],
@@ -280,7 +322,9 @@ def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(sta
 )
 def test_the_stages_follow_from_the_settings(overrides: list[str], expected: str) -> None:
     command = [sys.executable, ROOT / "slurm/stages.py", *overrides]
-    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
     run_dir, *rows = result.stdout.splitlines()
     assert run_dir == f"runs/{overrides[0].removeprefix('recipe=')}"
     assert ", ".join(f"{row.split()[0]} {row.split()[2]}" for row in rows) == expected

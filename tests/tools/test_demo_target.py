@@ -9,9 +9,9 @@ import torch
 from data_prep.text_files import STANDARD_LIBRARY, read_text_files
 from mtptrain.data.prompt_files import is_held_out
 from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Drafter
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.families import eos_token_ids
@@ -56,7 +56,9 @@ def test_its_published_held_out_loss_never_rises_with_position_and_is_at_most_2_
     assert FIGURES["held_out_source"]["nats_per_token"] <= 2.0
 
 
-def test_its_weights_still_have_the_published_loss_on_this_machines_library(target: Target, prompts: list[list[int]]) -> None:
+def test_its_weights_still_have_the_published_loss_on_this_machines_library(
+    target: Target, prompts: list[list[int]]
+) -> None:
     """Another Python has other files, so within a quarter; random weights are at ln 4096 = 8.3."""
     total, count = 0.0, 0
     for prompt in prompts[50:]:
@@ -114,7 +116,10 @@ def plain_greedy(target: Target, prompt: tuple[int, ...]) -> list[int]:
     """transformers' own greedy decoding, once per prompt."""
     if prompt not in _greedy:
         output = target.model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=32, do_sample=False
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=32,
+            do_sample=False,
         )
         _greedy[prompt] = output[0, len(prompt) :].tolist()
     return _greedy[prompt]

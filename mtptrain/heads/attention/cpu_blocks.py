@@ -3,7 +3,8 @@ and torch's flash kernel.
 
 A CPU's flash kernel reaches only a tenth to a third of the matmul peak; products of blocks that fit into the cache are
 usually faster. In a causal segment, which has as many keys as queries, query i sees keys 0 .. i; in other segments each
-query sees all keys. Functions of batches take queries [segments, heads, rows, ...] and keys [segments, kv heads, keys, ...].
+query sees all keys. Functions of batches take queries [segments, heads, rows, ...] and keys [segments, kv heads, keys,
+...].
 """
 
 import math
@@ -40,9 +41,13 @@ def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     """Attend from each segment's queries [Q, heads, head_dim] to its keys [S, kv heads, head_dim].
 
     Returns:
-        The output [Q, heads, head_dim], its log-sum-exp, and each row's approximate maximum raw score, f32[Q, heads] each.
+        The output [Q, heads, head_dim], its log-sum-exp, and each row's approximate maximum raw score, f32[Q, heads]
+        each.
     """
-    out, lse, row_max = query.new_empty(query.shape), *query.new_empty(2, *query.shape[:2], dtype=torch.float32).unbind()
+    out, lse, row_max = (
+        query.new_empty(query.shape),
+        *query.new_empty(2, *query.shape[:2], dtype=torch.float32).unbind(),
+    )
     for queries, keys in _batches(segments):
         inputs = _batch(query, queries), _batch(key, keys), _batch(value, keys)
         if _uses_blocks(segments, keys) and not _has_fast_flash(query, keys):
@@ -123,7 +128,12 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causa
 
 
 def _flash_backward(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
 ) -> ThreeTensors:
     """Return the gradients of query, key and value of causal segments."""
     tensors = [x.contiguous() for x in (grad_out, *_repeat_groups(query, key, value), out, lse)]
@@ -226,7 +236,9 @@ def block_attention_backward(
 def _blocks(num_rows: int, num_keys: int, groups: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
     """Yield the rows and keys of each backward block, until every row has met all keys that it sees."""
     if is_causal:
-        yield from ((slice(first, first + BLOCK_ROWS), slice(first + BLOCK_ROWS)) for first in range(0, num_rows, BLOCK_ROWS))
+        yield from (
+            (slice(first, first + BLOCK_ROWS), slice(first + BLOCK_ROWS)) for first in range(0, num_rows, BLOCK_ROWS)
+        )
         return
     block_rows = max(1, BACKWARD_ROWS // groups)
     for first_key in range(0, num_keys, BLOCK_KEYS):
@@ -276,7 +288,9 @@ def _row_max(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) ->
 
 
 @fused
-def _probs(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _probs(
+    scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the probabilities in the dtype of scores, and each row's sum of exponentials in fp32.
 
     It computes no other sums, so that a row stays in the cache: see `mtptrain.training.losses`.
@@ -300,7 +314,12 @@ def _row_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @fused
 def _score_grads(
-    scores: torch.Tensor, grad_probs: torch.Tensor, log_total: torch.Tensor, mask: torch.Tensor | None, num_heads: int, scale: float
+    scores: torch.Tensor,
+    grad_probs: torch.Tensor,
+    log_total: torch.Tensor,
+    mask: torch.Tensor | None,
+    num_heads: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return probabilities and gradients of the raw scores.
 

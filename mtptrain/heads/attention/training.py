@@ -39,7 +39,9 @@ def depth_attention(
         [M, heads, head_dim].
     """
     no_keys = key.new_empty(0, len(query), *key.shape[1:])
-    own = [torch.stack(list(parts)) if parts else no_keys for parts in (own_keys, own_values)]  # [k, M, kv heads, head_dim]
+    own = [
+        torch.stack(list(parts)) if parts else no_keys for parts in (own_keys, own_values)
+    ]  # [k, M, kv heads, head_dim]
     out: torch.Tensor = _MergedAttention.apply(query, key, value, *own, packing)  # type: ignore[no-untyped-call]
     return out
 
@@ -64,7 +66,9 @@ class _MergedAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         # 1. Attend to the keys of the same span, then merge the keys before the span.
         inside, *before = packing.segments
-        out, lse, row_max = _attend(query, key[inside.keys], value[inside.keys], inside)  # [M, heads, head_dim], f32[M, heads]
+        out, lse, row_max = _attend(
+            query, key[inside.keys], value[inside.keys], inside
+        )  # [M, heads, head_dim], f32[M, heads]
         row_maxes = [row_max]
         for part in before:
             part_out, part_lse, row_max = _attend(query[part.queries], key[part.keys], value[part.keys], part)
@@ -162,7 +166,9 @@ def _merge_own(
     scores = _own_scores(query, own_keys)  # [k, M, kv heads, groups]
     grouped_lse = lse.unflatten(1, scores.shape[2:])
     total_lse = torch.logaddexp(grouped_lse, scores.logsumexp(0))
-    own = ((scores - total_lse).exp()[..., None] * own_values[:, :, :, None].float()).sum(0)  # [M, kv heads, groups, head_dim]
+    own = ((scores - total_lse).exp()[..., None] * own_values[:, :, :, None].float()).sum(
+        0
+    )  # [M, kv heads, groups, head_dim]
     merged = out.unflatten(1, scores.shape[2:]) * (grouped_lse - total_lse).exp()[..., None] + own
     return merged.flatten(1, 2).to(out.dtype), total_lse.flatten(1)
 
@@ -180,7 +186,10 @@ def _own_backward(
     """Return the gradient of the query with the own keys' part added, and the gradients of own keys and values."""
     scores = _own_scores(query, own_keys)  # [k, M, kv heads, groups]
     heads = scores.shape[2:]
-    grad, grouped = grad_out.unflatten(1, heads).float(), query.unflatten(1, heads).float()  # [M, kv heads, groups, head_dim]
+    grad, grouped = (
+        grad_out.unflatten(1, heads).float(),
+        query.unflatten(1, heads).float(),
+    )  # [M, kv heads, groups, head_dim]
     probs = (scores - lse.unflatten(1, heads)).exp()
     delta = (grad * out.unflatten(1, heads).float()).sum(-1)
     grad_scores = probs * ((grad * own_values[:, :, :, None].float()).sum(-1) - delta) * query.shape[-1] ** -0.5

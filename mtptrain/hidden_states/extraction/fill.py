@@ -31,7 +31,9 @@ class Streams(Protocol):
 
 def num_tokens(documents: Documents, shards: list[range]) -> int:
     """Returns the number of tokens in these shards."""
-    return sum(int(documents.document_offsets[shard.stop] - documents.document_offsets[shard.start]) for shard in shards)
+    return sum(
+        int(documents.document_offsets[shard.stop] - documents.document_offsets[shard.start]) for shard in shards
+    )
 
 
 def fill_shards(
@@ -68,7 +70,9 @@ def fill_shards(
     try:
         with (
             OverlappedWriter(writer_threads) as writer,
-            tqdm(total=total, unit="tok", unit_scale=True, desc=f"hidden states, {progress_name}", disable=not show) as bar,
+            tqdm(
+                total=total, unit="tok", unit_scale=True, desc=f"hidden states, {progress_name}", disable=not show
+            ) as bar,
         ):
             for (index, shard), shard_states in zip(shards.items(), streams.extract(prompts), strict=True):
                 file = ShardFile(store_dir, index, tokens_of_shard(documents, shard), hidden_size, num_captured, dtype)
@@ -82,7 +86,8 @@ def fill_shards(
             raise
         raise OSError(
             error.errno,
-            f"the disk must have room for {bytes_per_token(hidden_size, num_captured, dtype) * total / 1e9:.3f} GB of hidden states, "
+            f"the disk must have room for {bytes_per_token(hidden_size, num_captured, dtype) * total / 1e9:.3f} GB of "
+            "hidden states, "
             "but is full; finished shards are kept: free some space and run the same command again",
             str(store_dir),
         ) from error

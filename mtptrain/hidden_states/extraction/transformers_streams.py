@@ -20,7 +20,9 @@ PACKED = "mtptrain_packed"
 class TransformersStreams:
     """Extraction by the target in this process."""
 
-    def __init__(self, target: Target, layers: tuple[int, ...], batch_tokens: int, compile_layers: bool = False) -> None:
+    def __init__(
+        self, target: Target, layers: tuple[int, ...], batch_tokens: int, compile_layers: bool = False
+    ) -> None:
         """Give a target packed attention.
 
         Args:
@@ -96,7 +98,9 @@ def packed_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
     """Run a target with packed attention over documents, given as token ids [n] each."""
     packed = PackedDocuments.of([len(document) for document in documents], target.device)
     input_ids = torch.cat(list(documents)).long()[None].to(target.device)  # [1, N]
-    target.model.model(input_ids=input_ids, position_ids=packed.positions[None], use_cache=False, packed_documents=packed)
+    target.model.model(
+        input_ids=input_ids, position_ids=packed.positions[None], use_cache=False, packed_documents=packed
+    )
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,8 @@ def packed_attention(
     outs = []
     for start, count, length in packed_documents.runs:
         queries, keys, values = (
-            x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)
+            x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+            for x in (query, key, value)
         )
         out = causal_attention(queries, keys, values, scaling, sliding_window)  # [count, heads, length, head_dim]
         outs.append(out.transpose(1, 2).flatten(0, 1))
@@ -163,7 +168,12 @@ def packed_attention(
 
 
 def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, documents: PackedDocuments, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    documents: PackedDocuments,
+    window: int | None,
 ) -> torch.Tensor:
     """Returns attention by one flash kernel over all documents. The order of its sums does not depend on the batch."""
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later

@@ -1,5 +1,4 @@
-"""Extracts residual streams with vLLM: each rank starts an engine process, which reads a shard's prompts and writes a
-file for each."""
+"""Extracts residual streams with vLLM: each rank starts an engine, which writes a file for each prompt of a shard."""
 
 import errno
 import json
@@ -39,12 +38,13 @@ FULL_BYTES = 2**16
 """A disk with fewer free bytes counts as full."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # A scheduler in another process would start while prompts still arrive, and its batches and their bits would depend on timing.
+    # A scheduler in another process would start while prompts still arrive, and its batches and their bits would depend
+    # on timing.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # A prompt may fill the target's context; the token that is generated after it is never read.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    # On GPUs vLLM 0.32 prefers its second model runner, which has other code for extraction. The worker's connector and the
-    # reproducibility of the states are tested with the first one.
+    # On GPUs vLLM 0.32 prefers its second model runner, which has other code for extraction. The worker's connector and
+    # the reproducibility of the states are tested with the first one.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 """Environment variables of every engine, which override the user's."""
@@ -67,11 +67,14 @@ def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
     elif family in ("qwen2", "qwen3") and sliding_window(target_config) is not None:
         reason = "has a sliding window in some of its layers, which vLLM does not support for this family"
     elif family == "qwen2" and (head_size := _head_size(target_config)) != _default_head_size(target_config):
-        reason = f"has head_dim={head_size}, but vLLM uses hidden_size / num_attention_heads={_default_head_size(target_config)}"
+        reason = (
+            f"has head_dim={head_size}, but vLLM uses hidden_size / "
+            f"num_attention_heads={_default_head_size(target_config)}"
+        )
     if reason:
         raise ValueError(
-            f"hidden_states.backend: the target must be one that vLLM extracts hidden states from, but family {family!r} {reason}; "
-            "set hidden_states.backend=transformers"
+            "hidden_states.backend: the target must be one that vLLM extracts hidden states from, but family "
+            f"{family!r} {reason}; set hidden_states.backend=transformers"
         )
 
 
@@ -146,7 +149,9 @@ class VllmStreams:
         self._send(self._engine)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()  # ends the engine and its workers, once its process has imported vLLM
@@ -172,7 +177,9 @@ class VllmStreams:
         running: _Window | None = None
         for number, prompts in enumerate(shards):
             window = _Window(number, prompts, self.scratch_dir)
-            self._send({"prompts": [prompt.tolist() for prompt in prompts], "paths": [str(path) for path in window.paths]})
+            self._send(
+                {"prompts": [prompt.tolist() for prompt in prompts], "paths": [str(path) for path in window.paths]}
+            )
             if running:
                 yield self._read(running)
             running = window
@@ -201,13 +208,18 @@ class VllmStreams:
     def _raise_failure(self) -> None:
         status = self._process.wait()
         lines = (self.scratch_dir / LOG).read_text(errors="replace").splitlines()
-        if any("No space left on device" in line for line in lines) or shutil.disk_usage(self.scratch_dir).free < FULL_BYTES:
+        if (
+            any("No space left on device" in line for line in lines)
+            or shutil.disk_usage(self.scratch_dir).free < FULL_BYTES
+        ):
             raise OSError(
-                errno.ENOSPC, "the disk of hidden_states.scratch_dir must hold two shards, but is full", str(self.scratch_dir)
+                errno.ENOSPC,
+                "the disk of hidden_states.scratch_dir must hold two shards, but is full",
+                str(self.scratch_dir),
             )
         raise RuntimeError(
-            f"vLLM: must extract hidden states of {self.target_dir}, but its process ended with status {status}; its last lines:\n"
-            + "\n".join(lines[-SHOWN_LINES:])
+            f"vLLM: must extract hidden states of {self.target_dir}, but its process ended with status {status}; its "
+            "last lines:\n" + "\n".join(lines[-SHOWN_LINES:])
         )
 
 
@@ -223,7 +235,9 @@ class _Window:
     @property
     def paths(self) -> list[Path]:
         """The file of each prompt."""
-        return [self.scratch_dir / f"window_{self.number:05d}_{index:06d}.safetensors" for index in range(len(self.prompts))]
+        return [
+            self.scratch_dir / f"window_{self.number:05d}_{index:06d}.safetensors" for index in range(len(self.prompts))
+        ]
 
     def check(self, index: int, states: torch.Tensor, token_ids: torch.Tensor, num_streams: int) -> None:
         """Check that states [n, L, H] belong to the tokens of a prompt.
@@ -236,7 +250,8 @@ class _Window:
         advice = "set hidden_states.backend=transformers, or use the vLLM that this version was tested with"
         if len(states) != len(prompt) or states.shape[1] != num_streams:
             raise RuntimeError(
-                f"{where} must have {num_streams} states for each of its {len(prompt)} tokens, but has {states.shape[1]} for "
+                f"{where} must have {num_streams} states for each of its {len(prompt)} tokens, but has "
+                f"{states.shape[1]} for "
                 f"{len(states)}; {advice}"
             )
         if not np.array_equal(token_ids.numpy(), prompt):
@@ -275,8 +290,10 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
     names = [str(index) for index in range(end)] if visible is None else visible.split(",")
     if visible and len(names) < end:
         raise ValueError(
-            f"hidden_states.tensor_parallel_size: local rank {local_rank} must have {tensor_parallel_size} GPUs after those of the "
-            f"lower ranks, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer ranks on a node, one "
+            f"hidden_states.tensor_parallel_size: local rank {local_rank} must have {tensor_parallel_size} GPUs after "
+            "those of the "
+            f"lower ranks, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer ranks on a "
+            "node, one "
             "for each engine"
         )
     return ",".join(names[end - tensor_parallel_size : end])
@@ -308,7 +325,9 @@ def engine_limits(
     }
 
 
-def cpu_cache_bytes(target_config: PreTrainedConfig, num_streams: int, itemsize: int, max_model_len: int, batch_tokens: int) -> int:
+def cpu_cache_bytes(
+    target_config: PreTrainedConfig, num_streams: int, itemsize: int, max_model_len: int, batch_tokens: int
+) -> int:
     """Returns the bytes of vLLM's cache on a CPU for two batches: one that runs, and one whose states are written.
 
     Hidden states share a pool of blocks with keys and values. A block has a page in every layer, of which states fill
@@ -321,7 +340,9 @@ def cpu_cache_bytes(target_config: PreTrainedConfig, num_streams: int, itemsize:
     state_bytes: int = num_streams * target_config.hidden_size * itemsize
     scale = -(-state_bytes // page_bytes)  # pages grow until one holds the states of a token
     block_tokens, page_bytes = CPU_BLOCK_TOKENS * scale, page_bytes * scale
-    states_per_page = max(n for n in range(1, block_tokens + 1) if block_tokens % n == 0 and n * state_bytes <= page_bytes)
+    states_per_page = max(
+        n for n in range(1, block_tokens + 1) if block_tokens % n == 0 and n * state_bytes <= page_bytes
+    )
     tokens = 2 * (batch_tokens + max_model_len)
     num_blocks = tokens // block_tokens + tokens // states_per_page
     num_blocks += 2 * 2 * (CPU_MAX_SEQS + 1)  # the last, partly filled block of either kind for every prompt

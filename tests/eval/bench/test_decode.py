@@ -10,15 +10,21 @@ from mtptrain.decoding.speculate import Generation
 from tests.conftest import run_program
 
 
-def test_every_batch_size_and_depth_is_measured_and_written(fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+def test_every_batch_size_and_depth_is_measured_and_written(
+    fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
     run_dir, overrides = fresh_run
-    trained = run_program("mtptrain.train", *overrides, "train.max_steps=2", "train.warmup_steps=1", "train.validation_prompts=0")
+    trained = run_program(
+        "mtptrain.train", *overrides, "train.max_steps=2", "train.warmup_steps=1", "train.validation_prompts=0"
+    )
     assert trained.returncode == 0, trained.stderr[-3000:]
     sizes = ("bench.batch_sizes=[1,3]", "bench.draft_depths=[1,4]", "bench.decode_prompts=3", "bench.repeats=1")
     result = run_program("eval.bench.decode", *overrides, *sizes, f"bench.out={tmp_path}/decode.json")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
-    assert [(row["batch_size"], row["num_speculative_tokens"]) for row in rows] == [(b, k) for b in (1, 3) for k in (0, 1, 4)]
+    assert [(row["batch_size"], row["num_speculative_tokens"]) for row in rows] == [
+        (b, k) for b in (1, 3) for k in (0, 1, 4)
+    ]
     assert all(row["tokens_per_s"] > 0 and row["verify_ms"] > 0 for row in rows)
     assert all(row["speed_up"] == 1.0 for row in rows if row["num_speculative_tokens"] == 0)
     assert rows[0]["tokens_per_round"] == 1.0 and rows[3]["tokens_per_round"] == 3.0
@@ -47,7 +53,13 @@ def test_the_prediction_uses_the_cost_of_random_rounds_and_the_acceptance_on_oth
     assert row["predicted_speed_up"] == pytest.approx(200 / (100.8 / 2.5 + (100 + 1 / 3) / 1.5) * 20 / 25)
     assert row["speed_up_with_prompt"] == pytest.approx(6 / 0.5)
     assert row["refilled_speed_up"] == pytest.approx(4 * 10 / 12.5)  # 4 tokens in 12.5 ms, against one in 10 ms
-    assert row["tokens_per_round"] == 2.5 and row["draft_ms"] == pytest.approx(2.5) and row["verify_ms"] == pytest.approx(10.0)
+    assert (
+        row["tokens_per_round"] == 2.5
+        and row["draft_ms"] == pytest.approx(2.5)
+        and row["verify_ms"] == pytest.approx(10.0)
+    )
     assert recommended([describe(1, 0, measured, costs, others), row], 1) == 2
     both = describe(2, 2, measured, costs, [[*others[0], *others[1]]])
-    assert both["predicted_speed_up"] == pytest.approx(150 / (100 + 1 / 3) * 20 / 25)  # a batch waits for its slowest answer
+    assert both["predicted_speed_up"] == pytest.approx(
+        150 / (100 + 1 / 3) * 20 / 25
+    )  # a batch waits for its slowest answer

@@ -1,4 +1,5 @@
-"""Heads of known sizes: H=64, I=96, one attention and one key/value head of 64; the target has 4 layers and 260 tokens."""
+"""Heads of known sizes: H=64, I=96, one attention and one key/value head of 64; the target has 4 layers and 260
+tokens."""
 
 from typing import Any
 

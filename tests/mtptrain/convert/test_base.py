@@ -1,4 +1,5 @@
-"""What every format keeps: nothing of the head is lost, and its config is the target's where an engine reads it there."""
+"""What every format keeps: nothing of the head is lost, and its config is the target's where an engine reads it
+there."""
 
 from pathlib import Path
 
@@ -74,7 +75,9 @@ def test_a_gemmas_head_gets_the_rope_of_the_layers_with_full_attention(engine: s
         "gemma3_text", hidden_size=64, num_attention_heads=1, num_key_value_heads=1, head_dim=64, intermediate_size=96
     )
     rope = format_for(engine, head_config("mtp"), target).config_json("bfloat16")["rope_parameters"]
-    assert rope["rope_type"] == "default" and rope["rope_theta"] == target.rope_parameters["full_attention"]["rope_theta"]
+    assert (
+        rope["rope_type"] == "default" and rope["rope_theta"] == target.rope_parameters["full_attention"]["rope_theta"]
+    )
 
 
 def test_draft_ids_are_written_as_int64_offsets_and_a_bool_mask(target: LlamaConfig) -> None:

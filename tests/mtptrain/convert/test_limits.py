@@ -21,21 +21,26 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     *(
         (
             engine, "mtp", {"norms": ["norm"]}, "llama", {},
-            rf"head\.norms: must be all four to export head mtp for {engine}, but is \[norm\]: its class has every norm; train with",
+            rf"head\.norms: must be all four to export head mtp for {engine}, but is \[norm\]: its class has every "
+            r"norm; train with",
         )
         for engine in ("vllm", "sglang", "transformers")
     ),
     (
         "vllm", "mtp", {}, "llama", FP8,
-        r"target\.path: must be a target that is not quantised to export head mtp for vllm, but is \{'quant_method': 'fp8'\}: vLLM "
-        r"builds the layers of this head with the target's quantisation; export for the target in bf16, or train head=eagle3",
+        r"target\.path: must be a target that is not quantised to export head mtp for vllm, but is \{'quant_method': "
+        r"'fp8'\}: vLLM "
+        r"builds the layers of this head with the target's quantisation; export for the target in bf16, or train "
+        r"head=eagle3",
     ),
     (
         "vllm", "eagle3", {}, "gemma3_text", {},
-        r"target\.path: must be of a family whose layers can be captured to export head eagle3 for vllm, but is gemma3_text: "
+        r"target\.path: must be of a family whose layers can be captured to export head eagle3 for vllm, but is "
+        r"gemma3_text: "
         r"vLLM's class has no interface for it; train head=mtp",
     ),
-    ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class returns the output of the MLP .*; train head=mtp"),
+    ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class returns the output of the MLP .*; "
+                                                r"train head=mtp"),
     (
         "sglang", "eagle3", {"norm_before_residual": True}, "llama", {},
         r"head\.norm_before_residual: must be false .* but is True: SGLang takes the residual before the norm; set "
@@ -43,27 +48,33 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ),
     (
         "sglang", "eagle3", {"capture_layers": [1, 2, 4]}, "llama", {},
-        r"head\.capture_layers: must be below the target's last layer .* but is \[1, 2, 4\]: SGLang captures a stream at the input",
+        r"head\.capture_layers: must be below the target's last layer .* but is \[1, 2, 4\]: SGLang captures a stream "
+        r"at the input",
     ),
-    ("sglang", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"head\.capture_layers: must be above 0, .* but is \[0, 2\]"),
-    ("sglang", "eagle3", {"capture_layers": [2]}, "llama", {}, r"head\.capture_layers: must be two or more .* but is \[2\]"),
+    ("sglang", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"head\.capture_layers: must be above 0, .* but is "
+                                                                  r"\[0, 2\]"),
+    ("sglang", "eagle3", {"capture_layers": [2]}, "llama", {}, r"head\.capture_layers: must be two or more .* but is "
+                                                               r"\[2\]"),
     (
         "sglang", "eagle3", {"capture_layers": [1, 2, 3]}, "deepseek_v2", {},
         r"head\.capture_layers: must be other than 1 at first for a deepseek_v2 .* but is \[1, 2, 3\]",
     ),
     (
         "transformers", "mtp", {}, "qwen3", {},
-        r"target\.path: must be a Llama or Mistral .* but is a qwen3: transformers builds the head from the target's own decoder "
+        r"target\.path: must be a Llama or Mistral .* but is a qwen3: transformers builds the head from the target's "
+        r"own decoder "
         r"layer; set export\.engine=vllm",
     ),
     ("transformers", "mtp", {}, "llama", {"attention_bias": True}, r"but is one with biases"),
     ("transformers", "mtp", {}, "llama", {"mlp_bias": True}, r"but is one with biases"),
     ("transformers", "mtp", {}, "llama", {"hidden_act": "gelu"}, r"but is one with hidden_act gelu"),
     ("transformers", "mtp", {}, "mistral", {"sliding_window": 128}, r"but is one with a sliding window of 128 tokens"),
-    ("transformers", "mtp", {}, "llama", FP8, r"target\.path: must be a target that is not quantised .* head mtp for transformers"),
+    ("transformers", "mtp", {}, "llama", FP8, r"target\.path: must be a target that is not quantised .* head mtp for "
+                                              r"transformers"),
     (
         "transformers", "mtp", {"intermediate_size": 64}, "llama", {},
-        r"head: must be of the target's heads, key/value heads, head dim and intermediate size .* \(1, 1, 128, 64\) instead of "
+        r"head: must be of the target's heads, key/value heads, head dim and intermediate size .* \(1, 1, 128, 64\) "
+        r"instead of "
         r"\(1, 1, 128, 96\)",
     ),
     ("transformers", "mtp", {}, "llama", {"head_dim": 64}, r"\(1, 1, 128, 96\) instead of \(1, 1, 64, 96\)"),
@@ -108,8 +119,12 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         )
     }
     families = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2")
-    expected = {(engine, name, family) for engine in ("vllm", "sglang") for name in ("mtp", "eagle") for family in families}
-    expected |= {(engine, "eagle3", family) for engine in ("vllm", "sglang") for family in families if family != "gemma3_text"}
+    expected = {
+        (engine, name, family) for engine in ("vllm", "sglang") for name in ("mtp", "eagle") for family in families
+    }
+    expected |= {
+        (engine, "eagle3", family) for engine in ("vllm", "sglang") for family in families if family != "gemma3_text"
+    }
     assert served == expected | {("transformers", "mtp", "llama")}, "mistral's default has a sliding window"
 
 

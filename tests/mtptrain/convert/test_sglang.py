@@ -87,8 +87,11 @@ def test_eagle3_is_vllms_directory_but_for_the_layer_ids(target: LlamaConfig, se
 def test_layer_ids_are_one_less_than_ours_and_left_out_where_they_are_the_default(
     model_type: str, layers: list[int] | None, ids: list[int] | None
 ) -> None:
-    """Trap: SGLang adds one to ids that are given, not to its defaults; its DeepSeek class only where the first is 1."""
-    target = AutoConfig.for_model(model_type, num_hidden_layers=12, hidden_size=128, num_attention_heads=1, num_key_value_heads=1)
+    """Trap: SGLang adds one to ids that are given, not to its defaults; its DeepSeek class only where the first is
+    1."""
+    target = AutoConfig.for_model(
+        model_type, num_hidden_layers=12, hidden_size=128, num_attention_heads=1, num_key_value_heads=1
+    )
     config = format_for("sglang", head_config("eagle3", capture_layers=layers), target).config_json("bfloat16")
     assert config.get("eagle_config") == (None if ids is None else {"eagle_aux_hidden_state_layer_ids": ids})
 

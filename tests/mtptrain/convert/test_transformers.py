@@ -38,8 +38,11 @@ def test_mtp_is_one_more_layer_behind_the_targets_last() -> None:
 
 
 def guessing_pair(directory: Path, family: str) -> tuple[Target, Head]:
-    """A target whose next token depends on little but the last one, and a head that passes that one on: some drafts are right."""
-    make_target(directory, family, tie_word_embeddings=False, **({"sliding_window": None} if family == "mistral" else {}))
+    """A target whose next token depends on little but the last one, and a head that passes that one on: some drafts are
+    right."""
+    make_target(
+        directory, family, tie_word_embeddings=False, **({"sliding_window": None} if family == "mistral" else {})
+    )
     model = AutoModelForCausalLM.from_pretrained(directory)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

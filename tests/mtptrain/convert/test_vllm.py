@@ -25,13 +25,16 @@ LAYER = {
 
 
 def test_mtp_has_the_tensors_of_deepseek_eagle(target: LlamaConfig) -> None:
-    """enorm, hnorm, fc, norm; query, key and value fused on disk already; no embeddings and no lm_head, which are shared."""
+    """enorm, hnorm, fc, norm; query, key and value fused on disk already; no embeddings and no lm_head, which are
+    shared."""
     config = head_config("mtp")
     head = random_head(config, target)
     tensors = format_for("vllm", config, target).tensors(head.state_dict())
     qkv = "layers.0.self_attn.qkv_proj.weight"
     layer = {
-        f"layers.0.{name}": shape for name, shape in LAYER.items() if "q_" not in name and "k_" not in name and "v_" not in name
+        f"layers.0.{name}": shape
+        for name, shape in LAYER.items()
+        if "q_" not in name and "k_" not in name and "v_" not in name
     }
     norms = {"enorm.weight": [64], "hnorm.weight": [64], "norm.weight": [64]}
     assert shapes(tensors) == {**norms, "fc.weight": [64, 128], qkv: [192, 64], **layer}
@@ -46,7 +49,9 @@ def test_grouped_query_heads_are_split_where_they_were_joined() -> None:
     form, state = format_for("vllm", config, target), random_head(config, target).state_dict()
     assert form.tensors(state)["layers.0.self_attn.qkv_proj.weight"].shape == (256 + 2 * 128, 256)
     restored = form.state(form.tensors(state))
-    assert all(torch.equal(restored[f"self_attn.{part}_proj.weight"], state[f"self_attn.{part}_proj.weight"]) for part in "qkv")
+    assert all(
+        torch.equal(restored[f"self_attn.{part}_proj.weight"], state[f"self_attn.{part}_proj.weight"]) for part in "qkv"
+    )
 
 
 def test_mtp_is_a_dense_layer_without_latent_attention_in_a_class_for_deepseek(target: LlamaConfig) -> None:
@@ -102,14 +107,19 @@ def test_eagle3_names_every_variant_in_its_config(target: LlamaConfig) -> None:
     for flag in flags:
         config = format_for("vllm", head_config("eagle3", **{flag: True}), target).config_json("bfloat16")
         assert [name for name in flags if config[name]] == [flag]
-    config = format_for("vllm", head_config("eagle3", draft_vocab_size=96, head_dim=128), target).config_json("bfloat16")
+    config = format_for("vllm", head_config("eagle3", draft_vocab_size=96, head_dim=128), target).config_json(
+        "bfloat16"
+    )
     assert config["draft_vocab_size"] == 96 and config["head_dim"] == 128
 
 
 def test_layer_ids_are_ours_and_left_out_where_they_are_the_engines_default() -> None:
     target = target_config(num_hidden_layers=12)
     config = format_for("vllm", head_config("eagle3", capture_layers=[0, 5, 12]), target).config_json("bfloat16")
-    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 5, 12]} and config["num_aux_hidden_states"] == 3
+    assert (
+        config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 5, 12]}
+        and config["num_aux_hidden_states"] == 3
+    )
     for default in (None, [2, 6, 9]):
         config = format_for("vllm", head_config("eagle3", capture_layers=default), target).config_json("bfloat16")
         assert "eagle_config" not in config and config["num_aux_hidden_states"] == 3

@@ -96,11 +96,15 @@ def test_every_exported_format_gives_back_the_weights_that_went_in(tmp_path: Pat
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_of_eagle3_is_recognised_by_its_flags_and_tensors(tmp_path: Path, tiny_target: Path, variant: str) -> None:
+def test_every_variant_of_eagle3_is_recognised_by_its_flags_and_tensors(
+    tmp_path: Path, tiny_target: Path, variant: str
+) -> None:
     state = write(tmp_path / "head", "vllm", VARIANTS[variant], tiny_target)
     assert_equal(load_init(str(tmp_path / "head"), VARIANTS[variant], tiny_target), state)
     for other in VARIANTS.keys() - {variant}:
-        with pytest.raises(ValueError, match=r"head\.init_from: the head's settings must be those of .*, but differ in head\."):
+        with pytest.raises(
+            ValueError, match=r"head\.init_from: the head's settings must be those of .*, but differ in head\."
+        ):
             load_init(str(tmp_path / "head"), VARIANTS[other], tiny_target)
 
 
@@ -119,7 +123,9 @@ def test_public_eagle3_names_and_extras_are_understood(tmp_path: Path, tiny_targ
     state = write(tmp_path / "head", "vllm", EAGLE3, tiny_target)
 
     def publish(tensors: Tensors) -> Tensors:
-        renamed = {"model." + name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items() if "." in name}
+        renamed = {
+            "model." + name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items() if "." in name
+        }
         return {
             **renamed,
             "d2t": tensors["d2t"],
@@ -130,14 +136,22 @@ def test_public_eagle3_names_and_extras_are_understood(tmp_path: Path, tiny_targ
         }
 
     for architecture in ("LlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"):
-        rewrite(tmp_path / "head", publish if architecture == "LlamaForCausalLM" else unchanged, architectures=[architecture])
+        rewrite(
+            tmp_path / "head",
+            publish if architecture == "LlamaForCausalLM" else unchanged,
+            architectures=[architecture],
+        )
         assert_equal(load_init(str(tmp_path / "head"), EAGLE3, tiny_target), state)
 
 
 def test_public_eagle1_names_and_extras_are_understood(tmp_path: Path, tiny_target: Path) -> None:
     state = write(tmp_path / "head", "vllm", EAGLE, tiny_target)
     embeddings = load_frozen_parts(tiny_target).embed_tokens
-    rewrite(tmp_path / "head", lambda tensors: {**tensors, "embed_tokens.weight": embeddings}, architectures=["LlamaForCausalLM"])
+    rewrite(
+        tmp_path / "head",
+        lambda tensors: {**tensors, "embed_tokens.weight": embeddings},
+        architectures=["LlamaForCausalLM"],
+    )
     assert_equal(load_init(str(tmp_path / "head"), EAGLE, tiny_target), state)
 
 
@@ -151,7 +165,8 @@ def native_checkpoint(directory: Path, target_dir: Path, layers: tuple[int, ...]
         tensors |= {f"model.layers.{layer}.{names.get(name, name)}": tensor.clone() for name, tensor in state.items()}
         embeddings = tensors["model.embed_tokens.weight"]
         tensors |= {
-            f"model.layers.{layer}.{name}": embeddings.clone() for name in ("embed_tokens.weight", "shared_head.head.weight")
+            f"model.layers.{layer}.{name}": embeddings.clone()
+            for name in ("embed_tokens.weight", "shared_head.head.weight")
         }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return state
@@ -167,15 +182,18 @@ def test_the_mtp_layer_of_a_checkpoint_is_read_without_the_rest_of_it(tmp_path: 
     [
         (
             {"model.layers.2.self_attn.q_norm.weight": torch.ones(64)},
-            r"self_attn\.q_norm\.weight of .* must be absent for head mtp and this target, but is of shape \(64,\); choose another",
+            r"self_attn\.q_norm\.weight of .* must be absent for head mtp and this target, but is of shape \(64,\); "
+            r"choose another",
         ),
         (
             {"model.layers.2.self_attn.q_proj.bias": torch.ones(64)},
-            r"self_attn\.q_proj\.bias of .* must be zero, because our heads have no biases, but is not; choose another head",
+            r"self_attn\.q_proj\.bias of .* must be zero, because our heads have no biases, but is not; choose another "
+            r"head",
         ),
         (
             {"model.layers.3.eh_proj.weight": torch.ones(64, 128)},
-            r"must hold one MTP layer, as head mtp has, but .* has 2 \(model\.layers\.2\., model\.layers\.3\.\); choose another",
+            r"must hold one MTP layer, as head mtp has, but .* has 2 \(model\.layers\.2\., model\.layers\.3\.\); "
+            r"choose another",
         ),
     ],
     ids=["q_norm", "bias", "two"],
@@ -193,7 +211,8 @@ def test_an_mtp_layer_that_reads_the_hidden_state_first_is_refused(tmp_path: Pat
     native_checkpoint(tmp_path / "target", tiny_target)
     rewrite(tmp_path / "target", unchanged, mtp_hidden_states_first=True)
     with pytest.raises(
-        ValueError, match=r"mtp_hidden_states_first must be false, because eh_proj of head mtp reads the embedding first"
+        ValueError,
+        match=r"mtp_hidden_states_first must be false, because eh_proj of head mtp reads the embedding first",
     ):
         load_init(str(tmp_path / "target"), MTP, tiny_target)
 
@@ -208,7 +227,8 @@ def test_explicit_layer_ids_are_taken_as_either_engine_counts_unless_the_export_
     load_init(str(tmp_path / "head"), as_sglang, tiny_target)
     with pytest.raises(
         ValueError,
-        match=r"differ in head\.capture_layers \(\[0, 1\] by vLLM's count or, by SGLang's, \[1, 2\] there, \[0, 2\] here\); set "
+        match=r"differ in head\.capture_layers \(\[0, 1\] by vLLM's count or, by SGLang's, \[1, 2\] there, \[0, 2\] "
+        r"here\); set "
         r"head\.capture_layers=\[0,1\], or choose another head",
     ):
         load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[0, 2]), tiny_target)
@@ -232,8 +252,10 @@ def test_another_head_is_refused_with_the_whole_command_line_that_fits(tmp_path:
     write(tmp_path / "head", "vllm", VARIANTS["eagle3.1"], tiny_target)
     with pytest.raises(
         ValueError,
-        match=r"must hold a head mtp, as in the recipe, but holds a head eagle3; set head=eagle3 head\.num_attention_heads=1 "
-        r"head\.num_key_value_heads=1 head\.intermediate_size=96 head\.head_dim=64 head\.fc_norm=true head\.norm_output=true "
+        match=r"must hold a head mtp, as in the recipe, but holds a head eagle3; set head=eagle3 "
+        r"head\.num_attention_heads=1 "
+        r"head\.num_key_value_heads=1 head\.intermediate_size=96 head\.head_dim=64 head\.fc_norm=true "
+        r"head\.norm_output=true "
         r"head\.capture_layers=\[0,1,2\], or choose another head",
     ):
         load_init(str(tmp_path / "head"), MTP, tiny_target)
@@ -254,7 +276,9 @@ def test_another_head_is_refused_with_the_whole_command_line_that_fits(tmp_path:
     ],
     ids=["size", "several"],
 )
-def test_other_settings_are_refused_with_those_to_set(tmp_path: Path, tiny_target: Path, config: HeadConfig, message: str) -> None:
+def test_other_settings_are_refused_with_those_to_set(
+    tmp_path: Path, tiny_target: Path, config: HeadConfig, message: str
+) -> None:
     write(tmp_path / "head", "vllm", EAGLE3, tiny_target)
     with pytest.raises(ValueError, match=message):
         load_init(str(tmp_path / "head"), config, tiny_target)
@@ -288,7 +312,11 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
             {},
             r"different tokens within the target's 0\.\.259, but lead to 1 tokens within 0\.\.0",
         ),
-        (lambda t: {**t, "fc.bias": torch.ones(64)}, {}, r"fc\.bias of .* must be zero, because our heads have no biases"),
+        (
+            lambda t: {**t, "fc.bias": torch.ones(64)},
+            {},
+            r"fc\.bias of .* must be zero, because our heads have no biases",
+        ),
         (unchanged, {"hidden_act": "gelu"}, r"config\.json: hidden_act must be silu, as in our heads, but is gelu"),
         (unchanged, {"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),
         (unchanged, {"hidden_size": 128}, r"must be for a hidden size of 64, the target's, but is for 128"),
@@ -300,10 +328,23 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
         (
             unchanged,
             {"architectures": ["EagleMiniCPMForCausalLM"]},
-            r"must be a draft head of a known format \(EagleDeepSeekMTPModel, .*\), but .* is a EagleMiniCPMForCausalLM; choose another",
+            r"must be a draft head of a known format \(EagleDeepSeekMTPModel, .*\), but .* is a "
+            r"EagleMiniCPMForCausalLM; choose another",
         ),
     ],
-    ids=["missing", "unknown", "shape", "range", "twice", "bias", "activation", "scale", "hidden", "aux", "architecture"],
+    ids=[
+        "missing",
+        "unknown",
+        "shape",
+        "range",
+        "twice",
+        "bias",
+        "activation",
+        "scale",
+        "hidden",
+        "aux",
+        "architecture",
+    ],
 )
 def test_what_is_not_the_head_is_refused(
     tmp_path: Path, tiny_target: Path, change: Callable[[Tensors], Tensors], settings: dict[str, object], message: str
@@ -318,7 +359,9 @@ def test_what_is_not_the_head_is_refused(
     ("engine", "name"),
     [("vllm", "layers.0.self_attn.qkv_proj.weight"), ("sglang", "model.mtp_layers.0.input_proj.weight")],
 )
-def test_a_missing_tensor_that_is_taken_apart_is_refused(tmp_path: Path, tiny_target: Path, engine: str, name: str) -> None:
+def test_a_missing_tensor_that_is_taken_apart_is_refused(
+    tmp_path: Path, tiny_target: Path, engine: str, name: str
+) -> None:
     write(tmp_path / "head", engine, MTP, tiny_target)
     rewrite(tmp_path / "head", without(name))
     with pytest.raises(ValueError, match=r"must hold every tensor of its format, but does not \('.*'\); download it"):
@@ -342,7 +385,11 @@ def test_embeddings_rope_and_eps_of_its_own_are_left_out_with_a_warning(tmp_path
             {"rope_parameters": rope},
             r"rope_parameters should be .*10000\.0.*, the target's value, .* but is .*500000\.0",
         ),
-        (unchanged, {"rope_parameters": None, "rms_norm_eps": 1e-5}, r"rms_norm_eps should be 1e-06, the target's value"),
+        (
+            unchanged,
+            {"rope_parameters": None, "rms_norm_eps": 1e-5},
+            r"rms_norm_eps should be 1e-06, the target's value",
+        ),
         (
             lambda tensors: {**tensors, "lm_head.weight": torch.ones(260, 64)},
             {"rms_norm_eps": 1e-6},
@@ -372,8 +419,14 @@ def test_the_relative_difference_is_that_of_a_plain_formula() -> None:
             {"config.json": "{}", "pytorch_model.bin": ""},
             r"weights must be safetensors files, but .* has none; convert a pytorch_model.bin to safetensors",
         ),
-        ({"model.safetensors": None}, r"must hold head\.json or config\.json, but .* has neither; choose another directory"),
-        ({"model.safetensors": None, "config.json": '{"architectures": ["LlamaForCausalLM"]}'}, r"is a LlamaForCausalLM; choose"),
+        (
+            {"model.safetensors": None},
+            r"must hold head\.json or config\.json, but .* has neither; choose another directory",
+        ),
+        (
+            {"model.safetensors": None, "config.json": '{"architectures": ["LlamaForCausalLM"]}'},
+            r"is a LlamaForCausalLM; choose",
+        ),
         (
             {"model.safetensors": None, "config.json": '{"architectures": ["EagleLlamaForCausalLM"]}'},
             r"config\.json: must have hidden_size, but does not; download the head again",
@@ -394,7 +447,9 @@ def test_a_directory_without_a_readable_head_is_refused(
 
 
 def test_a_path_that_is_neither_directory_nor_hub_name_is_refused(tiny_target: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"head\.init_from: must be a local directory or a hub name, but '/no/head' is not"):
+    with pytest.raises(
+        FileNotFoundError, match=r"head\.init_from: must be a local directory or a hub name, but '/no/head' is not"
+    ):
         load_init("/no/head", MTP, tiny_target)
 
 
@@ -411,7 +466,9 @@ def test_a_run_without_a_trained_head_takes_the_initial_one_and_then_its_own(tmp
     assert_equal(found.head.state_dict(), trained)
     assert found.is_trained and found.directory == best_dir
 
-    with pytest.raises(FileNotFoundError, match=r"must hold a trained head, but has no head\.json; run mtptrain\.train first"):
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold a trained head, but has no head\.json; run mtptrain\.train first"
+    ):
         trained_or_initial_head(tmp_path / "none", EAGLE3, tiny_target, None, cpu)
 
 
@@ -463,7 +520,8 @@ def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(family: str, tmp_path: Path) -> None:
-    """The division by a row's own root mean square is what remains: scores of random rows differ by a tenth or so, by half as copied."""
+    """The division by a row's own root mean square is what remains: scores of random rows differ by a tenth or so, by
+    half as copied."""
     sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
     model_type, settings = FAMILIES[family]
     target_dir = make_target(tmp_path / "target", model_type, {**settings, **sizes})
@@ -485,9 +543,12 @@ def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(family: st
 
 
 def test_a_target_whose_last_layer_looks_otherwise_is_refused(tmp_path: Path) -> None:
-    target_dir = make_target(tmp_path / "target", num_attention_heads=2, num_key_value_heads=2, head_dim=20, intermediate_size=90)
+    target_dir = make_target(
+        tmp_path / "target", num_attention_heads=2, num_key_value_heads=2, head_dim=20, intermediate_size=90
+    )
     head = build_head(
-        HEADS["mtp"].Config(intermediate_size=96, num_attention_heads=1, num_key_value_heads=1), read_target_config(target_dir)
+        HEADS["mtp"].Config(intermediate_size=96, num_attention_heads=1, num_key_value_heads=1),
+        read_target_config(target_dir),
     )
     with pytest.raises(
         ValueError, match=r"head\.start_from_target: the target's last layer must have projections of the head's shapes"

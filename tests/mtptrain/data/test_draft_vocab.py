@@ -58,7 +58,10 @@ def test_two_vocabularies_have_different_hashes_and_the_targets_own_has_none() -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((3, 10, "abc"), r"head\.draft_vocab_size must be 3, but is 4; run data_prep\.draft_vocab again with the same recipe"),
+        (
+            (3, 10, "abc"),
+            r"head\.draft_vocab_size must be 3, but is 4; run data_prep\.draft_vocab again with the same recipe",
+        ),
         ((4, 11, "abc"), r"the target's vocab_size must be 11, but is 10; run data_prep\.draft_vocab again"),
         (
             (4, 10, "xyz"),
@@ -67,7 +70,9 @@ def test_two_vocabularies_have_different_hashes_and_the_targets_own_has_none() -
     ],
     ids=["size", "target", "prompts"],
 )
-def test_a_vocabulary_for_something_else_is_refused(directory: Path, arguments: tuple[int, int, str], message: str) -> None:
+def test_a_vocabulary_for_something_else_is_refused(
+    directory: Path, arguments: tuple[int, int, str], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         read_draft_vocab(directory, *arguments)
 
@@ -77,7 +82,8 @@ def test_a_changed_file_is_refused(directory: Path) -> None:
     content[-1] ^= 1
     (directory / DRAFT_VOCAB).write_bytes(content)
     with pytest.raises(
-        ValueError, match=r"manifest\.json: the sha256 of draft_vocab\.safetensors must be \w+, but is \w+; run data_prep"
+        ValueError,
+        match=r"manifest\.json: the sha256 of draft_vocab\.safetensors must be \w+, but is \w+; run data_prep",
     ):
         read_draft_vocab(directory, 4, 10, "abc")
 
@@ -85,5 +91,7 @@ def test_a_changed_file_is_refused(directory: Path) -> None:
 @pytest.mark.parametrize("missing", ["manifest.json", DRAFT_VOCAB])
 def test_a_vocabulary_that_was_not_chosen_names_the_program_that_does(directory: Path, missing: str) -> None:
     (directory / missing).unlink()
-    with pytest.raises(FileNotFoundError, match=rf"{missing}: must exist, but does not; run data_prep\.draft_vocab with the same"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"{missing}: must exist, but does not; run data_prep\.draft_vocab with the same"
+    ):
         read_draft_vocab(directory, 4, 10, "abc")

@@ -7,7 +7,15 @@ import pytest
 from safetensors import safe_open
 
 from mtptrain.data.identity import TokenizerIdentity
-from mtptrain.data.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash, render_prompt
+from mtptrain.data.prompt_files import (
+    DocumentEntry,
+    Documents,
+    PromptsManifest,
+    Split,
+    is_held_out,
+    name_hash,
+    render_prompt,
+)
 from tests.conftest import make_tokenizer
 
 MANIFEST = PromptsManifest(2, TokenizerIdentity("a", "b"), 260, 512, 3, 40, 1, 9)
@@ -40,23 +48,38 @@ def test_no_documents_can_be_saved(tmp_path: Path) -> None:
 def test_a_split_can_be_read_by_those_who_can_read_other_files_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     Documents.from_list([(0, [1], [1])]).save(tmp_path / "train.safetensors")
-    assert stat.S_IMODE((tmp_path / "train.safetensors").stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+    assert stat.S_IMODE((tmp_path / "train.safetensors").stat().st_mode) == stat.S_IMODE(
+        (tmp_path / "other").stat().st_mode
+    )
 
 
 def test_a_truncated_split_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.safetensors"
     Documents.from_list([(0, [1, 2, 3], [1, 1, 1])]).save(path)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match=r"train\.safetensors: must be a split of prompts, but is not: .*rerun data_prep\.prompts"):
+    with pytest.raises(
+        ValueError, match=r"train\.safetensors: must be a split of prompts, but is not: .*rerun data_prep\.prompts"
+    ):
         Documents.load(path)
 
 
 def test_document_entries_come_back_as_they_were_written(tmp_path: Path) -> None:
-    entries = [DocumentEntry(0, "größe.py", Split.validation, 17, 0), DocumentEntry(1, "b\u2028.py", Split.train, 5, 3, 4, "asked")]
+    entries = [
+        DocumentEntry(0, "größe.py", Split.validation, 17, 0),
+        DocumentEntry(1, "b\u2028.py", Split.train, 5, 3, 4, "asked"),
+    ]
     DocumentEntry.write_all(tmp_path, entries)
     assert DocumentEntry.read_all(tmp_path) == entries
     first = json.loads((tmp_path / "documents.jsonl").read_text().splitlines()[0])
-    assert first == {"id": 0, "name": "größe.py", "split": "validation", "tokens": 17, "window": 0, "turn": 0, "group": "größe.py"}
+    assert first == {
+        "id": 0,
+        "name": "größe.py",
+        "split": "validation",
+        "tokens": 17,
+        "window": 0,
+        "turn": 0,
+        "group": "größe.py",
+    }
 
 
 def test_the_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -68,7 +91,9 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     MANIFEST.write(tmp_path)
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 99'))
-    with pytest.raises(ValueError, match=r"manifest\.json: schema_version must be 2, but is 99; rerun data_prep\.prompts"):
+    with pytest.raises(
+        ValueError, match=r"manifest\.json: schema_version must be 2, but is 99; rerun data_prep\.prompts"
+    ):
         PromptsManifest.read(tmp_path)
 
 
@@ -83,16 +108,27 @@ def test_the_held_out_share_is_the_fraction_and_grows_with_it() -> None:
 
 def test_a_prompt_ends_where_the_assistant_begins_to_answer() -> None:
     tokenizer = make_tokenizer()
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go"}]
-    assert tokenizer.decode(render_prompt(tokenizer, messages)) == "<user>hi<|end|><assistant>yes<|end|><user>go<|end|><assistant>"
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "go"},
+    ]
+    assert (
+        tokenizer.decode(render_prompt(tokenizer, messages))
+        == "<user>hi<|end|><assistant>yes<|end|><user>go<|end|><assistant>"
+    )
 
 
 def test_a_prompt_without_a_chat_template_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the tokenizer must have a chat template .* has none; choose an instruction-tuned"):
+    with pytest.raises(
+        ValueError, match=r"the tokenizer must have a chat template .* has none; choose an instruction-tuned"
+    ):
         render_prompt(make_tokenizer(chat_template=None), [{"role": "user", "content": "hi"}])
 
 
 def test_messages_that_the_template_refuses_are_refused_in_its_words() -> None:
     tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ValueError, match=r"messages: must be ones that the chat template .* answers: roles must alternate"):
+    with pytest.raises(
+        ValueError, match=r"messages: must be ones that the chat template .* answers: roles must alternate"
+    ):
         render_prompt(tokenizer, [{"role": "user", "content": "hi"}])

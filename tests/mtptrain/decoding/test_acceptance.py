@@ -57,7 +57,10 @@ def test_intervals_contain_the_length_and_match_the_standard_error() -> None:
     assert (pooled.acceptance_length - low, high - pooled.acceptance_length) == pytest.approx(
         (1.96 * error, 1.96 * error), rel=0.15
     )
-    assert found.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1)) and found.acceptance_rate_at[1] == (0.0, 0.0)
+    assert found.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1)) and found.acceptance_rate_at[1] == (
+        0.0,
+        0.0,
+    )
     assert found.tokens_per_step == found.acceptance_length
     assert intervals(alone) == found, "the same seed gives the same interval"
     twice = intervals([answers * 2 for answers in alone])

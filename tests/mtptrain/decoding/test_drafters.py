@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtptrain.decoding.draft import Draft, Verified
 from mtptrain.decoding.drafters import HeadDrafter, ModelDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Draft, Verified, speculate
+from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
@@ -20,7 +21,9 @@ Plain = tuple[list[int], int, list[int], list[list[int]]]
 
 
 @torch.no_grad()
-def plain_speculation(target: Target, head: Head, prompt: list[int], depths: int, max_new_tokens: int, eos: set[int]) -> Plain:
+def plain_speculation(
+    target: Target, head: Head, prompt: list[int], depths: int, max_new_tokens: int, eos: set[int]
+) -> Plain:
     """Returns new tokens, rounds, accepted by position and every draft.
 
     The whole text is read again for every token, and drafts come from the head's *training* forward over the tokens
@@ -102,7 +105,9 @@ def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target,
     name, settings = HEAD_CASES[case]
     if name == "eagle3":
         settings = {"capture_layers": [1, 2, 3], **settings}
-    head = build_head(HEADS[name].Config(num_attention_heads=2, num_key_value_heads=1, **settings), target.config).eval()
+    head = build_head(
+        HEADS[name].Config(num_attention_heads=2, num_key_value_heads=1, **settings), target.config
+    ).eval()
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5))
@@ -116,7 +121,9 @@ def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target,
 @pytest.mark.parametrize("depths", [1, 3, 5])
 @pytest.mark.parametrize("case", HEAD_CASES)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_drafts_and_counts_equal_those_of_a_loop_without_caches(tmp_path: Path, model_type: str, case: str, depths: int) -> None:
+def test_drafts_and_counts_equal_those_of_a_loop_without_caches(
+    tmp_path: Path, model_type: str, case: str, depths: int
+) -> None:
     """Sequences end inside accepted drafts."""
     target, head, prompts = target_and_head(tmp_path, model_type, case)
     drafter = RecordingDrafter(head, target.parts, depths)
@@ -135,7 +142,9 @@ Branch = tuple[int, ...]
 
 
 @torch.no_grad()
-def plain_tree(target: Target, head: Head, tokens: list[int], depths: int, num_nodes: int, top_k: int) -> dict[Branch, float]:
+def plain_tree(
+    target: Target, head: Head, tokens: list[int], depths: int, num_nodes: int, top_k: int
+) -> dict[Branch, float]:
     """Returns the branches of the tree with their log-probabilities, each from the head's *training* forward."""
     output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
     states = output.last_hidden_state[0]
@@ -148,7 +157,9 @@ def plain_tree(target: Target, head: Head, tokens: list[int], depths: int, num_n
         for branch, score in frontier.items():
             logprobs, ids = next_draft(target, head, states, [*tokens, *branch]).log_softmax(-1).topk(top_k)
             ids = head.target_tokens(ids)
-            candidates |= {(*branch, token): score + more for token, more in zip(ids.tolist(), logprobs.tolist(), strict=True)}
+            candidates |= {
+                (*branch, token): score + more for token, more in zip(ids.tolist(), logprobs.tolist(), strict=True)
+            }
         found |= candidates
         frontier = dict(sorted(candidates.items(), key=lambda item: -item[1])[:top_k])
     return dict(sorted(found.items(), key=lambda item: -item[1])[:num_nodes])
@@ -178,7 +189,9 @@ def branches_of(draft: Draft, row: int) -> list[Branch]:
 
 @pytest.mark.parametrize("case", HEAD_CASES)
 @pytest.mark.parametrize(("depths", "num_nodes", "top_k"), [(1, 2, 3), (3, 9, 3), (4, 40, 2)])
-def test_trees_equal_those_of_a_loop_without_caches(tmp_path: Path, case: str, depths: int, num_nodes: int, top_k: int) -> None:
+def test_trees_equal_those_of_a_loop_without_caches(
+    tmp_path: Path, case: str, depths: int, num_nodes: int, top_k: int
+) -> None:
     target, head, prompts = target_and_head(tmp_path, "llama", case)
     drafter = RecordingTrees(head, target.parts, depths, num_nodes, top_k)
     drafter.found = []
@@ -192,15 +205,20 @@ def test_trees_equal_those_of_a_loop_without_caches(tmp_path: Path, case: str, d
         branches, expected = branches_of(draft, row), plain_tree(target, head, tokens, depths, num_nodes, top_k)
         assert len(set(branches)) == len(branches) == len(expected)
         lowest = min(expected.values())
-        assert {branch for branch, score in expected.items() if score > lowest + 1e-4} <= set(branches)  # ties at the end
+        assert {branch for branch, score in expected.items() if score > lowest + 1e-4} <= set(
+            branches
+        )  # ties at the end
         assert all(branch[:-1] in {(), *branches} for branch in branches)
 
 
 @pytest.mark.parametrize("sample_drafts", [False, True])
-def test_a_draft_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_path: Path, sample_drafts: bool) -> None:
+def test_a_draft_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(
+    tmp_path: Path, sample_drafts: bool
+) -> None:
     """Qwen2.5's sizes share a tokenizer, but pad it differently. Random weights choose padding too."""
     paths = [
-        make_target(tmp_path / name, vocab_size=size, seed=seed) for name, size, seed in (("large", 324, 0), ("small", 260, 1))
+        make_target(tmp_path / name, vocab_size=size, seed=seed)
+        for name, size, seed in (("large", 324, 0), ("small", 260, 1))
     ]
     target = load_target(paths[0], torch.float32, torch.device("cpu"))
     model = load_draft_model(str(paths[1]), paths[0], 64, torch.float32, torch.device("cpu"))
@@ -218,7 +236,8 @@ def test_a_draft_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(t
 def test_a_draft_model_without_embeddings_for_its_own_tokens_is_refused(tmp_path: Path, tiny_target: Path) -> None:
     small = make_target(tmp_path, vocab_size=200)
     message = (
-        r"acceptance\.draft_model: must have an embedding for each token of its tokenizer, ids up to 259, but .* vocab_size 200"
+        r"acceptance\.draft_model: must have an embedding for each token of its tokenizer, ids up to 259, but .* "
+        r"vocab_size 200"
     )
     with pytest.raises(ValueError, match=message):
         load_draft_model(str(small), tiny_target, 64, torch.float32, torch.device("cpu"))

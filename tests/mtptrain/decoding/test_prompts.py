@@ -9,7 +9,13 @@ import pytest
 
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.data.questions import question_group
-from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts, read_prompts_file, warn_of_trained_questions
+from mtptrain.decoding.prompts import (
+    HeldOut,
+    held_out_documents,
+    held_out_prompts,
+    read_prompts_file,
+    warn_of_trained_questions,
+)
 from tests.conftest import make_tokenizer
 
 DOCUMENTS = Documents.from_list(
@@ -25,13 +31,17 @@ DOCUMENTS = Documents.from_list(
 def test_a_conversation_is_cut_before_its_first_answer_and_a_text_after_the_prompt_length() -> None:
     prompts = held_out_prompts(DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
     assert {name: len(prompt) for name, prompt in prompts.items()} == {"0": 64, "2": 12}  # 1 is too short, 3 too long
-    assert prompts == held_out_prompts(DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
+    assert prompts == held_out_prompts(
+        DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128
+    )
 
 
 def write_held_out(directory: Path, *documents: tuple[str, int, int, list[int]]) -> Path:
     """Writes a held-out split from (name, window, turn, loss mask)."""
     directory.mkdir(exist_ok=True)
-    entries = [DocumentEntry(i, name, Split.validation, len(mask), w, t) for i, (name, w, t, mask) in enumerate(documents)]
+    entries = [
+        DocumentEntry(i, name, Split.validation, len(mask), w, t) for i, (name, w, t, mask) in enumerate(documents)
+    ]
     DocumentEntry.write_all(directory, entries)
     split = [(i, np.arange(len(mask)) + 100 * i, mask) for i, (_, _, _, mask) in enumerate(documents)]
     Documents.from_list(split).save(directory / "validation.safetensors")
@@ -66,7 +76,9 @@ def test_conversations_without_an_answer_in_their_first_window_are_refused_with_
     tmp_path: Path,
 ) -> None:
     prompts_dir = write_held_out(tmp_path, ("long question", 1, 0, [0] * 5 + [1] * 20), ("another", 2, 0, [0, 1]))
-    message = r"prompts\.max_document_tokens: the first window of .* must hold its first answer, but none of 2 does; raise it"
+    message = (
+        r"prompts\.max_document_tokens: the first window of .* must hold its first answer, but none of 2 does; raise it"
+    )
     with pytest.raises(ValueError, match=message):
         held_out_documents(prompts_dir)
 
@@ -94,7 +106,9 @@ def test_a_question_is_asked_once_and_in_one_half(tmp_path: Path) -> None:
     """Copies of a question must not weigh more, nor be both in the choice of the best head and in the report."""
     entries = [DocumentEntry(i, f"abc_{i}", Split.validation, 20, 0, 0, f"question {i % 40}") for i in range(400)]
     DocumentEntry.write_all(tmp_path, entries)
-    Documents.from_list([(i, np.arange(20), [0] * 10 + [1] * 10) for i in range(400)]).save(tmp_path / "validation.safetensors")
+    Documents.from_list([(i, np.arange(20), [0] * 10 + [1] * 10) for i in range(400)]).save(
+        tmp_path / "validation.safetensors"
+    )
     parts = {part: [entries[i].group for i in held_out_documents(tmp_path, part).document_ids] for part in HeldOut}
     assert all(len(groups) == len(set(groups)) for groups in parts.values())
     assert not set(parts[HeldOut.choosing]) & set(parts[HeldOut.reporting])
@@ -140,12 +154,17 @@ def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> Non
     assert read.categories == {"81": "writing"} and read.turns == {"81": ["hello", "shorter"]}
 
 
-def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     """Benchmark prompts may be in the training data."""
     path = tmp_path / "prompts.jsonl"
     rows = [
         {"id": "turns", "turns": ["Trained  ON?", "more"]},
-        {"id": "messages", "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "trained on?"}]},
+        {
+            "id": "messages",
+            "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "trained on?"}],
+        },
         {"id": "held out", "turns": ["held out?"]},
         {"id": "new", "turns": ["new?"]},
         {"id": "text", "text": "trained on?"},
@@ -155,7 +174,10 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(tmp_pat
     system = {"role": "system", "content": "Be brief."}
     groups = [question_group([system, {"role": "user", "content": text}]) for text in ("trained on?", "held out?")]
     warn_of_trained_questions(questions, tmp_path)  # stage 1 has not run
-    entries = [DocumentEntry(i, f"chat{i}", split, 9, 0, 0, groups[i]) for i, split in enumerate((Split.train, Split.validation))]
+    entries = [
+        DocumentEntry(i, f"chat{i}", split, 9, 0, 0, groups[i])
+        for i, split in enumerate((Split.train, Split.validation))
+    ]
     DocumentEntry.write_all(tmp_path, entries)
     assert not recwarn
     with pytest.warns(
@@ -169,12 +191,18 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(tmp_pat
     [
         ("", r"must hold at least one prompt, but is empty; add lines with `id` and `text`"),
         ('{"id": 1, "text": "a"}\n{oops', r":2: a line must be JSON, but is not \("),
-        ('{"id": 1}', r":1: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has \['id'\]"),
+        (
+            '{"id": 1}',
+            r":1: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has \['id'\]",
+        ),
         ('{"text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
         ("[1]", r":1: a line must have `id` .* but has list"),
         ('{"id": 1, "text": "a", "input_ids": [1]}', r"but has \['id', 'input_ids', 'text'\]"),
         ('{"id": 1, "turns": []}', r":1: turns must be a list of at least one string, but is \[\]; correct it"),
-        ('{"id": 1, "turns": ["a", 2]}', r":1: turns must be a list of at least one string, but is \['a', 2\]; correct it"),
+        (
+            '{"id": 1, "turns": ["a", 2]}',
+            r":1: turns must be a list of at least one string, but is \['a', 2\]; correct it",
+        ),
         ('{"id": 1, "input_ids": "abc"}', r":1: input_ids must be a list of integers, but is abc"),
         ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must be in the target's vocabulary of 260, but one is 999"),
         ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' occurs twice"),

@@ -11,9 +11,10 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import mtptrain.decoding.speculate as speculate_module
+from mtptrain.decoding.draft import Draft, Drafter, Verified
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Accepted, Draft, Drafter, Generation, Verified, accept_chosen, speculate
+from mtptrain.decoding.speculate import Accepted, Generation, accept_chosen, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
@@ -99,7 +100,9 @@ def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **setting
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("kind", ["head", "prompt lookup", "tree", "hybrid", "model", "tree that is often right"])
-def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(target: Target, kind: str, batch_size: int) -> None:
+def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
+    target: Target, kind: str, batch_size: int
+) -> None:
     head = HeadDrafter(random_head(target), target.parts, 3)
     drafters: dict[str, Drafter] = {
         "head": head,
@@ -172,7 +175,9 @@ def test_padding_of_a_draft_is_not_accepted_even_if_it_is_right() -> None:
 
 def test_the_branch_of_a_tree_that_the_target_chooses_is_kept() -> None:
     """The tree is 5 | 6 (7 | 8 (9)), and the target chooses 6, 8, then 3."""
-    draft = Draft(torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.bool), parents=torch.tensor([[-1, -1, 1, 1, 3]]))
+    draft = Draft(
+        torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.bool), parents=torch.tensor([[-1, -1, 1, 1, 3]])
+    )
     chosen = torch.tensor([[6, 0, 8, 0, 3, 4]])  # after the newest token, 5, 6, 7, 8, 9
     accepted = accept_chosen(draft, chosen, draft.ancestors(), 3)
     assert (accepted.count.item(), accepted.bonus.item()) == (2, 3)
@@ -203,7 +208,10 @@ def test_prompt_lookup_proposes_what_followed_the_longest_match_and_its_first_oc
     ("prompt", "message"),
     [
         ([], r"prompt 0: must hold at least one token, but is empty; leave it out"),
-        ([1] * 500, r"prompt 0: prompt and answer must fit the target's context of 512 tokens, but are 500 \+ 24; shorten"),
+        (
+            [1] * 500,
+            r"prompt 0: prompt and answer must fit the target's context of 512 tokens, but are 500 \+ 24; shorten",
+        ),
     ],
 )
 def test_a_prompt_that_cannot_be_decoded_is_refused(target: Target, prompt: list[int], message: str) -> None:
@@ -211,7 +219,8 @@ def test_a_prompt_that_cannot_be_decoded_is_refused(target: Target, prompt: list
         decode(target, PromptLookupDrafter(3), [prompt])
 
 
-# The distribution of sampled output: the joint distribution of tokens 2, 3 and 4 after a prompt, over a vocabulary of 6.
+# The distribution of sampled output: the joint distribution of tokens 2, 3 and 4 after a prompt, over a vocabulary of
+# 6.
 
 VOCAB, PROMPT, SAMPLES = 6, [3, 1, 4, 1, 5], 24_000
 Accept = Callable[[Draft, torch.Tensor, Sampler], Accepted]
@@ -219,7 +228,9 @@ Accept = Callable[[Draft, torch.Tensor, Sampler], Accepted]
 
 @pytest.fixture(scope="module")
 def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    directory = make_target(tmp_path_factory.mktemp("small"), vocab_size=VOCAB, eos_token_id=None, initializer_range=0.15)
+    directory = make_target(
+        tmp_path_factory.mktemp("small"), vocab_size=VOCAB, eos_token_id=None, initializer_range=0.15
+    )
     return load_target(directory, torch.float32, torch.device("cpu"))
 
 
@@ -248,7 +259,9 @@ def filtered(logits: torch.Tensor, temperature: float, filters: Filters) -> torc
     return scores.softmax(-1).view(logits.shape)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9}, {"top_k": 1}, {"top_p": 1e-9}])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9}, {"top_k": 1}, {"top_p": 1e-9}]
+)
 def test_filters_keep_the_tokens_that_transformers_keeps(filters: Filters) -> None:
     logits = 3 * torch.randn(4, 5, 50, generator=torch.Generator().manual_seed(0))
     found = Sampler(0.7, **filters).probs(logits)  # type: ignore[arg-type]
@@ -263,7 +276,9 @@ def joint_distribution(target: Target, temperature: float, filters: Filters) -> 
     return probs.view(VOCAB, VOCAB, VOCAB, VOCAB).sum(0)
 
 
-def chi_square_p_value(target: Target, temperature: float, kind: str = "sampled drafts", filters: Filters | None = None) -> float:
+def chi_square_p_value(
+    target: Target, temperature: float, kind: str = "sampled drafts", filters: Filters | None = None
+) -> float:
     """Returns the p-value of sampled speculation, by Wilson and Hilferty's normal approximation. Rare cells are
     pooled."""
     filters = filters or {}
@@ -334,7 +349,9 @@ real_accept_sampled = speculate_module.accept_sampled
 
 
 @pytest.mark.parametrize("wrong_rule", [accept_everything_likely, accept_without_residual])
-def test_a_wrong_acceptance_rule_is_caught(small_vocabulary: Target, wrong_rule: Accept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_acceptance_rule_is_caught(
+    small_vocabulary: Target, wrong_rule: Accept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(speculate_module, "accept_sampled", wrong_rule)
     assert chi_square_p_value(small_vocabulary, 1.0) < 1e-6
 

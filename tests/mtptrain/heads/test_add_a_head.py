@@ -51,4 +51,6 @@ def test_the_pages_head_has_a_finite_loss_and_all_gradients(head: Head) -> None:
     )
     sums.loss.backward()
     assert sums.loss.isfinite() and sums.loss > 0
-    assert all(weight.grad is not None and weight.grad.isfinite().all() and weight.grad.any() for weight in head.parameters())
+    assert all(
+        weight.grad is not None and weight.grad.isfinite().all() and weight.grad.any() for weight in head.parameters()
+    )

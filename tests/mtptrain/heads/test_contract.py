@@ -34,7 +34,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", {"capture_layers": [0, 1, 2]}),
     "eagle3, draft vocabulary": ("eagle3", {"capture_layers": [1, 2], "draft_vocab_size": 20}),
-    "eagle3, norms before": ("eagle3", {"capture_layers": [0, 2], "norm_before_fc": True, "norm_before_residual": True}),
+    "eagle3, norms before": (
+        "eagle3",
+        {"capture_layers": [0, 2], "norm_before_fc": True, "norm_before_residual": True},
+    ),
     "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
 }
 
@@ -69,7 +72,9 @@ def packed_inputs(head: Head) -> tuple[torch.Tensor, torch.Tensor, Packing]:
     return hidden_states, embeddings, Packing.of(LENGTHS)
 
 
-def run(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing, shift: int = 1) -> torch.Tensor:
+def run(
+    head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing, shift: int = 1
+) -> torch.Tensor:
     """States of training [T, M, H]; depth 0 of token t reads the embedding of token t + shift."""
     return head(hidden_states, torch.roll(embeddings, -shift, 0), packing, DEPTHS)
 
@@ -81,7 +86,9 @@ def serve(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, row
     """
     cache = PositionCache(64)
     positions = torch.arange(row + 1)[None]
-    out, recycled = head.decode(head.fuse(hidden_states[None, : row + 1]), embeddings[None, 1 : row + 2], positions, cache)
+    out, recycled = head.decode(
+        head.fuse(hidden_states[None, : row + 1]), embeddings[None, 1 : row + 2], positions, cache
+    )
     states = [out[0, -1]]
     for depth in range(1, min(DEPTHS, len(embeddings) - 1 - row)):
         position = torch.tensor([[row + depth]])
@@ -170,7 +177,9 @@ def test_states_and_gradients_do_not_depend_on_which_other_tokens_are_draft_posi
     head.activation_checkpointing = activation_checkpointing
     hidden_states, embeddings, packing = packed_inputs(head)
     few = Packing.of(LENGTHS, SOME_ROWS)
-    counts = torch.tensor([[left > depth for *_, rows in SOME_ROWS for left in range(rows, 0, -1)] for depth in range(DEPTHS)])
+    counts = torch.tensor(
+        [[left > depth for *_, rows in SOME_ROWS for left in range(rows, 0, -1)] for depth in range(DEPTHS)]
+    )
     states = run(head, hidden_states, embeddings, few)[counts]
     head.activation_checkpointing = False
     among_all = run(head, hidden_states, embeddings, packing)[:, few.rows][counts]
@@ -195,7 +204,9 @@ def test_training_with_each_depths_own_full_attention_is_caught(name: str, monke
     hidden_states, embeddings, packing = packed_inputs(head)
     real = module.depth_attention
     monkeypatch.setattr(
-        module, "depth_attention", lambda q, k, v, own_k, own_v, packing: real(q, [k, *own_k][-1], [v, *own_v][-1], [], [], packing)
+        module,
+        "depth_attention",
+        lambda q, k, v, own_k, own_v, packing: real(q, [k, *own_k][-1], [v, *own_v][-1], [], [], packing),
     )
     assert largest_difference(head, run(head, hidden_states, embeddings, packing)) > 1e-2
 

@@ -74,7 +74,11 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
     generator = torch.Generator().manual_seed(seed)
 
     num_tokens, num_rows = len(packing.positions), len(packing.rows)
-    query, key, value = leaf(generator, num_rows, 4), leaf(generator, num_tokens, kv_heads), leaf(generator, num_tokens, kv_heads)
+    query, key, value = (
+        leaf(generator, num_rows, 4),
+        leaf(generator, num_tokens, kv_heads),
+        leaf(generator, num_tokens, kv_heads),
+    )
     own_keys, own_values = ([leaf(generator, num_rows, kv_heads) for _ in range(depths)] for _ in range(2))
     inputs = [query, key, value, *own_keys, *own_values]
     weights = torch.randn(query.shape, generator=generator)
@@ -137,8 +141,8 @@ def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
 def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16(
     has_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Targets attend to the first token of a document in this way. Its probability of one would be off by 0.005 if the gap
-    between the lse and the subtracted value, which tiles make necessary, were not a bf16 number."""
+    """Targets attend to the first token of a document in this way. Its probability of one would be off by 0.005 if the
+    gap between the lse and the subtracted value, which tiles make necessary, were not a bf16 number."""
     monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
     generator, packing = torch.Generator().manual_seed(0), Packing.of([300])
     query, key = torch.full((300, 4, 64), 2.0), torch.randn(300, 2, 64, generator=generator) / 10
@@ -150,7 +154,9 @@ def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_attention_of_documents_of_several_blocks_equals_dense_attention(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_of_documents_of_several_blocks_equals_dense_attention(
+    is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Documents of several blocks, of one row more than a block, equal ones in several batches, and with a prompt."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
     monkeypatch.setattr(cpu_blocks, "BATCH_TOKENS", 300)
@@ -177,7 +183,9 @@ def test_attention_of_documents_of_several_blocks_equals_dense_attention(is_fuse
 
 
 @pytest.mark.parametrize("has_tiles", [False, True])
-def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(
+    has_tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After eight recompilations torch runs a function eagerly and only logs it. It specialises on the base of a view
     too, which would exceed the limit here."""
     monkeypatch.setattr(fusing, "_is_on", True)
@@ -192,7 +200,11 @@ def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(has_til
                 for heads, kv_heads in ((4, 1), (8, 2)):
                     query, key, value = (
                         torch.randn(rows, of_each, 64, generator=generator).bfloat16().requires_grad_()
-                        for rows, of_each in ((len(packing.rows), heads), (sum(lengths), kv_heads), (sum(lengths), kv_heads))
+                        for rows, of_each in (
+                            (len(packing.rows), heads),
+                            (sum(lengths), kv_heads),
+                            (sum(lengths), kv_heads),
+                        )
                     )
                     depth_attention(query, key, value, [], [], packing).sum().backward()
 
@@ -200,7 +212,9 @@ def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(has_til
 def test_a_packing_says_where_documents_and_rows_lie() -> None:
     packing = Packing.of([4, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
     assert packing.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert packing.rows.tolist() == [1, 2, 4, 6, 7] and packing.prompts.tolist() == [0, 5, 3], "token 3 is seen by no row"
+    assert packing.rows.tolist() == [1, 2, 4, 6, 7] and packing.prompts.tolist() == [0, 5, 3], (
+        "token 3 is seen by no row"
+    )
     inside, before = packing.segments
     assert inside.lengths == ((2, 2), (1, 1), (2, 2)) and inside.queries == inside.keys == slice(0, 5)
     assert before.lengths == ((2, 1), (2, 2))
@@ -248,7 +262,9 @@ def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_th
     lengths, spans = [200, 30], [(0, 10 * i + 5, 5) for i in range(20)] + [(1, 10, 5), (1, 20, 5)]
     inside, *before = Packing.of(lengths, spans).segments
     assert len(_listed(inside.keys)) == 110 and len(before) == 20
-    keys, rows = ([_listed(places) for places in of] for of in zip(*((part.keys, part.queries) for part in before), strict=True))
+    keys, rows = (
+        [_listed(places) for places in of] for of in zip(*((part.keys, part.queries) for part in before), strict=True)
+    )
     assert max(map(len, keys)) <= sum(lengths)
     assert all(len(set(places)) == len(places) for places in keys), "gradients are written there, not added up"
     assert sorted(chain(*rows)) == list(range(110)), "each row sees the tokens before its span once"
@@ -256,7 +272,9 @@ def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_th
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
 def test_rope_equals_transformers_with_the_targets_scaling(rope: dict[str, object]) -> None:
-    config = LlamaConfig(hidden_size=256, num_attention_heads=2, head_dim=128, max_position_embeddings=128, rope_parameters=rope)
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=2, head_dim=128, max_position_embeddings=128, rope_parameters=rope
+    )
     query = torch.randn(1, 100, 2, 128, generator=torch.Generator().manual_seed(0))
     cos, sin = LlamaRotaryEmbedding(config)(query, torch.arange(100)[None])
     reference, _ = apply_rotary_pos_emb(query, query, cos, sin, unsqueeze_dim=2)

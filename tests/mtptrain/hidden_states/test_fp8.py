@@ -19,7 +19,9 @@ def test_every_value_is_decoded_exactly_at_every_scale(exponent: int) -> None:
 
 def test_states_come_back_within_a_sixteenth_of_a_value_whatever_the_size_of_their_row() -> None:
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(300, 64, generator=generator) * torch.exp2(torch.randint(-60, 60, (300, 1), generator=generator))
+    states = torch.randn(300, 64, generator=generator) * torch.exp2(
+        torch.randint(-60, 60, (300, 1), generator=generator)
+    )
     values, scales = encode(states)
     assert values.dtype is FP8 and scales.shape == (300,)
     error = (decode(values, scales, torch.float32) - states).abs()
@@ -58,9 +60,15 @@ def test_states_are_encoded_part_by_part_to_the_bits_of_the_plain_formula(dtype:
     generator = torch.Generator().manual_seed(0)
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]
-    shuffled = every[torch.randperm(len(every), generator=generator)][: 127 * 2 * 256].view(127, 2, 256)  # rows of any size
-    near = torch.randn(600, 2, 512, generator=generator) * torch.exp2(torch.randint(-150, 120, (600, 2, 1), generator=generator))
+    shuffled = every[torch.randperm(len(every), generator=generator)][: 127 * 2 * 256].view(
+        127, 2, 256
+    )  # rows of any size
+    near = torch.randn(600, 2, 512, generator=generator) * torch.exp2(
+        torch.randint(-150, 120, (600, 2, 1), generator=generator)
+    )
     for states in (shuffled.to(dtype), near.to(dtype), near.to(dtype)[:, 1], near.to(dtype)[:0]):
         (values, scales), (expected, expected_scales) = encode(states), plain_encode(states)
-        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales, expected_scales)
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(
+            scales, expected_scales
+        )
     assert near[:, 1].numel() > CACHED_VALUES, "several parts"

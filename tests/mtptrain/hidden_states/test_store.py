@@ -103,13 +103,19 @@ def test_a_store_gives_back_what_was_written(tmp_path: Path, capture_layers: tup
     for index, (start, end) in enumerate(zip(ends - LENGTHS, ends, strict=True)):
         document = store.document(index)
         assert document.document_id == 100 + index
-        for name, dtype in {"input_ids": torch.int32, "loss_mask": torch.uint8, "hidden_states": torch.bfloat16}.items():
+        for name, dtype in {
+            "input_ids": torch.int32,
+            "loss_mask": torch.uint8,
+            "hidden_states": torch.bfloat16,
+        }.items():
             expected = torch.cat([shard[name] for shard in shards])[start:end]
             assert getattr(document, name).dtype == dtype
             assert torch.equal(getattr(document, name), expected)
         if capture_layers:
             assert document.aux_hidden_states is not None
-            assert torch.equal(document.aux_hidden_states, torch.cat([shard["aux_hidden_states"] for shard in shards])[start:end])
+            assert torch.equal(
+                document.aux_hidden_states, torch.cat([shard["aux_hidden_states"] for shard in shards])[start:end]
+            )
         else:
             assert document.aux_hidden_states is None
 
@@ -141,7 +147,9 @@ def test_a_flipped_bit_is_found_and_its_shard_named(tmp_path: Path, position: in
     verify(store)
     path = tmp_path / "shard_00002.safetensors"
     flip_bit(path, position)
-    with pytest.raises(ValueError, match=rf"{path}: the sha256 of shard 2 must be [0-9a-f]+, but is .*delete this file") as error:
+    with pytest.raises(
+        ValueError, match=rf"{path}: the sha256 of shard 2 must be [0-9a-f]+, but is .*delete this file"
+    ) as error:
         verify(store)
     assert store.manifest.shards[2].sha256 in str(error.value)
     verify(store, shards=[0, 1, 3])
@@ -187,7 +195,9 @@ def positions_of(path: Path) -> dict[str, int]:
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(header))
-    return {name: 8 + header + entry["data_offsets"][1] - 1 for name, entry in entries.items() if name != "__metadata__"}
+    return {
+        name: 8 + header + entry["data_offsets"][1] - 1 for name, entry in entries.items() if name != "__metadata__"
+    }
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8_aux"])
@@ -196,14 +206,17 @@ def test_a_flipped_bit_anywhere_is_named_before_it_is_given_to_anybody(tmp_path:
     path = tmp_path / "shard_00002.safetensors"
     positions = positions_of(path)
     on_opening = {"length": 3, "header": 200}
-    on_opening |= {name: positions.pop(name) for name in sorted(positions) if name.startswith("document_") or name == "loss_mask"}
+    on_opening |= {
+        name: positions.pop(name) for name in sorted(positions) if name.startswith("document_") or name == "loss_mask"
+    }
     assert len(on_opening) == 6 and {"hidden_states", "aux_hidden_states", "input_ids"} <= set(positions)
     assert ("aux_hidden_states_scales" in positions) == (dtype != "bfloat16")
     assert ("hidden_states_scales" in positions) == (dtype == "fp8")
     for position in on_opening.values():
         flip_bit(path, position)
         with pytest.raises(
-            ValueError, match=rf"{path}: the checksum of header, tables and loss mask of shard 2 must be [0-9a-f]{{32}}, but"
+            ValueError,
+            match=rf"{path}: the checksum of header, tables and loss mask of shard 2 must be [0-9a-f]{{32}}, but",
         ):
             _ = HiddenStore.open(tmp_path).document_lengths
         flip_bit(path, position)
@@ -212,7 +225,8 @@ def test_a_flipped_bit_anywhere_is_named_before_it_is_given_to_anybody(tmp_path:
         store = HiddenStore.open(tmp_path)
         assert store.document_lengths.tolist() == LENGTHS.tolist() and store.document(6) and store.document(8)
         message = (
-            rf"{path}: the checksum of document 107 of documents.jsonl must be [0-9a-f]{{32}}, but is .*delete this file and run .*"
+            rf"{path}: the checksum of document 107 of documents.jsonl must be [0-9a-f]{{32}}, but is .*delete this "
+            r"file and run .*"
         )
         with pytest.raises(ValueError, match=message + "verify=true"):
             store.document(7)
@@ -229,7 +243,9 @@ def test_opening_reads_no_states(tmp_path: Path) -> None:
         flip_bit(path, position)
     store = open_store(tmp_path, IDENTITY)
     assert (
-        store.document_lengths.tolist() == LENGTHS.tolist() and len(list(store.loss_masks())) == 4 and len(store.document_ids) == 9
+        store.document_lengths.tolist() == LENGTHS.tolist()
+        and len(list(store.loss_masks())) == 4
+        and len(store.document_ids) == 9
     )
     assert store.mapped_document(4).document_id == 104
     with pytest.raises(ValueError, match="the checksum of document 104"):
@@ -257,7 +273,9 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_states_of_something_else_are_refused_with_the_reason(tmp_path: Path, what: str) -> None:
     value = "\\(1,\\)" if "layers" in what else "x"
-    message = rf"json: {what} must be {value}, but is [^;]+ \(target expected: .*delete .* run data_prep.hidden_states again"
+    message = (
+        rf"json: {what} must be {value}, but is [^;]+ \(target expected: .*delete .* run data_prep.hidden_states again"
+    )
     begin_store(tmp_path / "unfinished", IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     with pytest.raises(ValueError, match="plan." + message):
         begin_store(tmp_path / "unfinished", OTHERS[what], SHARD_TOKENS, EVERY_SHARD)
@@ -271,7 +289,9 @@ def test_states_of_something_else_are_refused_with_the_reason(tmp_path: Path, wh
 def test_every_difference_is_named_at_once(tmp_path: Path) -> None:
     make_store(tmp_path)
     other = dataclasses.replace(target_with(weights_sha256="x", path="models/tuned"), prompts_sha256="y")
-    with pytest.raises(ValueError, match=r"weights must be x, .* must be y, .*expected: models/tuned, found: models/llama"):
+    with pytest.raises(
+        ValueError, match=r"weights must be x, .* must be y, .*expected: models/tuned, found: models/llama"
+    ):
         open_store(tmp_path, other)
 
 
@@ -293,11 +313,15 @@ def test_another_shard_size_is_refused_for_writing(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"manifest.json: must exist, but it does not; run data_prep.hidden_states"):
+    with pytest.raises(
+        FileNotFoundError, match=r"manifest.json: must exist, but it does not; run data_prep.hidden_states"
+    ):
         HiddenStore.open(tmp_path)
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
-    with pytest.raises(FileNotFoundError, match=r"manifest.json: must exist, but the extraction is unfinished; run data_prep"):
+    with pytest.raises(
+        FileNotFoundError, match=r"manifest.json: must exist, but the extraction is unfinished; run data_prep"
+    ):
         open_store(tmp_path, IDENTITY)
 
 
@@ -311,7 +335,9 @@ def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run data_prep.hidden_states again"):
+    with pytest.raises(
+        ValueError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run data_prep.hidden_states again"
+    ):
         HiddenStore.open(tmp_path)
 
 
@@ -372,7 +398,9 @@ def test_a_finished_store_that_lost_a_shard_is_completed_to_the_same_bytes(tmp_p
 
 
 @pytest.mark.parametrize("capture_layers", [(), (0, 2)])
-def test_eight_bits_come_back_as_values_and_scales_of_each_token_and_layer(tmp_path: Path, capture_layers: tuple[int, ...]) -> None:
+def test_eight_bits_come_back_as_values_and_scales_of_each_token_and_layer(
+    tmp_path: Path, capture_layers: tuple[int, ...]
+) -> None:
     shards = make_store(tmp_path, dataclasses.replace(IDENTITY, capture_layers=capture_layers, dtype="fp8"))
     store = HiddenStore.open(tmp_path)
     ends = np.cumsum(LENGTHS)
@@ -393,7 +421,9 @@ def test_the_last_layer_alone_stays_exact_where_captured_ones_are_in_eight_bits(
     store = HiddenStore.open(tmp_path)
     for shard, first in zip(shards, (0, 3, 5, 8), strict=True):
         document, rows = store.document(first), slice(0, LENGTHS[first])
-        assert torch.equal(document.hidden_states, shard["hidden_states"][rows]) and document.hidden_states_scales is None
+        assert (
+            torch.equal(document.hidden_states, shard["hidden_states"][rows]) and document.hidden_states_scales is None
+        )
         values, scales = encode(shard["aux_hidden_states"][rows])
         assert document.aux_hidden_states is not None and document.aux_hidden_states_scales is not None
         assert torch.equal(document.aux_hidden_states.float(), values.float())
@@ -402,7 +432,11 @@ def test_the_last_layer_alone_stays_exact_where_captured_ones_are_in_eight_bits(
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [("bfloat16", 3 * 2 * HIDDEN_SIZE), ("fp8", 3 * (HIDDEN_SIZE + 4)), ("fp8_aux", 2 * HIDDEN_SIZE + 2 * (HIDDEN_SIZE + 4))],
+    [
+        ("bfloat16", 3 * 2 * HIDDEN_SIZE),
+        ("fp8", 3 * (HIDDEN_SIZE + 4)),
+        ("fp8_aux", 2 * HIDDEN_SIZE + 2 * (HIDDEN_SIZE + 4)),
+    ],
 )
 def test_a_token_costs_what_bytes_per_token_says_and_little_more(tmp_path: Path, dtype: str, expected: int) -> None:
     expected += 4 + 1
@@ -465,15 +499,21 @@ def test_no_part_finishes_over_a_shard_that_another_must_write_again(tmp_path: P
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", ["hidden_states", "aux_hidden_states"])
-def test_states_that_are_not_finite_stop_the_run_with_their_document(tmp_path: Path, name: str, dtype: str, value: float) -> None:
+def test_states_that_are_not_finite_stop_the_run_with_their_document(
+    tmp_path: Path, name: str, dtype: str, value: float
+) -> None:
     tensors = make_shard(0, range(0, 3), num_captured=2)
     tensors[name][LENGTHS[0] + 1, ..., 3] = value
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    with pytest.raises(ValueError, match=r"shard_00000.safetensors: hidden states must be finite, but those of document 101 of"):
+    with pytest.raises(
+        ValueError, match=r"shard_00000.safetensors: hidden states must be finite, but those of document 101 of"
+    ):
         write_shard(tmp_path, 0, tensors, dtype)
 
 
-def test_a_shard_without_room_is_discarded_before_it_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_without_room_is_discarded_before_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -507,7 +547,9 @@ def test_the_hash_of_the_prompts_is_of_their_bytes(tmp_path: Path) -> None:
     assert identity.capture_layers == (1, 2)
 
 
-def test_a_million_tokens_cost_little_memory_beside_the_page_cache_and_little_disk_beside_the_states(tmp_path: Path) -> None:
+def test_a_million_tokens_cost_little_memory_beside_the_page_cache_and_little_disk_beside_the_states(
+    tmp_path: Path,
+) -> None:
     """A process of its own opens the store and asks for all that training wants at once."""
     length, hidden_size, num_shards, num_documents = 500, 64, 4, 2000
     begin_store(tmp_path, IDENTITY, 1, range(num_shards))
@@ -528,7 +570,8 @@ def test_a_million_tokens_cost_little_memory_beside_the_page_cache_and_little_di
 from pathlib import Path
 from mtptrain.hidden_states.store import HiddenStore
 def anonymous():
-    return int(next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon")).split()[1]) / 1000
+    return int(next(x for x in Path("/proc/self/status").read_text().splitlines() if
+    x.startswith("RssAnon")).split()[1]) / 1000
 before = anonymous()
 store = HiddenStore.open(Path({str(tmp_path)!r}))
 documents = [store.document(i) for i in range(store.num_documents)]
@@ -542,8 +585,16 @@ print(anonymous() - before)
     assert on_disk / 1_000_000 < 2 * hidden_size * 1.01 + 8
 
 
-def test_a_shard_that_training_deletes_while_it_is_looked_at_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {"file": "shard_00000.safetensors", "num_documents": 1, "num_tokens": 1, "num_supervised_tokens": 1, "num_bytes": 9}
+def test_a_shard_that_training_deletes_while_it_is_looked_at_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {
+        "file": "shard_00000.safetensors",
+        "num_documents": 1,
+        "num_tokens": 1,
+        "num_supervised_tokens": 1,
+        "num_bytes": 9,
+    }
     content = json.dumps({**record, "sha256": "", "index_bytes": 1, "index_checksum": ""})
     (tmp_path / "shard_00000.json").write_text(content)
     monkeypatch.setattr(Path, "exists", lambda path: True)  # as it did a moment ago

@@ -83,7 +83,8 @@ def running(overrides: tuple[str, ...], log: Path) -> Iterator[list[subprocess.P
     with log.open("ab") as file:
         modules = ("data_prep.hidden_states", "mtptrain.train")
         processes = [
-            subprocess.Popen(program_command(module, *overrides), cwd=ROOT, stdout=file, stderr=file) for module in modules
+            subprocess.Popen(program_command(module, *overrides), cwd=ROOT, stdout=file, stderr=file)
+            for module in modules
         ]
     try:
         yield processes
@@ -113,7 +114,9 @@ def losses(run_dir: Path) -> list[float]:
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
-def test_a_streamed_run_that_is_killed_goes_on_with_the_same_losses_and_a_bounded_store(stream_run: Run, tmp_path: Path) -> None:
+def test_a_streamed_run_that_is_killed_goes_on_with_the_same_losses_and_a_bounded_store(
+    stream_run: Run, tmp_path: Path
+) -> None:
     run_dir, overrides = stream_run
     store_dir, log = run_dir / "hidden_states", tmp_path / "log"
     with Observer(store_dir) as observer:
@@ -144,7 +147,9 @@ def test_a_signal_while_training_waits_for_extraction_saves_a_checkpoint(stream_
             assert training.poll() is None, log.read_text()[-3000:]
             time.sleep(0.01)
         extraction.kill()
-        while b"waiting for the shards of step" not in log.read_bytes() and b"waiting for shard_" not in log.read_bytes():
+        while (
+            b"waiting for the shards of step" not in log.read_bytes() and b"waiting for shard_" not in log.read_bytes()
+        ):
             assert training.poll() is None, log.read_text()[-3000:]
             time.sleep(0.1)
         training.send_signal(signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""Plans against the truth: a written store, a real head, real memory, FLOPs by hand; and a warning for all that will not fit."""
+"""Plans against the truth: a written store, a real head, real memory, FLOPs by hand; and a warning for all that will
+not fit."""
 
 import http.server
 import json
@@ -65,7 +66,10 @@ def check_disk(dtype: StoreDtype, config: PipelineConfig) -> None:
     plan, manifest = make_plan(config), StoreManifest.read(config.stage_dir("hidden_states"))
     last_offsets = 8 * len(manifest.shards)  # D + 1 of them in a shard
     assert plan.store_bytes[dtype] + last_offsets == tensor_bytes(config.stage_dir("hidden_states"))
-    assert plan.bytes_per_token[dtype] == (plan.store_bytes[dtype] - DOCUMENT_BYTES * manifest.num_documents) / manifest.num_tokens
+    assert (
+        plan.bytes_per_token[dtype]
+        == (plan.store_bytes[dtype] - DOCUMENT_BYTES * manifest.num_documents) / manifest.num_tokens
+    )
 
 
 def test_the_documents_of_stage_1_are_counted(tiny_run: tuple[Path, tuple[str, ...]]) -> None:
@@ -83,7 +87,9 @@ def test_the_documents_of_stage_1_are_counted(tiny_run: tuple[Path, tuple[str, .
 def test_the_planned_steps_are_those_of_training(tiny_run: tuple[Path, tuple[str, ...]]) -> None:
     """Tokens over the tokens of a step are fewer: no step is quite full."""
     run_dir, overrides = tiny_run
-    config = make_config(*overrides, f"run_dir={run_dir}", "train.max_steps=0", "train.epochs=2", "train.batch_tokens=200")
+    config = make_config(
+        *overrides, f"run_dir={run_dir}", "train.max_steps=0", "train.epochs=2", "train.batch_tokens=200"
+    )
     store = HiddenStore(run_dir / "hidden_states", StoreManifest.read(run_dir / "hidden_states"))
     micro_batches = config.train.micro_batches_per_step
     schedule = BatchSchedule(store, config.head.ttt_steps, 200, micro_batches, config.seed, for_gpu=False)
@@ -148,7 +154,11 @@ def test_the_optimizers_memory_is_shared_out_by_zero_stage(
     """Bytes for each parameter on each of 4 GPUs: fp32 without master weights; bf16 with 4 + 8 bytes of fp32 over 4."""
     plan = make_plan(config_for(f"deepspeed={zero}", "planner.num_gpus=4"))
     memory, count = plan.memory, plan.head_parameters
-    assert (memory.weights, memory.gradients, memory.optimizer) == (weights * count, gradients * count, optimizer * count)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (
+        weights * count,
+        gradients * count,
+        optimizer * count,
+    )
     assert memory.frozen_parts == (64 * 260 + 64) * (4 if zero == "zero0" else 2)  # tied
 
 
@@ -165,7 +175,9 @@ def test_times_come_from_given_tokens_per_s(config_for: Callable[..., PipelineCo
 
 
 def test_times_come_from_flops_and_the_peak(config_for: Callable[..., PipelineConfig]) -> None:
-    config = config_for("prompts.max_train_tokens=1_000_000", "prompts.max_document_tokens=128", "planner.gpu_tflops=1e-3")
+    config = config_for(
+        "prompts.max_train_tokens=1_000_000", "prompts.max_document_tokens=128", "planner.gpu_tflops=1e-3"
+    )
     plan = make_plan(config)
     layer = 2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64  # q, o, k, v, MLP, norms of the tiny target
     flops = 2 * (2 * layer + 64) + 2 * 2 * 2 * 64 * 128 / 2  # 2 layers; scores and values over half a document
@@ -175,7 +187,9 @@ def test_times_come_from_flops_and_the_peak(config_for: Callable[..., PipelineCo
 
 
 def test_a_slow_disk_holds_both_stages_up(config_for: Callable[..., PipelineConfig]) -> None:
-    plan = make_plan(config_for("prompts.max_train_tokens=1_000_000", "planner.gpu_tflops=1000", "planner.disk_gb_per_s=0.001"))
+    plan = make_plan(
+        config_for("prompts.max_train_tokens=1_000_000", "planner.gpu_tflops=1000", "planner.disk_gb_per_s=0.001")
+    )
     assert plan.hidden_states.seconds == pytest.approx(1e6 * (2 * 64 + 5) / 1e6)
     assert "disk of 0.001 GB/s" in plan.train.basis
 
@@ -191,8 +205,8 @@ def test_without_a_given_peak_the_device_at_hand_is_measured(config_for: Callabl
 def test_the_training_step_costs_what_the_formula_says(
     share: float, name: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`StepFlops` against the operators that run; flash attention computes its scores twice, so that it has 14 for the formula's 12, and
-    attention to prompts in blocks two more columns in two products."""
+    """`StepFlops` against the operators that run; flash attention computes its scores twice, so that it has 14 for the
+    formula's 12, and attention to prompts in blocks two more columns in two products."""
     monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)  # blocks of rows compute more than the causal half
     depths, length, vocab_size = 3, 65, 260
     target_config = read_target_config(tiny_target)
@@ -203,7 +217,9 @@ def test_the_training_step_costs_what_the_formula_says(
     head = build_head(config, target_config)
     flops = StepFlops.of(head, vocab_size, depths)
     of_prompts = (14 + 8 / head.self_attn.head_dim) / 12
-    pairs = sum(q * k * (14 / 12 / 2 if part.is_causal else of_prompts) for part in packing.segments for q, k in part.lengths)
+    pairs = sum(
+        q * k * (14 / 12 / 2 if part.is_causal else of_prompts) for part in packing.segments for q, k in part.lengths
+    )
     expected = flops.per_token * 4 * length + flops.per_row * 4 * rows + flops.per_pair * pairs
     costs = step_costs(MicroBatch(config, target_config, torch.float32, [length] * 4, share, loss_chunk_rows=32))
     assert costs.flops == pytest.approx(expected, rel=1e-9)
@@ -262,10 +278,13 @@ def test_what_fits_is_not_warned_of(config_for: Callable[..., PipelineConfig]) -
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["prompts.max_document_tokens=600"], "must have at most 512 tokens, the target's max_position_embeddings, but have up to 600"),
-        (["train.batch_tokens=100"], "train.batch_tokens: must be at least the longest document, up to 128 tokens, but is 100"),
+        (["prompts.max_document_tokens=600"], "must have at most 512 tokens, the target's max_position_embeddings, but "
+                                              "have up to 600"),
+        (["train.batch_tokens=100"], "train.batch_tokens: must be at least the longest document, up to 128 tokens, but "
+                                     "is 100"),
         (["planner.num_gpus=3", "train.micro_batches_per_step=4"],
-            "train.micro_batches_per_step: must be a multiple of the 3 GPUs of planner.num_gpus, but is 4; set it to 6"),
+            "train.micro_batches_per_step: must be a multiple of the 3 GPUs of planner.num_gpus, but is 4; set it to "
+            "6"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=2"],
             "hidden_states.tensor_parallel_size: must divide the 1 GPUs of planner.num_gpus, but is 2"),
     ],
@@ -284,21 +303,31 @@ WINDOWS = ("train.stream_shards=2", "hidden_states.shard_tokens=100_000")
 def test_a_disk_that_is_too_small_is_warned_of(config_for: Callable[..., PipelineConfig]) -> None:
     config = config_for(*FITTING, "prompts.max_train_tokens=1_000_000")
     plan = make_plan(config, free_bytes=100_000_000)
-    assert f"0.133 GB must be free for the hidden states, but {config.run_dir} has 0.1 GB; set" in warnings_for(plan, config)
+    assert f"0.133 GB must be free for the hidden states, but {config.run_dir} has 0.1 GB; set" in warnings_for(
+        plan, config
+    )
     assert "set hidden_states.store_dtype=fp8 (0.073 GB)" in warnings_for(plan, config)
     assert warnings_for(replace(plan, free_bytes=133_000_000), config) == ""
 
 
-def test_streaming_is_planned_and_offered_where_the_store_does_not_fit(config_for: Callable[..., PipelineConfig]) -> None:
-    streamed = config_for(*FITTING, "prompts.max_train_tokens=1_000_000", "train.stream=true", "train.epochs=1", *WINDOWS)
+def test_streaming_is_planned_and_offered_where_the_store_does_not_fit(
+    config_for: Callable[..., PipelineConfig],
+) -> None:
+    streamed = config_for(
+        *FITTING, "prompts.max_train_tokens=1_000_000", "train.stream=true", "train.epochs=1", *WINDOWS
+    )
     small = make_plan(streamed, free_bytes=100_000_000)
     assert not [warning for warning in plan_warnings(small, streamed) if "must be free" in warning]
     assert ("streamed", "0.0798 GB at a time") in plan_rows(small, streamed)
     plain = config_for(*FITTING, "prompts.max_train_tokens=1_000_000", *WINDOWS)
-    assert "train.stream=true (0.0798 GB at a time, one epoch)" in warnings_for(make_plan(plain, free_bytes=100_000_000), plain)
+    assert "train.stream=true (0.0798 GB at a time, one epoch)" in warnings_for(
+        make_plan(plain, free_bytes=100_000_000), plain
+    )
 
 
-def test_the_disk_of_a_folder_that_does_not_exist_yet_is_found(config_for: Callable[..., PipelineConfig], tmp_path: Path) -> None:
+def test_the_disk_of_a_folder_that_does_not_exist_yet_is_found(
+    config_for: Callable[..., PipelineConfig], tmp_path: Path
+) -> None:
     plan = make_plan(config_for(f"run_dir={tmp_path}/not/yet/there"))
     assert plan.free_bytes > 0
     assert not (tmp_path / "not").exists()
@@ -326,15 +355,18 @@ LARGE = (
     [
         (["planner.num_gpus=1"], "weights must fit 64 GB of each GPU in extraction, but take 141 GB; set "
             "hidden_states.tensor_parallel_size=8 with hidden_states.backend=vllm, or use more GPUs"),
-        ([], "weights must fit 64 GB of one GPU for all GPUs to work at once, but take 141 GB; start data_prep.hidden_states as one"),
+        ([], "weights must fit 64 GB of one GPU for all GPUs to work at once, but take 141 GB; start "
+             "data_prep.hidden_states as one"),
         ([], "set hidden_states.backend=vllm hidden_states.tensor_parallel_size=8"),
         (["hidden_states.backend=vllm"], "weights must fit 64 GB of each GPU in extraction, but take 141 GB"),
         (["planner.num_gpus=1", "prompts.max_document_tokens=65536"],
             "weights must fit 64 GB of each GPU in extraction, but take 141 GB; use more GPUs in one machine"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4", "prompts.max_document_tokens=1024"],
-            "weights and states in flight must fit 72 GB of each GPU with vLLM, but take 79.6 GB, 44.3 GB of them for the states of two "
+            "weights and states in flight must fit 72 GB of each GPU with vLLM, but take 79.6 GB, 44.3 GB of them for "
+            "the states of two "
             "batches of 16,384 tokens and a document of 1,024, which tensor parallelism does not divide; set "
-            "hidden_states.tensor_parallel_size=8, a lower hidden_states.batch_tokens, a lower prompts.max_document_tokens, or "
+            "hidden_states.tensor_parallel_size=8, a lower hidden_states.batch_tokens, a lower "
+            "prompts.max_document_tokens, or "
             "hidden_states.backend=transformers"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=8", "hidden_states.batch_tokens=32768"],
             "which tensor parallelism does not divide; set a lower hidden_states.batch_tokens"),
@@ -342,7 +374,8 @@ LARGE = (
         ([], "or train.validation_prompts=0 and choose the head with eval.choose_head after training"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"],
             "train.batch_tokens: training must fit 80 GB of each GPU, but takes"),
-        (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"], "set train.activation_checkpointing=true, or lower it"),
+        (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"], "set train.activation_checkpointing=true, "
+                                                                            "or lower it"),
     ],
 )  # fmt: skip
 def test_memory_that_does_not_suffice_is_warned_of(overrides: list[str], message: str, llama_70b: Path) -> None:
@@ -353,7 +386,9 @@ def test_memory_that_does_not_suffice_is_warned_of(overrides: list[str], message
 def test_a_target_spread_over_gpus_is_planned_at_the_speed_of_one(llama_70b: Path) -> None:
     spread = make_plan(make_config(f"target.path={llama_70b}", *LARGE))
     shared = make_plan(
-        make_config(f"target.path={llama_70b}", *LARGE, "hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4")
+        make_config(
+            f"target.path={llama_70b}", *LARGE, "hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4"
+        )
     )
     assert spread.hidden_states.tokens_per_s == pytest.approx(shared.hidden_states.tokens_per_s / 8)
     assert not shared.is_spread and shared.target_bytes_per_gpu == spread.target_bytes // 4
@@ -368,23 +403,39 @@ def test_without_validation_in_training_no_target_stands_beside_it(llama_70b: Pa
 
 @pytest.mark.parametrize(
     ("head", "num_streams"),
-    [("head=mtp", 1), ("head=eagle3 head.capture_layers=[2,40,77]", 4), ("head=eagle3 head.capture_layers=[2,40,80]", 3)],
+    [
+        ("head=mtp", 1),
+        ("head=eagle3 head.capture_layers=[2,40,77]", 4),
+        ("head=eagle3 head.capture_layers=[2,40,80]", 3),
+    ],
 )
 def test_states_in_flight_take_a_page_in_every_layer_of_each_gpu(head: str, num_streams: int, llama_70b: Path) -> None:
-    """Two batches and the longest document, whatever the tensor parallelism; the last layer once, where it is captured too."""
-    settings = ("hidden_states.backend=vllm", "hidden_states.batch_tokens=512", "prompts.max_document_tokens=100", *head.split())
+    """Two batches and the longest document, whatever the tensor parallelism; the last layer once, where it is captured
+    too."""
+    settings = (
+        "hidden_states.backend=vllm",
+        "hidden_states.batch_tokens=512",
+        "prompts.max_document_tokens=100",
+        *head.split(),
+    )
     for size in (4, 8):
-        config = make_config(f"target.path={llama_70b}", *LARGE, *settings, f"hidden_states.tensor_parallel_size={size}")
+        config = make_config(
+            f"target.path={llama_70b}", *LARGE, *settings, f"hidden_states.tensor_parallel_size={size}"
+        )
         plan = make_plan(config)
         states, weights = (2 * 512 + 100) * 80 * num_streams * 8192 * 2, 2 * plan.target.num_parameters // size
         assert (plan.states_in_flight_bytes, plan.target_bytes_per_gpu) == (states, weights)
-        shown = f"{(weights + states) / 1e9:.3g} GB: weights {weights / 1e9:.3g} GB, states in flight {states / 1e9:.3g} GB"
+        shown = (
+            f"{(weights + states) / 1e9:.3g} GB: weights {weights / 1e9:.3g} GB, states in flight {states / 1e9:.3g} GB"
+        )
         assert ("extraction, each GPU", shown) in plan_rows(plan, config)
         assert "in flight" not in warnings_for(plan, config)
 
 
 def test_a_target_is_spread_without_a_warning_where_vllm_has_no_room_either(llama_70b: Path) -> None:
-    config = make_config(f"target.path={llama_70b}", *LARGE, "hidden_states.batch_tokens=32768", "train.validation_prompts=0")
+    config = make_config(
+        f"target.path={llama_70b}", *LARGE, "hidden_states.batch_tokens=32768", "train.validation_prompts=0"
+    )
     plan = make_plan(config)
     assert plan.is_spread
     assert "target.path" not in warnings_for(plan, config)
@@ -392,7 +443,9 @@ def test_a_target_is_spread_without_a_warning_where_vllm_has_no_room_either(llam
 
 
 def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tmp_path: Path) -> None:
-    result = run_program("data_prep.hidden_states", "plan=true", f"target.path={tiny_target}", f"run_dir={tmp_path}/run")
+    result = run_program(
+        "data_prep.hidden_states", "plan=true", f"target.path={tiny_target}", f"run_dir={tmp_path}/run"
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "data_prep.prompts has not been run" in " ".join(result.stdout.replace("│", " ").split())
     assert "WARNING train.micro_batches_per_step" in result.stdout
@@ -416,7 +469,11 @@ def hub(tiny_target: Path) -> Iterator[tuple[str, list[str]]]:
             asked.extend([name] * (repository == "/someone/model"))
             content = (tiny_target / name).read_bytes() if name in os.listdir(tiny_target) else None
             self.send_response(200 if content is not None else 404)
-            for header, value in {"ETag": '"1"', "X-Repo-Commit": "0" * 40, "Content-Length": str(len(content or b""))}.items():
+            for header, value in {
+                "ETag": '"1"',
+                "X-Repo-Commit": "0" * 40,
+                "Content-Length": str(len(content or b"")),
+            }.items():
                 self.send_header(header, value)
             self.end_headers()
             if with_content and content is not None:
@@ -442,17 +499,27 @@ def plan_of_hub(endpoint: str, name: str, tmp_path: Path) -> subprocess.Complete
     return subprocess.run(
         [sys.executable, "-c", PLAN_OF_HUB, name],
         cwd=ROOT,
-        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+            "PYTHONPATH": str(ROOT),
+        },
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def test_of_a_hub_target_only_the_config_is_fetched(hub: tuple[str, list[str]], tiny_target: Path, tmp_path: Path) -> None:
+def test_of_a_hub_target_only_the_config_is_fetched(
+    hub: tuple[str, list[str]], tiny_target: Path, tmp_path: Path
+) -> None:
     endpoint, asked = hub
     result = plan_of_hub(endpoint, "someone/model", tmp_path)
-    assert result.stdout.strip() == str(json.loads((tiny_target / "config.json").read_text())["hidden_size"]), result.stderr
+    assert result.stdout.strip() == str(json.loads((tiny_target / "config.json").read_text())["hidden_size"]), (
+        result.stderr
+    )
     assert set(asked) == {"config.json"}
     assert not list(tmp_path.rglob("*.safetensors"))
 

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from mtptrain.config import PipelineConfig
+from mtptrain.decoding.draft import Verified
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.speculate import Verified
 from mtptrain.heads.files import build_head
 from mtptrain.planning.costs import _DefaultDtype
 from mtptrain.planning.meter import Meter
@@ -32,7 +32,9 @@ def read_prompts(target: Target, drafter: HeadDrafter, prompts: int, prompt_toke
     drafter.first_depth(Verified(tokens, torch.full((prompts,), prompt_tokens + 1), positions, states))
 
 
-def measured_bytes(config: PipelineConfig, target_config: LlamaConfig, prompts: int, prompt_tokens: int, num_slots: int) -> int:
+def measured_bytes(
+    config: PipelineConfig, target_config: LlamaConfig, prompts: int, prompt_tokens: int, num_slots: int
+) -> int:
     meter = Meter()
     with FakeTensorMode(), _DefaultDtype(torch.bfloat16), torch.no_grad():
         target = Target(AutoModelForCausalLM.from_config(target_config, attn_implementation="sdpa"))
@@ -46,8 +48,16 @@ def measured_bytes(config: PipelineConfig, target_config: LlamaConfig, prompts: 
 
 def llama(**settings: int) -> LlamaConfig:
     """A Llama of 8B, with fewer layers."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    return LlamaConfig(**{**sizes, "vocab_size": 128256, "num_hidden_layers": 3, "max_position_embeddings": 131072, **settings})
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    return LlamaConfig(
+        **{**sizes, "vocab_size": 128256, "num_hidden_layers": 3, "max_position_embeddings": 131072, **settings}
+    )
 
 
 CONVERSATIONS = (
@@ -67,8 +77,16 @@ def test_validation_is_planned_with_the_memory_that_decoding_takes(head: tuple[s
 
 
 def test_reading_a_prompt_takes_memory_in_proportion_to_its_length() -> None:
-    """A mask [B, 1, S, S] would take as much as all else at 8,192 tokens of so small a target, and four times that at twice as many."""
-    small = llama(hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=64, vocab_size=512)
+    """A mask [B, 1, S, S] would take as much as all else at 8,192 tokens of so small a target, and four times that at
+    twice as many."""
+    small = llama(
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        vocab_size=512,
+    )
     config = make_config(*CONVERSATIONS)
     short, long = (measured_bytes(config, small, 2, length, length + 64) for length in (8192, 16384))
     assert long == pytest.approx(2 * short, rel=0.02)
@@ -77,7 +95,13 @@ def test_reading_a_prompt_takes_memory_in_proportion_to_its_length() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache_keeps_as_many_values_of_a_token_as_planned(family: str) -> None:
     model_type, settings = FAMILIES[family]
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     config = AutoConfig.for_model(model_type, **{**sizes, "num_hidden_layers": 2, "head_dim": 64, **settings})
     target, cache = Target(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")), PositionCache(10)
     target.forward(torch.zeros(2, 4, dtype=torch.long), torch.arange(4).expand(2, -1), cache)

@@ -33,7 +33,9 @@ def head(target: Target) -> Head:
 @pytest.fixture(scope="module")
 def ours(target: Target, head: Head) -> list[Generation]:
     drafter = HeadDrafter(head, target.parts, DRAFTS)
-    return speculate(target, drafter, PROMPTS, num_speculative_tokens=DRAFTS, max_new_tokens=NEW_TOKENS, sampler=Sampler())
+    return speculate(
+        target, drafter, PROMPTS, num_speculative_tokens=DRAFTS, max_new_tokens=NEW_TOKENS, sampler=Sampler()
+    )
 
 
 def rejected_rounds(generation: Generation) -> list[int]:
@@ -48,7 +50,9 @@ def test_equal_sides_do_not_diverge(target: Target, head: Head, ours: list[Gener
     assert first_draft_divergence(target, head, DRAFTS, PROMPTS, ours, [rejected_rounds(g) for g in ours]) is None
 
 
-def test_the_first_answer_that_differs_is_found_with_the_gap_of_the_targets_logits(target: Target, ours: list[Generation]) -> None:
+def test_the_first_answer_that_differs_is_found_with_the_gap_of_the_targets_logits(
+    target: Target, ours: list[Generation]
+) -> None:
     tokens = [generation.tokens for generation in ours]
     other = (tokens[1][5] + 1) % 256
     theirs = [tokens[0], [*tokens[1][:5], other, *tokens[1][6:]], [0] * NEW_TOKENS]
@@ -58,7 +62,9 @@ def test_the_first_answer_that_differs_is_found_with_the_gap_of_the_targets_logi
 
     read = torch.tensor([PROMPTS[1] + tokens[1][:5]])
     logits = target.model(input_ids=read).logits[0, -1]
-    assert found.logit_gap == pytest.approx(float(logits[tokens[1][5]] - logits[other]), abs=1e-4) and found.logit_gap > 0
+    assert (
+        found.logit_gap == pytest.approx(float(logits[tokens[1][5]] - logits[other]), abs=1e-4) and found.logit_gap > 0
+    )
     assert str(found).startswith(f"answer token 5 of prompt 1 is {tokens[1][5]} for us and {other} for the engine, ")
 
 
@@ -78,4 +84,7 @@ def test_the_first_draft_that_differs_is_found_with_the_gap_of_the_heads_logits(
     drafted, _ = head.decode(states, target.parts.embed(read[:, 1:]), positions, PositionCache(read.shape[1]))
     logits = head.logits(drafted[0, -1], target.parts)
     assert found.ours == logits.argmax()
-    assert found.logit_gap == pytest.approx(float(logits[found.ours] - logits[found.theirs]), abs=1e-4) and found.logit_gap > 0
+    assert (
+        found.logit_gap == pytest.approx(float(logits[found.ours] - logits[found.theirs]), abs=1e-4)
+        and found.logit_gap > 0
+    )

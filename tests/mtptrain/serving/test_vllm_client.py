@@ -1,4 +1,5 @@
-"""Tests of the client without vLLM: finding its Python, reporting its failures, and reading the counters of a server."""
+"""Tests of the client without vLLM: finding its Python, reporting its failures, and reading the counters of a
+server."""
 
 import json
 import stat
@@ -88,7 +89,8 @@ def test_a_servers_counters_are_differences_summed_over_engines_and_in_the_order
 def test_a_server_that_serves_others_too_is_refused(fake: FakeServer) -> None:
     fake.finished_per_request = 2
     with pytest.raises(
-        RuntimeError, match=r"the server must serve no other requests during the check, but finished 4 requests instead of 2"
+        RuntimeError,
+        match=r"the server must serve no other requests during the check, but finished 4 requests instead of 2",
     ):
         VllmServer(address(fake)).generate([[1], [2]], 4, [7])
 
@@ -97,7 +99,9 @@ def test_an_address_where_nothing_answers_is_refused(fake: FakeServer) -> None:
     url = address(fake)
     fake.shutdown()
     fake.server_close()
-    with pytest.raises(ConnectionError, match=rf"serving\.url: must be a running vLLM server, but {url} does not answer"):
+    with pytest.raises(
+        ConnectionError, match=rf"serving\.url: must be a running vLLM server, but {url} does not answer"
+    ):
         VllmServer(url)
 
 
@@ -118,7 +122,11 @@ def test_a_python_that_does_not_exist_or_has_no_vllm_is_refused(tmp_path: Path) 
 
 def test_a_worker_that_dies_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\n[ "$1" = -I ] && exit 0\necho "libsomething.so: cannot open shared object file"\nexit 3\n')
+    python.write_text(
+        '#!/bin/sh\n[ "$1" = -I ] && exit 0\necho "libsomething.so: cannot open shared object file"\nexit 3\n'
+    )
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    with pytest.raises(RuntimeError, match=r"(?s)must end with a result, but ended with status 3; .*libsomething\.so: cannot open"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)must end with a result, but ended with status 3; .*libsomething\.so: cannot open"
+    ):
         vllm.generate([JOB], str(python))

@@ -1,4 +1,5 @@
-"""The frozen target in every family: partial reading, its cache by position, sliding windows, RoPE for heads, its identity."""
+"""The frozen target in every family: partial reading, its cache by position, sliding windows, RoPE for heads, its
+identity."""
 
 import json
 import math
@@ -21,9 +22,10 @@ from transformers import (
 )
 
 from mtptrain.data.identity import TargetIdentity
+from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Drafter, speculate
+from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.layers import Rope
 from mtptrain.target.families import SUPPORTED_MODEL_TYPES, head_rope_parameters, read_target_config
@@ -85,7 +87,9 @@ def test_frozen_parts_alone_give_the_whole_models_logits(tmp_path: Path, family:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_embeddings_are_the_rows_of_the_table_without_the_scale_of_gemma(targets: dict[str, Target], family: str) -> None:
+def test_embeddings_are_the_rows_of_the_table_without_the_scale_of_gemma(
+    targets: dict[str, Target], family: str
+) -> None:
     target = targets[family]
     scale = math.sqrt(target.config.hidden_size) if family == "gemma3_text" else 1.0
     embeddings = target.parts.embed(TOKENS)
@@ -107,9 +111,9 @@ PROMPTS = [TOKENS[0, :num_tokens].tolist() for num_tokens in (3, 40, 9)]
 def plain_greedy(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
     """Each prompt alone, by transformers."""
     return [
-        target.model.generate(torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)[0][
-            len(prompt) :
-        ].tolist()
+        target.model.generate(torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)[
+            0
+        ][len(prompt) :].tolist()
         for prompt in prompts
     ]
 
@@ -154,7 +158,9 @@ def test_captured_streams_are_the_hidden_states_of_transformers(targets: dict[st
         target.forward(TOKENS[:, part], POSITIONS[:, part], cache, tuple(range(num_layers)))
         for part in (slice(0, 30), slice(30, 31), slice(31, NUM_TOKENS))
     ]
-    streams = torch.cat([chunk.aux_hidden_states for chunk in chunks if chunk.aux_hidden_states is not None], 1)  # [1, S, L, H]
+    streams = torch.cat(
+        [chunk.aux_hidden_states for chunk in chunks if chunk.aux_hidden_states is not None], 1
+    )  # [1, S, L, H]
     torch.testing.assert_close(streams, torch.stack(expected, 2), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(torch.cat([chunk.hidden_states for chunk in chunks], 1), post_norm, atol=2e-5, rtol=1e-5)
 
@@ -177,7 +183,9 @@ def test_a_prompt_read_without_a_mask_gives_the_states_of_the_mask(targets: dict
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.endswith("with window") or name == "gemma3_text"])
 @pytest.mark.parametrize("window", [None, WINDOW - 1, WINDOW + 1])
-def test_a_window_left_out_or_off_by_one_shows_behind_it(targets: dict[str, Target], family: str, window: int | None) -> None:
+def test_a_window_left_out_or_off_by_one_shows_behind_it(
+    targets: dict[str, Target], family: str, window: int | None
+) -> None:
     right = targets[family]
     assert right.window == WINDOW
     wrong = Target(right.model)
@@ -191,7 +199,14 @@ def test_a_window_left_out_or_off_by_one_shows_behind_it(targets: dict[str, Targ
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_config_names_what_heads_are_built_from(targets: dict[str, Target], family: str) -> None:
     config = targets[family].config
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     assert all(isinstance(getattr(config, name), int) for name in (*names, "max_position_embeddings"))
     assert isinstance(config.rms_norm_eps, float)
 
@@ -221,7 +236,8 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
 
 
 def yarn_angles(head_dim: int, theta: float, factor: float, original_tokens: int) -> list[float]:
-    """Angles per position of YaRN (arXiv 2309.00071), sections 3.2 and 3.3, with the borders rounded outwards as in its code."""
+    """Angles per position of YaRN (arXiv 2309.00071), sections 3.2 and 3.3, with the borders rounded outwards as in its
+    code."""
 
     def pair_with(rotations: float) -> float:
         return head_dim * math.log(original_tokens / (2 * math.pi * rotations)) / (2 * math.log(theta))
@@ -246,10 +262,14 @@ def test_rope_of_a_head_for_deepseek_follows_the_formula_of_yarn(
     tmp_path: Path, mscales: dict[str, float | None], scale: float
 ) -> None:
     scaling = {**DEEPSEEK_V2_LITE["rope_scaling"], **mscales}
-    config = write_config(tmp_path, **{**DEEPSEEK_V2_LITE, "rope_scaling": {k: v for k, v in scaling.items() if v is not None}})
+    config = write_config(
+        tmp_path, **{**DEEPSEEK_V2_LITE, "rope_scaling": {k: v for k, v in scaling.items() if v is not None}}
+    )
     positions = [0, 1, 77, 5000, 100_000]
     cos, sin = Rope(128, config).tables(torch.tensor(positions), torch.float32)  # [5, 1, 128]
-    angles = torch.tensor(positions, dtype=torch.float64)[:, None] * torch.tensor(yarn_angles(128, 1e4, 40, 4096)).double()
+    angles = (
+        torch.tensor(positions, dtype=torch.float64)[:, None] * torch.tensor(yarn_angles(128, 1e4, 40, 4096)).double()
+    )
     for table, function in ((cos, torch.cos), (sin, torch.sin)):
         wanted = (scale * function(torch.cat([angles, angles], -1))).float()[:, None]
         torch.testing.assert_close(table, wanted, atol=0.02, rtol=0)  # f32 angles of up to 1e5
@@ -295,7 +315,10 @@ def test_identity_tells_weights_config_tokenizer_and_template_apart(tmp_path: Pa
     assert other_weights.weights_sha256 != base.weights_sha256 and other_weights.config_sha256 == base.config_sha256
     assert identity(make_target(tmp_path / "config", rms_norm_eps=1e-4)).config_sha256 != base.config_sha256
     template = identity(make_target(tmp_path / "template", chat_template=GENERATION_TEMPLATE + " "))
-    assert template.chat_template_sha256 != base.chat_template_sha256 and template.tokenizer_sha256 == base.tokenizer_sha256
+    assert (
+        template.chat_template_sha256 != base.chat_template_sha256
+        and template.tokenizer_sha256 == base.tokenizer_sha256
+    )
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["extra"])
     tokenizer.save_pretrained(tmp_path / "again")
@@ -341,8 +364,14 @@ def test_a_checkpoint_without_its_final_norm_is_refused(tmp_path: Path) -> None:
 
 
 QUANTISED_FILES = {
-    "fp8 with a scale": {"lm_head.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn), "lm_head.weight_scale": torch.ones(8, 1)},
-    "a scale in bf16": {"lm_head.weight": torch.zeros(8, 4), "lm_head.weight_scale": torch.ones(8, 1, dtype=torch.bfloat16)},
+    "fp8 with a scale": {
+        "lm_head.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn),
+        "lm_head.weight_scale": torch.ones(8, 1),
+    },
+    "a scale in bf16": {
+        "lm_head.weight": torch.zeros(8, 4),
+        "lm_head.weight_scale": torch.ones(8, 1, dtype=torch.bfloat16),
+    },
     "GPTQ": {"lm_head.qweight": torch.zeros(1, 4, dtype=torch.int32), "lm_head.scales": torch.ones(1, 4)},
     "int8 embeddings": {"model.embed_tokens.weight": torch.zeros(8, 4, dtype=torch.int8)},
     "last layer in fp8": {"model.layers.1.mlp.down_proj.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn)},
@@ -358,14 +387,19 @@ def test_quantised_tensors_that_training_reads_are_refused(tmp_path: Path, kind:
     save_file(tensors | added, directory / "model.safetensors")
     module = next(iter(added)).rpartition(".")[0]
     read = load_last_layer if "last layer" in kind else load_frozen_parts
-    message = rf"target\.path: {module} must be unquantised, .*model\.safetensors has {module}\.\w+ in \w+; choose the unq"
+    message = (
+        rf"target\.path: {module} must be unquantised, .*model\.safetensors has {module}\.\w+ in \w+; choose the unq"
+    )
     with pytest.raises(ValueError, match=message):
         read(directory)
 
 
 def test_a_target_with_quantised_layers_and_a_plain_lm_head_is_accepted(tmp_path: Path) -> None:
     directory = make_target(tmp_path, "llama", tie_word_embeddings=False)
-    save_file(load_file(directory / "model.safetensors") | QUANTISED_FILES["last layer in fp8"], directory / "model.safetensors")
+    save_file(
+        load_file(directory / "model.safetensors") | QUANTISED_FILES["last layer in fp8"],
+        directory / "model.safetensors",
+    )
     assert load_frozen_parts(directory).lm_head.dtype == torch.float32
 
 
@@ -373,7 +407,9 @@ def test_a_checkpoint_with_other_names_is_refused_and_not_filled_at_random(tmp_p
     make_target(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"must hold lm_head\.weight, model\.embed_tokens\.weight, .* and \d+ more, but does not"):
+    with pytest.raises(
+        ValueError, match=r"must hold lm_head\.weight, model\.embed_tokens\.weight, .* and \d+ more, but does not"
+    ):
         load_target(tmp_path, torch.float32, CPU)
 
 
@@ -382,7 +418,9 @@ def test_a_directory_without_weights_or_config_is_refused(tmp_path: Path) -> Non
         resolve_target(str(tmp_path))
     make_target(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"target\.path: weights must be safetensors files, but .* does not exist"):
+    with pytest.raises(
+        FileNotFoundError, match=r"target\.path: weights must be safetensors files, but .* does not exist"
+    ):
         load_frozen_parts(tmp_path)
 
 
@@ -397,11 +435,18 @@ def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused(monkeypatch: pyte
 def test_a_multimodal_target_is_refused_and_its_text_model_taken(tmp_path: Path) -> None:
     _, text = FAMILIES["gemma3_text"]
     text = {**text, "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 1}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
     config = Gemma3Config(text_config=text, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4)
     Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
     with pytest.raises(
-        ValueError, match=r"but is 'gemma3' in .*config\.json; choose its text model alone, .* with model_type 'gemma3_text'"
+        ValueError,
+        match=r"but is 'gemma3' in .*config\.json; choose its text model alone, .* with model_type 'gemma3_text'",
     ):
         read_target_config(tmp_path / "whole")
 
@@ -417,7 +462,8 @@ def test_a_multimodal_target_is_refused_and_its_text_model_taken(tmp_path: Path)
 
 def test_a_target_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"a token must not attend to later tokens, but use_bidirectional_attention is set in .*config\.json"
+        ValueError,
+        match=r"a token must not attend to later tokens, but use_bidirectional_attention is set in .*config\.json",
     ):
         write_config(tmp_path, model_type="gemma3_text", use_bidirectional_attention=True)
 
@@ -427,14 +473,20 @@ def test_a_target_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     [
         ("llama", {"sliding_window": 16}),
         ("deepseek_v2", {"sliding_window": 16}),
-        ("llama", {"sliding_window": 16, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+        (
+            "llama",
+            {"sliding_window": 16, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
         ("qwen3_moe", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
     ],
 )
-def test_windows_that_transformers_ignores_are_refused(tmp_path: Path, model_type: str, settings: dict[str, object]) -> None:
+def test_windows_that_transformers_ignores_are_refused(
+    tmp_path: Path, model_type: str, settings: dict[str, object]
+) -> None:
     with pytest.raises(
         ValueError,
-        match=rf"sliding windows must be ones that transformers implements for '{model_type}', but .* remove sliding_window",
+        match=rf"sliding windows must be ones that transformers implements for '{model_type}', but .* remove "
+        r"sliding_window",
     ):
         write_config(tmp_path, model_type=model_type, **settings)
 
@@ -469,7 +521,10 @@ def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    message = r"must fit one device if several ranks share a machine, but does not; start one process, .*train.validation_prompts=0"
+    message = (
+        r"must fit one device if several ranks share a machine, but does not; start one process, "
+        r".*train.validation_prompts=0"
+    )
     with pytest.raises(ValueError, match=message):
         check_placement(directory, torch.bfloat16, torch.device("cuda"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

@@ -1,4 +1,5 @@
-"""Alignment of packed batches (design: a draft counts only if tokens j-1-k .. j lie in one generated span), and their order."""
+"""Alignment of packed batches (design: a draft counts only if tokens j-1-k .. j lie in one generated span), and their
+order."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -68,7 +69,8 @@ def test_exactly_the_drafts_that_serving_makes_count_and_each_reads_its_token() 
 
 
 def test_the_first_draft_of_an_answer_counts_and_the_one_before_does_not() -> None:
-    """Trap 6: an answer of tokens 3 .. 6 is drafted from row 2 on, since token 3 itself comes from the target's prefill."""
+    """Trap 6: an answer of tokens 3 .. 6 is drafted from row 2 on, since token 3 itself comes from the target's
+    prefill."""
     rows = sorted({t for i, t, k, _ in plain_drafts() if i == 2 and k == 0})
     assert rows == [2, 3, 4, 8]
 
@@ -98,7 +100,13 @@ def test_every_token_reads_the_next_one_of_its_document() -> None:
 
 def test_documents_of_a_shard_cost_together_what_each_costs_alone() -> None:
     rng = np.random.default_rng(0)
-    for lengths in (rng.integers(1, 40, 300), np.array([1, 1, 2, 1, 3, 2]), np.array([2]), np.array([1]), np.array([3, 1])):
+    for lengths in (
+        rng.integers(1, 40, 300),
+        np.array([1, 1, 2, 1, 3, 2]),
+        np.array([2]),
+        np.array([1]),
+        np.array([3, 1]),
+    ):
         masks = [(rng.random(length) < rng.choice([0.1, 0.7, 1.0])).astype(np.uint8) for length in lengths]
         expected = []
         for mask in masks:
@@ -120,7 +128,9 @@ def test_a_step_has_the_same_documents_for_any_number_of_ranks(world_size: int) 
 
 @pytest.mark.parametrize("last_is_exact", [False, True], ids=["fp8", "fp8_aux"])
 @pytest.mark.parametrize("decode_states", [False, True])
-def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens(decode_states: bool, last_is_exact: bool) -> None:
+def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens(
+    decode_states: bool, last_is_exact: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     documents, expected, expected_aux = [], [], []
     for i, mask in DOCUMENTS.items():
@@ -160,7 +170,10 @@ class Store:
         return self.documents[index]
 
     def loss_masks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        yield np.concatenate([document.loss_mask for document in self.documents]), np.cumsum([0, *self.document_lengths])
+        yield (
+            np.concatenate([document.loss_mask for document in self.documents]),
+            np.cumsum([0, *self.document_lengths]),
+        )
 
     def close(self) -> None:
         """Nothing is mapped."""

@@ -64,12 +64,16 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(
     apply(newest / STATE)
     assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
     printed = capsys.readouterr().out
-    assert re.search(rf"WARNING {re.escape(str(newest))}/{message}.*; training goes on from {re.escape(str(older))}", printed)
+    assert re.search(
+        rf"WARNING {re.escape(str(newest))}/{message}.*; training goes on from {re.escape(str(older))}", printed
+    )
     assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
     assert capsys.readouterr().out == "", "the torn one counts no longer"
 
 
-def test_the_newest_whole_checkpoint_is_taken_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_whole_checkpoint_is_taken_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert newest_whole_checkpoint(tmp_path, ONE_RANK) is None
     write_checkpoint(tmp_path, 4)
     newest = write_checkpoint(tmp_path, 8)
@@ -82,7 +86,8 @@ def test_where_every_checkpoint_is_torn_the_run_is_refused_and_nothing_is_touche
     for folder in folders:
         truncate(folder / STATE)
     message = (
-        r"at least one checkpoint must be whole, but none is \(.*step_00000008/state.*step_00000004/state.*\); restore one, or"
+        r"at least one checkpoint must be whole, but none is \(.*step_00000008/state.*step_00000004/state.*\); restore "
+        r"one, or"
     )
     with pytest.raises(RuntimeError, match=message):
         newest_whole_checkpoint(tmp_path, ONE_RANK)
@@ -90,7 +95,9 @@ def test_where_every_checkpoint_is_torn_the_run_is_refused_and_nothing_is_touche
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "zeros", "missing"])
-def test_a_checkpoint_from_before_hashes_were_recorded_counts_where_its_length_is_right(tmp_path: Path, damage: str) -> None:
+def test_a_checkpoint_from_before_hashes_were_recorded_counts_where_its_length_is_right(
+    tmp_path: Path, damage: str
+) -> None:
     folder = write_checkpoint(tmp_path, 4)
     write_json(folder / MARKER, {"seed": 0})
     assert find_fault(folder) is None
@@ -114,10 +121,14 @@ def test_training_goes_on_from_the_checkpoint_before_a_torn_one(
     assert result.stdout.count("step_00000004/state.safetensors: must have") == 1, "rank 0 alone says so"
     assert (tmp_path / "run/train/last/head.safetensors").read_bytes() == undisturbed
     assert find_fault(checkpoints / "step_00000004") is None
-    assert {path.name for path in checkpoints.iterdir()} == {"step_00000002", "step_00000004"}, "the torn one is removed"
+    assert {path.name for path in checkpoints.iterdir()} == {"step_00000002", "step_00000004"}, (
+        "the torn one is removed"
+    )
 
 
-def test_settings_are_compared_with_the_checkpoint_that_is_loaded(tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+def test_settings_are_compared_with_the_checkpoint_that_is_loaded(
+    tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
     shutil.copytree(tiny_run[0], tmp_path / "run")
     checkpoints = tmp_path / "run/train/checkpoints"
     settings = (f"run_dir={tmp_path}/run", *tiny_run[1], "train.max_steps=2", "train.save_every=1", *PLAIN_RUN)

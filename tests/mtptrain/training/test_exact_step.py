@@ -1,4 +1,5 @@
-"""The fast step against its plain formula: every row at every depth, dense masks, all logits alive, drafts by their definition."""
+"""The fast step against its plain formula: every row at every depth, dense masks, all logits alive, drafts by their
+definition."""
 
 import math
 from types import SimpleNamespace
@@ -26,7 +27,9 @@ Document = tuple[list[int], list[int]]
 """Token ids and loss mask."""
 
 
-def plain_loss(probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, kind: LossKind, eta: float) -> torch.Tensor:
+def plain_loss(
+    probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, kind: LossKind, eta: float
+) -> torch.Tensor:
     """Of one draft: the target's distribution [V] and the draft's logits [D]."""
     ids = torch.arange(V) if ids is None else ids
     logprobs, inside = logits.log_softmax(-1), probs[ids]
@@ -42,7 +45,8 @@ def plain_loss(probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | No
 
 
 def plain_step(
-    head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor], frozen: SimpleNamespace,
+    head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor],
+    frozen: SimpleNamespace,
     loss: LossSettings,
 ) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
     """The weighted mean loss, and the sum of losses at each depth."""
@@ -62,7 +66,13 @@ def plain_step(
             keys.append(key.repeat_interleave(groups, 1))
             values.append(value.repeat_interleave(groups, 1))
             masks = [past] + [torch.eye(n, dtype=torch.bool)] * depth
-            scores = torch.cat([torch.einsum("qhd,khd->hqk", query, k).masked_fill(~m, -math.inf) for k, m in zip(keys, masks)], -1)  # noqa: B905
+            scores = torch.cat(
+                [
+                    torch.einsum("qhd,khd->hqk", query, k).masked_fill(~m, -math.inf)
+                    for k, m in zip(keys, masks, strict=True)
+                ],
+                -1,
+            )
             weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
             attended = torch.einsum("hqk,khd->qhd", weights, torch.cat(values))
             out, recycled = head.finish(residual, attention.o_proj(attended.flatten(-2)))
@@ -81,13 +91,18 @@ def plain_step(
 
 
 def fast_step(
-    head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor], frozen: SimpleNamespace,
+    head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor],
+    frozen: SimpleNamespace,
     loss: LossSettings,
 ) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
     """As the trainer does it."""
     stored = [
         StoredDocument(
-            i, torch.tensor(ids), torch.tensor(mask, dtype=torch.uint8), states[i], aux[i] if head.capture_layers else None
+            i,
+            torch.tensor(ids),
+            torch.tensor(mask, dtype=torch.uint8),
+            states[i],
+            aux[i] if head.capture_layers else None,
         )
         for i, (ids, mask) in enumerate(documents)
     ]
@@ -145,7 +160,9 @@ def test_losses_and_gradients_equal_the_plain_formula(
     if head.d2t is not None:
         ids = torch.randperm(V, generator=generator)[: len(head.d2t)].sort().values
         head.d2t.copy_(ids - torch.arange(len(ids)))
-    frozen = SimpleNamespace(table=torch.randn(V, H, generator=generator), lm_head=torch.randn(V, H, generator=generator) * 0.2)
+    frozen = SimpleNamespace(
+        table=torch.randn(V, H, generator=generator), lm_head=torch.randn(V, H, generator=generator) * 0.2
+    )
     states = [torch.randn(len(ids), H, generator=generator) for ids, _ in documents]
     aux = [torch.randn(len(ids), max(1, len(head.capture_layers)), H, generator=generator) for ids, _ in documents]
     loss = LossSettings(kind, 3.0, feature_weight, chunk_rows)

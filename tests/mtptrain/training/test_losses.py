@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from mtptrain.config import LossKind
-from mtptrain.training.losses import LossSettings, LossSums, Teacher, compare, draft_losses, teach, teach_by_logits, teach_by_probs
+from mtptrain.training.losses import LossSettings, LossSums, compare, draft_losses
+from mtptrain.training.teacher import Teacher, teach, teach_by_logits, teach_by_probs
 from mtptrain.utils import compile as fusing
 
 T, M, H, V = 3, 40, 16, 50
@@ -25,7 +26,9 @@ def inputs(last_rows: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     return states, target_states, lm_head, rows_left > torch.arange(T)[:, None]
 
 
-def plain_kl(states: torch.Tensor, target_states: torch.Tensor, lm_head: torch.Tensor, is_draft: torch.Tensor) -> torch.Tensor:
+def plain_kl(
+    states: torch.Tensor, target_states: torch.Tensor, lm_head: torch.Tensor, is_draft: torch.Tensor
+) -> torch.Tensor:
     teacher = (target_states @ lm_head.T).log_softmax(-1)
     sums = []
     for depth in range(T):
@@ -113,7 +116,9 @@ def test_gradients_hold_where_the_target_is_almost_surely_outside_the_draft_voca
     ids = torch.arange(0, V, 3)
     bias = torch.full((V,), 12.0).index_fill_(0, ids, 0.0)  # a mass of some 1e-6 inside
     scale, own = torch.ones(T), lm_head[ids]
-    ours = draft_losses(states, own, target_states, lambda x: x @ lm_head.T + bias, is_draft, scale, LossSettings(), ids)
+    ours = draft_losses(
+        states, own, target_states, lambda x: x @ lm_head.T + bias, is_draft, scale, LossSettings(), ids
+    )
     (our_grad,) = torch.autograd.grad(ours.loss, states)
     wide, wide_own = states.detach().double().requires_grad_(), own.double()
     teacher = (target_states.double() @ lm_head.double().T + bias).softmax(-1)[:, ids]
@@ -131,7 +136,9 @@ def test_a_target_token_outside_the_draft_vocabulary_is_a_miss() -> None:
     outside = torch.tensor([token for token in range(V) if token not in set(wanted.tolist())])
     assert len(outside) > 5
     scale = torch.ones(T)
-    ours = draft_losses(states, lm_head[outside], target_states, lambda x: x @ lm_head.T, is_draft, scale, LossSettings(), outside)
+    ours = draft_losses(
+        states, lm_head[outside], target_states, lambda x: x @ lm_head.T, is_draft, scale, LossSettings(), outside
+    )
     assert ours.top1_accuracy.tolist() == [0, 0, 0]
 
 
@@ -140,7 +147,13 @@ def test_the_lk_loss_is_kl_where_drafts_are_refused_and_the_chance_of_refusal_wh
     kl = run_kl(states, target_states, lm_head, is_draft)
     for eta, expected in ((0.0, kl.kl), (1e4, is_draft.sum(1) - kl.overlap)):
         lk = draft_losses(
-            states, lm_head, target_states, lambda x: x @ lm_head.T, is_draft, torch.ones(T), LossSettings(LossKind.lk, eta)
+            states,
+            lm_head,
+            target_states,
+            lambda x: x @ lm_head.T,
+            is_draft,
+            torch.ones(T),
+            LossSettings(LossKind.lk, eta),
         )
         torch.testing.assert_close(lk.losses, expected, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(lk.kl, kl.kl)
@@ -150,7 +163,10 @@ def test_overlap_is_the_chance_that_a_sampled_draft_is_accepted() -> None:
     states, target_states, lm_head, is_draft = inputs((20, 39))
     p, q = (target_states @ lm_head.T).softmax(-1), (states.detach() @ lm_head.T).softmax(-1)
     expected = [
-        sum(float(torch.minimum(p[row + depth], q[depth, row]).sum()) for row in is_draft[depth].nonzero()[:, 0].tolist())
+        sum(
+            float(torch.minimum(p[row + depth], q[depth, row]).sum())
+            for row in is_draft[depth].nonzero()[:, 0].tolist()
+        )
         for depth in range(T)
     ]
     assert run_kl(states, target_states, lm_head, is_draft).overlap.tolist() == pytest.approx(expected, rel=1e-5)
@@ -159,7 +175,9 @@ def test_overlap_is_the_chance_that_a_sampled_draft_is_accepted() -> None:
 OWN_VOCABULARY = torch.arange(1, V, 3)
 
 
-def run_kind(kind: LossKind, draft_token_ids: torch.Tensor | None, states: torch.Tensor, target_logits: torch.Tensor) -> LossSums:
+def run_kind(
+    kind: LossKind, draft_token_ids: torch.Tensor | None, states: torch.Tensor, target_logits: torch.Tensor
+) -> LossSums:
     """Every row counts; logits of the target [M, V] as they are."""
     lm_head = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
     return draft_losses(
@@ -184,7 +202,9 @@ def test_a_compiled_loss_is_the_plain_one(
     for is_fused in (False, True):
         monkeypatch.setattr(fusing, "_is_on", is_fused)
         sums = run_kind(kind, draft_token_ids, states, target_states @ lm_head.T)
-        found.append((sums.loss, sums.losses, sums.kl, sums.top1_accuracy, sums.overlap, *torch.autograd.grad(sums.loss, states)))
+        found.append(
+            (sums.loss, sums.losses, sums.kl, sums.top1_accuracy, sums.overlap, *torch.autograd.grad(sums.loss, states))
+        )
     for plain, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-5)
 
@@ -237,7 +257,8 @@ def test_a_teacher_by_logits_shows_a_logit_that_is_not_finite_in_the_kl(
 
 
 def compare_compiled_in_one_process() -> None:
-    """Compares compiled blocks of different sizes and depths with plain ones, in the order that once ran code of one depth for two."""
+    """Compares compiled blocks of different sizes and depths with plain ones, in the order that once ran code of one
+    depth for two."""
     for num_depths, num_positions in ((1, 50), (2, 50), (1, 13), (2, 20)):
         logits, counts, target_logits, scale = blocks(num_depths, num_positions, V)
         teacher: Teacher = teach(target_logits, None)

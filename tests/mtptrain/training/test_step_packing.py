@@ -10,14 +10,18 @@ from mtptrain.training.step_packing import EVENED_STEPS, LOOK_AHEAD, Step, balan
 MICRO_BATCHES, BATCH_TOKENS = 8, 32_768
 
 
-def pack(lengths: np.ndarray, micro_batches: int = 1, epoch: int = 0, costs: np.ndarray | None = None) -> list[list[list[int]]]:
+def pack(
+    lengths: np.ndarray, micro_batches: int = 1, epoch: int = 0, costs: np.ndarray | None = None
+) -> list[list[list[int]]]:
     return pack_documents(
         lengths, lengths.astype(float) if costs is None else costs, 64, micro_batches, shuffled(len(lengths), 0, epoch)
     )
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_an_epoch_packs_every_document_once_within_the_budget_and_in_another_order_than_the_next(micro_batches: int) -> None:
+def test_an_epoch_packs_every_document_once_within_the_budget_and_in_another_order_than_the_next(
+    micro_batches: int,
+) -> None:
     lengths = np.random.default_rng(0).integers(1, 60, 200)
     first, second = pack(lengths, micro_batches), pack(lengths, micro_batches, epoch=1)
     for packed in (first, second):
@@ -76,7 +80,9 @@ def test_whatever_the_lengths_are_a_document_is_packed_at_most_once_and_few_are_
     assert len(seen) == len(set(seen)) and (costs[seen] > 0).all()
     assert all(len(step) == micro_batches and all(step) for step in steps)
     assert all(lengths[indices].sum() <= 64 for step in steps for indices in step)
-    assert np.count_nonzero(costs) - len(seen) < micro_batches, "only a last step that does not reach every micro-batch is left out"
+    assert np.count_nonzero(costs) - len(seen) < micro_batches, (
+        "only a last step that does not reach every micro-batch is left out"
+    )
     assert steps == pack(lengths, micro_batches, epoch, costs)
 
 
@@ -114,7 +120,8 @@ def test_the_last_step_is_not_a_small_one(num_steps: float) -> None:
     lengths = np.random.default_rng(0).integers(16, 4000, 10_000)
     lengths = lengths[: np.searchsorted(lengths.cumsum(), num_steps * MICRO_BATCHES * BATCH_TOKENS)]
     fill = fill_of(
-        pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0)), lengths
+        pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0)),
+        lengths,
     )
     assert fill.min() > 0.93 * fill.mean()
     assert fill.sum() == pytest.approx(lengths.sum() / (MICRO_BATCHES * BATCH_TOKENS))
@@ -133,7 +140,8 @@ def test_a_document_that_fits_nowhere_waits_a_few_steps_only() -> None:
 
 
 def test_the_last_steps_of_a_streamed_store_keep_to_its_order() -> None:
-    """The documents of a step come from the order's next ones, also at its end: those of later windows are not on disk yet."""
+    """The documents of a step come from the order's next ones, also at its end: those of later windows are not on disk
+    yet."""
     lengths = np.random.default_rng(0).integers(10, 60, 200)
     order = shuffled(len(lengths), 0, 0)
     place = np.empty_like(order)

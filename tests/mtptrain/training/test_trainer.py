@@ -39,7 +39,9 @@ def served_kl(run: Run, documents: list[StoredDocument]) -> list[float]:
             for depth in range(min(DEPTHS, len(ids) - 2 - row)):
                 if depth:
                     next_embedding = target.parts.embed(ids[None, None, row + 1 + depth])
-                    drafted, recycled = head.decode(recycled[:, -1:], next_embedding, torch.tensor([[row + depth]]), cache)
+                    drafted, recycled = head.decode(
+                        recycled[:, -1:], next_embedding, torch.tensor([[row + depth]]), cache
+                    )
                 logprobs = head.logits(drafted[0, -1], target.parts).log_softmax(-1)
                 wanted = teacher[row + 1 + depth]
                 sums[depth] += float((wanted.exp() * (wanted - logprobs)).sum())
@@ -73,7 +75,9 @@ def test_the_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
     assert warmup_cosine(99, 4, 12, 0.1) == pytest.approx(0.1) and not math.isnan(warmup_cosine(0, 0, 0, 0.1))
 
 
-@pytest.mark.parametrize(("setting", "on_cpu", "on_gpu"), [("null", False, True), ("true", True, True), ("false", False, False)])
+@pytest.mark.parametrize(
+    ("setting", "on_cpu", "on_gpu"), [("null", False, True), ("true", True, True), ("false", False, False)]
+)
 def test_a_step_is_compiled_on_gpus_unless_the_config_says_otherwise(setting: str, on_cpu: bool, on_gpu: bool) -> None:
     setting_of_config = make_config(f"train.compile={setting}").train.compile
     assert is_compiled(setting_of_config, torch.device("cpu")) is on_cpu
@@ -99,19 +103,27 @@ def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
             r"deepspeed\.zero_optimization\.stage: must be 1 or 2 with bf16, but is 0: .* set deepspeed=zero1",
         ),
         ({"fp16": {"enabled": True}}, r"deepspeed\.fp16\.enabled: must be false, but is true: .* set deepspeed\.bf16"),
-        ({"gradient_clipping": 0.5}, r"deepspeed\.gradient_clipping: must not be set, but is 0\.5: the trainer sets it"),
-        ({"gradient_allreduce_op": "mean"}, r"deepspeed\.gradient_allreduce_op: must not be set, but is mean: the trainer sets it"),
+        (
+            {"gradient_clipping": 0.5},
+            r"deepspeed\.gradient_clipping: must not be set, but is 0\.5: the trainer sets it",
+        ),
+        (
+            {"gradient_allreduce_op": "mean"},
+            r"deepspeed\.gradient_allreduce_op: must not be set, but is mean: the trainer sets it",
+        ),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
             r"deepspeed\.zero_optimization\.offload_optimizer: must not be set, but is .*cpu.*; remove it",
         ),
         (
             {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
-            r"deepspeed\.zero_optimization\.round_robin_gradients: must not be set, but is True: .* weights of other parameters",
+            r"deepspeed\.zero_optimization\.round_robin_gradients: must not be set, but is True: .* weights of other "
+            r"parameters",
         ),
         (
             {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
-            r"deepspeed\.data_types\.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: .* set deepspeed=zero2",
+            r"deepspeed\.data_types\.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: .* set "
+            r"deepspeed=zero2",
         ),
     ],
 )

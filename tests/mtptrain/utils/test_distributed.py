@@ -38,7 +38,9 @@ def groups_have_the_timeout(rank: int, port: int, timeout_hours: float) -> None:
     ranks.barrier()  # the first to end takes the store of addresses with it
     groups = list(dist.distributed_c10d._world.pg_map)
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
-    assert timeouts == {timedelta(hours=timeout_hours)} and len(groups) >= 3 and distributed._waiting_group in groups, timeouts
+    assert timeouts == {timedelta(hours=timeout_hours)} and len(groups) >= 3 and distributed._waiting_group in groups, (
+        timeouts
+    )
 
 
 def exit_codes(work: object, timeout_hours: float) -> list[int | None]:

@@ -52,7 +52,9 @@ def test_shards_are_complete_at_the_end_while_the_caller_never_waits_for_the_dis
 
 @pytest.mark.parametrize("dtype", list(StoreDtype))
 def test_any_number_of_threads_leaves_the_same_bytes(tmp_path: Path, dtype: StoreDtype) -> None:
-    documents = [torch.randn(LENGTH, 2, HIDDEN_SIZE, generator=torch.Generator().manual_seed(i)) for i in range(NUM_DOCUMENTS)]
+    documents = [
+        torch.randn(LENGTH, 2, HIDDEN_SIZE, generator=torch.Generator().manual_seed(i)) for i in range(NUM_DOCUMENTS)
+    ]
     shards = []
     for num_threads in (1, 4):
         directory = tmp_path / str(num_threads)

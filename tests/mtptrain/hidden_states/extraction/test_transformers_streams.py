@@ -7,7 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams, token_budget_batches
+from mtptrain.hidden_states.extraction.transformers_streams import (
+    TransformersStreams,
+    residual_streams,
+    token_budget_batches,
+)
 from mtptrain.target.model import Target, load_target
 from tests.conftest import FAMILIES, make_target
 
@@ -29,7 +33,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load_target(directory, torch.float32, torch.device("cpu")), model
 
 
-def test_streams_of_packed_documents_are_those_of_transformers_for_each_alone(family: tuple[Target, PreTrainedModel]) -> None:
+def test_streams_of_packed_documents_are_those_of_transformers_for_each_alone(
+    family: tuple[Target, PreTrainedModel],
+) -> None:
     target, model = family
     num_layers = target.config.num_hidden_layers
     streams = TransformersStreams(target, (0, 1, num_layers), batch_tokens=120)

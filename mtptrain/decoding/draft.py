@@ -1,0 +1,86 @@
+"""The interface between the decoding loop and its drafters: what a drafter receives, and the drafts it returns."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.target.model import TargetStates
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The rows that the target has just read: the prompts, or the tokens of a round."""
+
+    tokens: torch.Tensor
+    """All tokens so far, one row per sequence [B, slots]; valid below `num_tokens`."""
+    num_tokens: torch.Tensor
+    """Length of each sequence, including the newest token, which the target has not read [B]."""
+    positions: torch.Tensor
+    """Positions of the rows [B, S]. Those from `num_tokens` - 1 on were rejected or are padding."""
+    states: TargetStates
+    """The target's states of the rows [B, S, H], and those that the drafter captures [B, S, L, H]."""
+
+    @property
+    def last_row(self) -> torch.Tensor:
+        """Index [B] of the row whose next token is the newest one."""
+        return self.num_tokens - 2 - self.positions[:, 0]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """P proposed tokens per sequence: a chain, where P = K, or a tree whose branches have at most K tokens."""
+
+    tokens: torch.Tensor  # [B, P]
+    is_proposed: torch.Tensor
+    """bool[B, P]: False for padding, where a sequence has fewer proposals."""
+    probs: torch.Tensor | None = None
+    """Distributions that the tokens of a chain were sampled from [B, K, V]; None if they were chosen greedily."""
+    parents: torch.Tensor | None = None
+    """For a tree, the index of the token that each token follows [B, P]: lower than its own, or -1 for the newest token
+    of the sequence. The children of a token are all different. None for a chain."""
+    logits: tuple[torch.Tensor, ...] | None = None
+    """For a head's chain, the logits of each depth over the head's own vocabulary: K tensors [B, D]."""
+
+    def ancestors(self) -> torch.Tensor:
+        """Returns bool[B, i, j]: whether row j is row i or an ancestor of it. Row 0 is the newest token, row 1 + p
+        draft p."""
+        batch_size, num_drafts = self.tokens.shape
+        device = self.tokens.device
+        if self.parents is None:
+            return (
+                torch.ones(num_drafts + 1, num_drafts + 1, dtype=torch.bool, device=device)
+                .tril()
+                .expand(batch_size, -1, -1)
+            )
+        above = torch.eye(num_drafts + 1, device=device).repeat(batch_size, 1, 1)
+        above[:, 1:].scatter_(2, self.parents[..., None] + 1, 1.0)
+        while True:  # paths of up to 1, 2, 4, ... steps
+            longer = (above @ above).clamp(max=1.0)
+            if torch.equal(longer, above):
+                return above.bool()
+            above = longer
+
+
+class Drafter(Protocol):
+    """Proposes tokens for a batch of sequences and keeps its own state between rounds."""
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """The target's residual streams that the drafter reads."""
+
+    @property
+    def draft_slots(self) -> int:
+        """Cache slots that a draft needs after the sequence: K for a chain, at least P for a tree."""
+
+    def start(self, batch_size: int, num_slots: int) -> None:
+        """Forget all sequences and prepare for a new batch."""
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        """Propose continuations of each sequence.
+
+        Args:
+            verified: what the target has just read.
+            sampler: also used for verification. A copy of it would draw the same random numbers twice.
+        """

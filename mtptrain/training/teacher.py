@@ -1,0 +1,108 @@
+"""The target's distribution that a head learns from, in the form that suits each device."""
+
+from typing import NamedTuple
+
+import torch
+
+from mtptrain.utils.compile import fused, mark_width_static, uses_gpu_kernels
+
+
+class Teacher(NamedTuple):
+    """The target's distribution over the head's vocabulary for a block of target tokens, shared by all depths.
+
+    On a GPU memory traffic limits the loss, so the teacher holds logits: every depth reads them in their own dtype, and
+    no fp32 probabilities are written. On a CPU exponentials limit the loss, so the teacher holds probabilities.
+    """
+
+    values: torch.Tensor  # [C, D], logits if `log_total` is given, otherwise probabilities in fp32
+    log_total: torch.Tensor | None  # [C], the log of the sum of exp(logit) over the target's whole vocabulary
+    negative_entropy: torch.Tensor | None  # [C], the sum of p log p over the head's vocabulary; None with logits
+    tokens: torch.Tensor  # [C], the most likely ones; -1 outside the head's vocabulary
+    mass: (
+        torch.Tensor | None
+    )  # [C], the target's probability mass in the head's vocabulary; None if it has the target's vocabulary
+
+
+def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
+    """Returns the teacher for the target's logits [C, V] in the form that suits their device."""
+    return (
+        teach_by_logits(logits, draft_token_ids)
+        if uses_gpu_kernels(logits)
+        else teach_by_probs(logits, draft_token_ids)
+    )
+
+
+def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
+    """Returns a teacher that holds logits."""
+    largest, total, smallest, tokens = _totals(mark_width_static(logits))
+    log_total = (
+        largest + total.log() + 0 * smallest
+    )  # makes a logit of -inf visible as NaN, which the sum of exponentials hides
+    if draft_token_ids is None:
+        return Teacher(logits, log_total, None, tokens, None)
+    return Teacher(*_own_logits(logits, log_total, tokens, draft_token_ids))
+
+
+@fused
+def _totals(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the largest logit of each row [C, V], the sum of exp(x - largest), the smallest logit and the most likely
+    token i64[C].
+
+    A GPU computes all of them in one pass over the row.
+    """
+    wide = logits.float()
+    largest = wide.amax(-1, keepdim=True)
+    total = (wide - largest).exp().sum(-1, keepdim=True)  # keepdim, so that the compiler recognises a softmax
+    return largest[:, 0], total[:, 0], wide.amin(-1), wide.argmax(-1)
+
+
+@fused
+def _own_logits(
+    logits: torch.Tensor, log_total: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, torch.Tensor]:
+    """Returns the fields of a `Teacher` over the head's own vocabulary."""
+    own = logits[:, draft_token_ids]  # [C, D]
+    is_in = draft_token_ids == tokens[:, None]
+    own_tokens = torch.where(is_in.any(-1), is_in.int().argmax(-1), -1)
+    return own, log_total, None, own_tokens, (own.float() - log_total[:, None]).exp().sum(-1)
+
+
+def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
+    """Returns a teacher that holds probabilities."""
+    probs, total, product, tokens = _softmax(logits)
+    if draft_token_ids is None:
+        return Teacher(probs, None, product / total - total.log(), tokens.long(), None)
+    own, negative_entropy, own_tokens, mass = _of_own_vocabulary(probs, product, tokens, draft_token_ids)
+    return Teacher(own, None, negative_entropy, own_tokens, mass)
+
+
+@fused
+def _of_own_vocabulary(
+    probs: torch.Tensor, product: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Returns probabilities over the head's vocabulary, negative entropies, tokens and masses, from the results of
+    `_softmax`."""
+    is_in = draft_token_ids == tokens[:, None]  # [C, D]
+    own = probs[:, draft_token_ids]
+    negative_entropy = (
+        torch.xlogy(own, own).sum(-1) + 0 * product
+    )  # NaN if a logit is not finite, as with the target's vocabulary
+    return own, negative_entropy, torch.where(is_in.any(-1), is_in.int().argmax(-1), -1), own.sum(-1)
+
+
+@fused
+def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns for rows [C, V], with e = exp(x - max x): fp32 probabilities, the sums [C] of e and of e log e, and the
+    most likely tokens i32[C].
+
+    A row stays in a CPU core's cache from the first pass over it to the last. Computing one more number per row here,
+    such as the log of a sum, would break that: the compiler would then split the work into one loop over all rows
+    before it and another after it.
+    """
+    wide, last = logits.float(), logits.shape[-1] - 1
+    shifted = wide - wide.amax(-1, keepdim=True)
+    exps = shifted.exp()
+    total = exps.sum(-1, keepdim=True)
+    ids = torch.arange(last + 1, device=logits.device, dtype=torch.int32)
+    tokens = torch.where(shifted >= 0, ids, last).amin(-1)  # argmax, which is not vectorised on a CPU
+    return exps / total, total[:, 0], (exps * shifted).sum(-1), tokens
