@@ -225,8 +225,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
         is_last = progress.step == run.num_steps
         if is_last or any(is_due(progress.step, every) for every in recorded_every):
             record = run.trainer.describe(metrics, progress.step) | run.meter.read(ranks)
-            postfix |= in_progress_bar(record)
-            bar.set_postfix(postfix)
+            bar.set_postfix(postfix := postfix | in_progress_bar(record))
             if tracking is not None:
                 tracking.write(progress.step, record)
         # 4. Decide what follows the step, and check the new weights before they are kept.
@@ -254,9 +253,9 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             run.trainer.check_weights(progress.step, batches)
             save(config, run, progress, ranks)
         if stopped_by:
-            if ranks.is_first:
-                tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; repeat the command to resume")
             break
+    if stopped_by and ranks.is_first:
+        tqdm.write(f"step {progress.step}: stopped by {stopped_by.name}; repeat the command to resume")
     bar.close()
     tracer.close()
     if tracking is not None:
