@@ -3,6 +3,7 @@ declared."""
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -12,6 +13,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from tests.slow import SLOW
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
@@ -169,6 +172,13 @@ def test_a_wrong_import_is_found(tmp_path: Path, module: str, source: str, viola
     assert import_violations(tmp_path) == [f"{module}:{violation}"]
 
 
+def test_every_pattern_of_slow_tests_matches_a_test() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ids = [line for line in output.splitlines() if "::" in line]
+    assert [pattern for pattern in SLOW if not any(re.match(pattern, test_id) for test_id in ids)] == []
+
+
 IN_AN_ENVIRONMENT_OF_ITS_OWN = {"mtptrain.serving.vllm_worker": "vllm", "eval.bench.speculators_worker": "speculators"}
 """Modules that run in the Python of an engine or of another trainer, which is no dependency of ours."""
 
@@ -182,7 +192,14 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
         for name, path in modules(ROOT).items()
         for _, source in imports(name, path)
         if (top := source.split(".")[0])
-        not in {*FORBIDDEN, *sys.stdlib_module_names, IN_AN_ENVIRONMENT_OF_ITS_OWN.get(name)}
+        not in {*FORBIDDEN, *sys.stdlib_module_names, def test_every_pattern_of_slow_tests_matches_a_test() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ids = [line for line in output.splitlines() if "::" in line]
+    assert [pattern for pattern in SLOW if not any(re.match(pattern, test_id) for test_id in ids)] == []
+
+
+IN_AN_ENVIRONMENT_OF_ITS_OWN.get(name)}
     }
     undeclared = {
         top: where
