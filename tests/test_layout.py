@@ -192,14 +192,7 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
         for name, path in modules(ROOT).items()
         for _, source in imports(name, path)
         if (top := source.split(".")[0])
-        not in {*FORBIDDEN, *sys.stdlib_module_names, def test_every_pattern_of_slow_tests_matches_a_test() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    ids = [line for line in output.splitlines() if "::" in line]
-    assert [pattern for pattern in SLOW if not any(re.match(pattern, test_id) for test_id in ids)] == []
-
-
-IN_AN_ENVIRONMENT_OF_ITS_OWN.get(name)}
+        not in {*FORBIDDEN, *sys.stdlib_module_names, IN_AN_ENVIRONMENT_OF_ITS_OWN.get(name)}
     }
     undeclared = {
         top: where
