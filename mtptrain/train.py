@@ -51,7 +51,7 @@ from mtptrain.training.checkpoint import (
 )
 from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
 from mtptrain.training.flops import StepFlops, matmul_peak
-from mtptrain.training.metrics import Meter, Tracer, Tracking
+from mtptrain.training.metrics import StepMeter, Tracer, Tracking
 from mtptrain.training.resume import check_resume, resume_facts
 from mtptrain.training.summary import in_progress_bar, print_summary
 from mtptrain.training.trainer import Trainer, check_batch_ranks
@@ -81,7 +81,7 @@ class Run:
     schedule: BatchSchedule
     num_steps: int
     trainer: Trainer
-    meter: Meter
+    meter: StepMeter
     validation: Validation | None
     """None if `train.validation_prompts` is 0."""
     progress: Progress
@@ -143,7 +143,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     if ranks.is_first:
         remove_later_heads(config.stage_dir("train"), progress.step)
     flops = StepFlops.of(head, len(parts.lm_head), config.head.ttt_steps)
-    meter = Meter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
+    meter = StepMeter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}
     if releases is not None:
         releases.release(progress.step, progress.step == num_steps, ranks.is_first)

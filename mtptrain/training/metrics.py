@@ -55,7 +55,7 @@ class Tracking:
             self._wandb.finish()
 
 
-class Meter:
+class StepMeter:
     """Measures speed, and where time goes, between two calls of `read`."""
 
     def __init__(self, device: torch.device, clock: PhaseClock, flops: StepFlops, peak_flops: float) -> None:
