@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtptrain.training.flops import StepFlops
-from mtptrain.training.metrics import Meter
+from mtptrain.training.metrics import StepMeter
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
 
@@ -24,7 +24,7 @@ class BusyClock(PhaseClock):
 @pytest.mark.parametrize(("clock", "is_lost"), [(BusyClock, False), (PhaseClock, True)])
 def test_waiting_for_data_while_the_device_is_busy_costs_nothing(clock: type[PhaseClock], is_lost: bool) -> None:
     cpu = torch.device("cpu")
-    meter = Meter(cpu, clock(cpu), StepFlops(1, 1, 1), 1e12)
+    meter = StepMeter(cpu, clock(cpu), StepFlops(1, 1, 1), 1e12)
     while not meter._data_wait_s:
         meter.data_arrived()
     assert (meter.read(Ranks(0, 1, 0))["data_wait_share"] > 0) == is_lost
