@@ -254,8 +254,8 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             save(config, run, progress, ranks)
         if stopped_by:
             break
-    if stopped_by and ranks.is_first:
-        tqdm.write(f"step {progress.step}: stopped by {stopped_by.name}; repeat the command to resume")
+    if stopped_by and ranks.is_first and last_step == run.num_steps:  # not stopped before the first step
+        tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; repeat the command to resume")
     bar.close()
     tracer.close()
     if tracking is not None:
