@@ -28,7 +28,7 @@ class Eagle3Head(Head):
         """Residual streams to read, as the number of decoder layers before each. By default 2, half of the target's
         layers and all but 3, as in the engines."""
         draft_vocab_size: int | None = None
-        """Size W of the head's own vocabulary, chosen by `data_prep.draft_vocab`, for which it trains its own lm_head.
+        """Size D of the head's own vocabulary, chosen by `data_prep.draft_vocab`, for which it trains its own lm_head.
         By default the head uses the target's vocabulary and frozen lm_head."""
         norm_before_fc: bool = False
         """Apply one norm to the concatenated streams before fc."""
