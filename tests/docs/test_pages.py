@@ -125,9 +125,9 @@ def settings() -> dict[str, set[str]]:
 
 
 def prose_lines(page: str) -> Iterator[str]:
-    """Lines that are neither code, nor of a table, nor with a URL."""
+    """Lines that are neither code, nor of a table of results, nor with a URL."""
     for line in text_without_code(page).splitlines():
-        if not line.startswith("|") and "http" not in line:
+        if not (page.startswith("docs/results/") and line.startswith("|")) and "http" not in line:
             yield line
 
 

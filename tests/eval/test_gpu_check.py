@@ -1,6 +1,7 @@
 """The checks for a machine with GPUs pass on a CPU at a tiny size, and can fail."""
 
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 
 from eval.checks import numerics
 from eval.checks.rows import Finding, Outcome, Row, at_most, run_check, skipped
-from eval.checks.stages import run_in_process
-from eval.gpu_check import COMMON, SIZES, forwarded, report, run_all
+from eval.checks.stages import Stages, run_in_process
+from eval.gpu_check import COMMON, SIZES, checks_of, forwarded, report, run_all
 from mtptrain.config import CheckSize
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import Head
@@ -67,6 +68,13 @@ def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
     assert "*** SKIPPED step compared with vLLM Speculators: SPECULATORS IS NOT INSTALLED" in printed
     written = json.loads((tmp_path / "gpu_check/report.json").read_text())
     assert written["failed"] == 0 and [row["name"] for row in written["rows"]] == [row.name for row in rows]
+
+
+def test_the_page_has_a_row_for_each_check_in_their_order(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/gpu_check.md").read_text()
+    rows = re.findall(r"^\| (?!row )([^|]+) \|", page, re.MULTILINE)
+    stages = Stages(make_config(f"run_dir={tmp_path}"), [], CPU, run_quickly)
+    assert rows == list(checks_of(stages, CheckSize.full, CPU))
 
 
 def without_own_keys(
