@@ -84,20 +84,18 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
     if size is None or size == vocab_size:
         raise ValueError(
             f"head.draft_vocab_size: must be set to less than the target's {vocab_size} tokens to choose a draft "
-            "vocabulary, but "
-            f"is {size}: head {head.name} drafts the target's whole vocabulary and needs none; skip this program"
+            f"vocabulary, but is {size}: head {head.name} drafts the target's whole vocabulary and needs none; skip "
+            "this program"
         )
     if not 1 <= size < vocab_size:
         raise ValueError(
             f"head.draft_vocab_size: must be within 1..{vocab_size}, the tokens of the target, but is {size}; correct "
-            "it in the "
-            "recipe or on the command line"
+            "it in the recipe or on the command line"
         )
     if head.init_from is not None:
         raise ValueError(
             f"head.init_from: must be unset to choose a draft vocabulary, but is {head.init_from}, whose lm_head keeps "
-            "its own "
-            "vocabulary; skip this program"
+            "its own vocabulary; skip this program"
         )
     return int(size)
 

@@ -255,10 +255,8 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
         backend = f" and {scratch / 1e9:.3f} GB of the backend's files (hidden_states.scratch_dir)" if scratch else ""
         raise ValueError(
             f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{backend}, but "
-            f"{free_bytes / 1e9:.3f} GB are; "
-            "free space, set run_dir to a larger disk, set hidden_states.store_dtype=fp8, or lower "
-            "prompts.max_train_tokens and run "
-            "data_prep.prompts again"
+            f"{free_bytes / 1e9:.3f} GB are; free space, set run_dir to a larger disk, set "
+            "hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run data_prep.prompts again"
         )
 
 

@@ -166,6 +166,5 @@ def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None
     if highest >= vocab_size:
         raise ValueError(
             f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives "
-            f"{highest} in "
-            f"{location}; tokenizer and config.json belong to different models, correct the directory"
+            f"{highest} in {location}; tokenizer and config.json belong to different models, correct the directory"
         )

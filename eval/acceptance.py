@@ -95,8 +95,7 @@ def candidates_of(
     if Baseline.tree in settings.baselines and settings.tree_top_k > own_size:
         raise ValueError(
             f"acceptance.tree_top_k: must be at most {own_size}, the tokens that the head can draft, but is "
-            f"{settings.tree_top_k}; "
-            "lower it"
+            f"{settings.tree_top_k}; lower it"
         )
 
     def sampler(temperature: float) -> Sampler:

@@ -57,9 +57,8 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
     if not heads:
         raise FileNotFoundError(
             f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain.train with the "
-            "same recipe and "
-            "run_dir, train.validation_prompts=0 and train.validate_every above 0, which keep the head of each such "
-            "step"
+            "same recipe and run_dir, train.validation_prompts=0 and train.validate_every above 0, which keep the head "
+            "of each such step"
         )
     best = stage_dir / "best/head.json"
     facts = json.loads(best.read_text()) if best.is_file() else {}

@@ -112,8 +112,7 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
-    """Acceptance against confidence. Greedy output takes the likeliest token, so it accepts drafts more often than
-    predicted."""
+    """Acceptance against confidence. Greedy decoding takes the likeliest token and so accepts more than predicted."""
     shown = {
         name: each["quality"]
         for name, each in drafters.items()

@@ -76,8 +76,7 @@ class CompletionServer:
         if num_read != len(prompt_ids):
             raise ValueError(
                 f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids as it is, but counts "
-                f"{num_read} tokens; "
-                "use a server that adds none"
+                f"{num_read} tokens; use a server that adds none"
             )
 
     def complete(self, prompt: Prompt, stopping: Event) -> Response:
@@ -152,9 +151,8 @@ class CompletionServer:
             return {model["id"]: model for model in content["data"]}
         except (KeyError, TypeError) as error:
             raise ValueError(
-                "responses.url: must be the base URL of an OpenAI-compatible server, such as "
-                f"http://localhost:8000/v1, but {self.url}"
-                f"/models answers {json.dumps(content)[:SHOWN_CHARACTERS]}; correct the address"
+                "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
+                f"but {self.url}/models answers {json.dumps(content)[:SHOWN_CHARACTERS]}; correct the address"
             ) from error
 
     def _choose_model(self, model: str | None, served: list[str]) -> str:
@@ -168,8 +166,7 @@ class CompletionServer:
         if model not in served:
             raise ValueError(
                 f"responses.model: must be one that {self.url} serves, {', '.join(served)}, but is {model}; correct it "
-                "or start the "
-                "server with it"
+                "or start the server with it"
             )
         return model
 
@@ -193,21 +190,18 @@ class CompletionServer:
             is_key_wrong = error.response.status_code in (401, 403)
             key = "; set the environment variable responses.api_key_variable" if is_key_wrong else ""
             raise ValueError(
-                "responses.url: must be the base URL of an OpenAI-compatible server, such as "
-                f"http://localhost:8000/v1, but at {self.url}"
-                f"{path} {error}{key or '; correct the address or serve the target'}"
+                "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
+                f"but at {self.url}{path} {error}{key or '; correct the address or serve the target'}"
             ) from error
         except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionError(
                 f"responses.url: must be a running server, but {self.url}{path} does not answer ({_reason(error)}); "
-                "start it or correct "
-                "the address"
+                "start it or correct the address"
             ) from error
         except (ValueError, RequestFailed) as error:
             raise ValueError(
                 f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} is not JSON "
-                f"({error}); correct "
-                "the address"
+                f"({error}); correct the address"
             ) from error
 
     def _fetch(self, path: str, request: dict[str, Any] | None = None, root: str | None = None) -> Any:

@@ -93,7 +93,7 @@ def check(config: PipelineConfig) -> None:
     """Raises ValueError for settings that cannot be measured."""
     if config.acceptance.max_new_tokens < 2:
         raise ValueError(
-            f"acceptance.max_new_tokens: must be at least 2, because the first token is not timed, but is "
+            "acceptance.max_new_tokens: must be at least 2, because the first token is not timed, but is "
             f"{config.acceptance.max_new_tokens}; raise it"
         )
     if config.bench.out and not Path(config.bench.out).parent.is_dir():
@@ -112,8 +112,8 @@ def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
     if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
         raise ValueError(
             f"bench.batch_sizes: must be at most {num_prompts}, the prompts of each half, one measured and one "
-            "predicted from, but hold "
-            f"{max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and acceptance.num_prompts"
+            f"predicted from, but hold {max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and "
+            "acceptance.num_prompts"
         )
     return halves
 

@@ -1,5 +1,4 @@
-"""Runs the benches at the dimensions of an 8B target with random weights, or at tiny ones. Their figures have no
-bounds."""
+"""Runs the benches with random weights, at the dimensions of an 8B target or at tiny ones. Figures have no bounds."""
 
 import json
 from collections.abc import Sequence

@@ -47,8 +47,7 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
         if not torch.equal(ours, theirs):
             raise RuntimeError(
                 "export: the exported head must propose what the trained one does, but differs on the same hidden "
-                "states; nothing was "
-                "written, report this with the run's config.yaml"
+                "states; nothing was written, report this with the run's config.yaml"
             )
         count += ours.numel()
     return count
@@ -59,8 +58,8 @@ Document = tuple[torch.Tensor, TargetStates]
 
 
 def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Document]:
-    """Returns the first documents of the store that are long enough, or none without a store of this head's captured
-    layers."""
+    """Returns the first long enough documents of the store; none if it lacks the head's captured layers or is
+    missing."""
     if not (store_dir / MANIFEST).is_file():
         return []
     store = HiddenStore.open(store_dir)
@@ -99,8 +98,7 @@ def random_document(head: Head, parts: FrozenParts) -> Document:
 
 @torch.no_grad()
 def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> torch.Tensor:
-    """Returns what a head drafts [B, rounds, K] after the prompt and every K + 1 more tokens, as if all drafts were
-    accepted."""
+    """Returns drafts [B, rounds, K] after the prompt and after every K + 1 more tokens, as if all were accepted."""
     batch_size = len(tokens)
     drafter = HeadDrafter(head, parts, DRAFTS)
     drafter.start(batch_size, TOKENS + DRAFTS + 1)

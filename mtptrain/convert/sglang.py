@@ -23,8 +23,7 @@ def launch(form: Format, target: str, directory: Path, num_speculative_tokens: i
     return (
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {form.method} "
         f"--speculative-draft-model-path {directory} --speculative-num-steps {num_speculative_tokens} "
-        "--speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {num_speculative_tokens + 1}"
+        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {num_speculative_tokens + 1}"
     )
 
 
@@ -59,8 +58,7 @@ class SglangMtp(Format):
     def notes(self) -> list[str]:
         return [
             "SGLang zeroes the token embedding that this class reads at position 0, which the head was neither trained "
-            "nor measured "
-            "with: the key and value of that one position differ, and no others."
+            "nor measured with: the key and value of that one position differ, and no others."
         ]
 
 

@@ -29,8 +29,7 @@ class VllmFormat(Format):
             return []
         return [
             f"vLLM gives the head the target's sliding window of {window} tokens too (`CacheConfig.sliding_window`); "
-            "it was trained "
-            "and measured without one. Texts of up to that length are drafted alike."
+            "it was trained and measured without one. Texts of up to that length are drafted alike."
         ]
 
 
@@ -84,8 +83,7 @@ class VllmEagle(VllmFormat):
 
 
 class VllmEagle3(VllmFormat):
-    """`eagle3` under its public names. d2t and t2d exist only for a vocabulary smaller than the target's; vLLM
-    otherwise refuses them."""
+    """`eagle3` under its public names. vLLM accepts d2t and t2d only if the draft vocabulary is a subset."""
 
     architecture = "LlamaForCausalLMEagle3"
     method = "eagle3"

@@ -168,8 +168,8 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
             "target.path: the tokenizer must have a chat template to render messages, but that of "
-            f"{tokenizer.name_or_path} has "
-            "none; choose an instruction-tuned target, add chat_template.jinja to its directory, or use plain text"
+            f"{tokenizer.name_or_path} has none; choose an instruction-tuned target, add chat_template.jinja to its "
+            "directory, or use plain text"
         )
     template: str = tokenizer.get_chat_template()
     return template
@@ -193,8 +193,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
     except TemplateError as error:
         raise ValueError(
             f"messages: must be ones that the chat template of {tokenizer.name_or_path} accepts, but it answers: "
-            f"{error}; correct "
-            "them"
+            f"{error}; correct them"
         ) from error
     assert not isinstance(encoded, (str, list))
     return list(encoded["input_ids"])

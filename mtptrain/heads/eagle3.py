@@ -75,8 +75,7 @@ class Eagle3Head(Head):
             default = ", the engines' default" if config.capture_layers is None else ""
             raise ValueError(
                 f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, the target's "
-                "decoder layers, "
-                f"but are {list(layers)}{default}; set them, for example head.capture_layers={example}"
+                f"decoder layers, but are {list(layers)}{default}; set them, for example head.capture_layers={example}"
             )
         return layers
 

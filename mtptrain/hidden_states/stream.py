@@ -71,8 +71,8 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     if content["windows"] != [list(window) for window in windows]:
         raise ValueError(
             f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in "
-            "training; start "
-            f"both programs with the same seed and train.stream_shards, or delete {store_dir} to start again"
+            f"training; start both programs with the same seed and train.stream_shards, or delete {store_dir} to start "
+            "again"
         )
     return int(content["released_windows"])
 
@@ -200,8 +200,7 @@ def open_stream(
     if (directory / MANIFEST).exists():
         raise ValueError(
             f"train.stream: must be false if the hidden states are finished, but is true with {directory / MANIFEST}; "
-            "set "
-            "train.stream=false, which trains on all of them, or choose another run_dir"
+            "set train.stream=false, which trains on all of them, or choose another run_dir"
         )
     wait_until(
         (directory / PLAN).exists, f"{directory / PLAN}, which data_prep.hidden_states with the same settings writes"
@@ -271,8 +270,7 @@ class Releases:
         return int(np.searchsorted(self._unread_after, step, side="right"))
 
     def is_due(self, step: int) -> bool:
-        """Returns whether step number `step`, counted from 1, is the last to read a window; a checkpoint then frees
-        disk space."""
+        """Returns whether step `step` (from 1) is the last to read a window; a checkpoint then frees disk space."""
         return self.num_unread(step) > self.num_unread(step - 1)
 
     def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:

@@ -104,8 +104,7 @@ def begin_store(
 
 
 def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
-    """Remove unfinished files of these shards, shards without a record, and records whose shard is missing or
-    truncated."""
+    """Remove unfinished files of these shards, shards without records, and records of missing or truncated shards."""
     indices = {shard_path(directory, index).stem: index for index in shards}
     for path in list(directory.glob("shard_*")):
         index = indices.get(path.name.split(".")[0])
@@ -187,8 +186,8 @@ class ShardFile:
         if not is_finite(streams):
             raise ValueError(
                 f"{self._path}: hidden states must be finite, but those of document "
-                f"{int(self._tokens['document_ids'][document])} of "
-                "documents.jsonl are not; set hidden_states.dtype=float32, or remove the document from the data"
+                f"{int(self._tokens['document_ids'][document])} of documents.jsonl are not; set "
+                "hidden_states.dtype=float32, or remove the document from the data"
             )
         states = self._encoded(HIDDEN_STATES, streams[:, -1])
         if self._num_captured:
@@ -324,8 +323,8 @@ def record_path(shard: Path) -> Path:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Returns a name for this process only: workers may outlive a killed torchrun and write the same shard as the
-    resumed run."""
+    """Returns a name unique to this process: workers of a killed torchrun may still write a shard of the resumed
+    run."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 

@@ -1,5 +1,4 @@
-"""Counts the costs of a target and of a training step, without weights: modules are on the meta device, or tensors have
-no data."""
+"""Counts the costs of a target and of a training step, without allocating weights."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

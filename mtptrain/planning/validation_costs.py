@@ -1,5 +1,4 @@
-"""Estimates the memory of validation in addition to weights: the caches of a batch, and the forward over its
-prompts."""
+"""Estimates the memory of validation beyond the weights: a batch's caches, and the forward over its prompts."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -38,8 +37,7 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
 
 
 def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
-    """Returns the most prompts that validation decodes together on a GPU, and their tokens including answers and
-    padding."""
+    """Returns the most prompts that validation decodes together on a GPU, and their tokens with answers and padding."""
     new_tokens = config.train.validation_new_tokens
     is_text = config.prompts.source is PromptSource.text_files
     prompt_tokens = min(longest_tokens, config.acceptance.prompt_tokens) if is_text else longest_tokens
@@ -72,8 +70,7 @@ def forward_values(target_config: PreTrainedConfig) -> int:
 
 
 def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
-    """Returns the peak bytes of a head's depth 0 over a prompt: the target's states, and the head's cache and
-    activations."""
+    """Returns the peak bytes of a head's depth 0 over a prompt: target states, head cache and activations."""
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype), torch.no_grad():
         head, parts = build_head(config, target_config), _frozen_parts(target_config)

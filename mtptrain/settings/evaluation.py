@@ -88,14 +88,12 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
     ):
         raise ValueError(
             f"acceptance.temperatures: must be different numbers of at least 0.01, but are {settings.temperatures} in "
-            "addition to "
-            f"acceptance.temperature={settings.temperature:g}, which is measured in any case; correct them"
+            f"addition to acceptance.temperature={settings.temperature:g}, which is measured in any case; correct them"
         )
     if (settings.top_p < 1 or settings.top_k) and settings.temperature == 0 and not settings.temperatures:
         raise ValueError(
             "acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are "
-            f"{settings.top_p} and "
-            f"{settings.top_k}; leave them out, or set acceptance.temperature"
+            f"{settings.top_p} and {settings.top_k}; leave them out, or set acceptance.temperature"
         )
     if len(set(settings.baselines)) < len(settings.baselines):
         raise ValueError(
@@ -104,8 +102,7 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
     if settings.sample_drafts and Baseline.tree in settings.baselines:
         raise ValueError(
             "acceptance.sample_drafts: must be false where acceptance.baselines names `tree`, but is true: a tree "
-            "holds the most likely "
-            "tokens; leave one of them out"
+            "holds the most likely tokens; leave one of them out"
         )
     if (settings.draft_model is not None) != (Baseline.model in settings.baselines):
         raise ValueError(
@@ -116,8 +113,7 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
     if Baseline.tree in settings.baselines and settings.tree_nodes > most:
         raise ValueError(
             f"acceptance.tree_nodes: must be at most {most}, the candidates of {settings.num_speculative_tokens} "
-            "depths with "
-            f"acceptance.tree_top_k={settings.tree_top_k}, but is {settings.tree_nodes}; lower it or raise "
+            f"depths with acceptance.tree_top_k={settings.tree_top_k}, but is {settings.tree_nodes}; lower it or raise "
             "acceptance.tree_top_k"
         )
 
@@ -135,13 +131,11 @@ class ExportConfig:
 
 @dataclass
 class ServingConfig:
-    """Check of an export: a real engine serves the prompts of `acceptance`, and its acceptance is compared with
-    ours."""
+    """Check of an export: an engine serves the prompts of `acceptance`, and its acceptance is compared with ours."""
 
     engine: ServingEngine = ServingEngine.vllm
     python: str | None = None
-    """Python that vLLM is installed for, also for `hidden_states.backend=vllm`; null is that of `.venv-vllm` in the
-    checkout."""
+    """Python that has vLLM, also for `hidden_states.backend=vllm`; null is that of `.venv-vllm` in the checkout."""
     url: str | None = None
     """A running server to ask instead of starting an engine: `http://localhost:8000`."""
     tensor_parallel_size: int = at_least(1, default=1)
@@ -170,8 +164,7 @@ class BenchConfig:
     open_tokens: int = at_least(8192, default=1_000_000)
     """Tokens of the store that is opened."""
     hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024])
-    """Hidden sizes of the targets in eval.bench.train: MLPs 2.75 times as wide, head dim 64, one key head for four
-    query heads."""
+    """Hidden sizes of the targets in eval.bench.train: MLPs 2.75 times as wide, head dim 64, four queries per key."""
     train_tokens: list[int] = field(default_factory=lambda: [1024, 4096])
     """Tokens of the fully supervised steps in eval.bench.train, in documents of 512."""
     vocab_size: int = at_least(2, default=4096)

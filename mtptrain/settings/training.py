@@ -66,8 +66,7 @@ class TrainConfig:
     """torch.compile the elementwise work of the step; takes about half a minute at the start. null compiles on GPUs
     only. The loss moves about 9 bytes per logit when compiled, and 128 otherwise."""
     activation_checkpointing: bool = False
-    """Keep few activations for the backward pass and recompute the others: fits longer documents, takes about a quarter
-    more time."""
+    """Recompute most activations in the backward pass: fits longer documents, takes about a quarter more time."""
     profile: bool = False
     """Write a trace of three steps to `run_dir/train/trace_<rank>.json`, for chrome://tracing or Perfetto."""
     log_every: int = at_least(1, default=10)

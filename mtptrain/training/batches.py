@@ -177,7 +177,7 @@ def make_batch(
 
 
 def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the first row and the number of rows of each span of rows that draft: tokens t + 1 and t + 2 of row t are
+    """Returns the first row and length of each span of drafting rows: row t drafts if tokens t + 1 and t + 2 are
     generated."""
     drafts = (loss_mask[1:-1] & loss_mask[2:]).astype(np.int8)
     edges = np.diff(drafts, prepend=0, append=0)
@@ -192,8 +192,7 @@ def pack_states(
     decode_states: bool,
     buffers: StateBuffers | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the states [N, ..., H] of the first `used` tokens of each document, and the scales [N, ...] if they are
-    still e4m3."""
+    """Returns the states [N, ..., H] of each document's first `used` tokens, and scales [N, ...] of e4m3 states."""
     states, scales = (
         [
             part[:count]
@@ -241,8 +240,9 @@ def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDA
 
 
 class BatchSchedule:
-    """The batches of every step, fixed from the start, so that resuming only counts steps. Steps are requested in
-    rising order."""
+    """The batches of every step. They are fixed from the start, so that resuming only needs the step number.
+    
+    Steps must be requested in rising order."""
 
     def __init__(
         self,
@@ -281,8 +281,7 @@ class BatchSchedule:
         if self.steps_per_epoch == 0:
             raise ValueError(
                 "train.micro_batches_per_step: must be at most the number of documents that train, but is "
-                f"{micro_batches_per_step} "
-                f"with {np.count_nonzero(self.costs)} of them in {store.directory}; lower it"
+                f"{micro_batches_per_step} with {np.count_nonzero(self.costs)} of them in {store.directory}; lower it"
             )
 
     def _pack(self, epoch: int) -> list[Step]:

@@ -17,11 +17,9 @@ _Document = tuple[int, int, float]
 """Index, number of tokens, and cost."""
 
 PACKING_VERSION = 2
-"""Raise this whenever the order of documents changes. A checkpoint with another version is not resumed, because its
-step number stands for other documents."""
+"""Increase this when the order of documents changes: the step of an older checkpoint then means other documents."""
 LOOK_AHEAD = 8
-"""The most documents that may wait for the next step, per micro-batch. This bounds the work, and how far the order
-departs from the given one."""
+"""Maximum documents per micro-batch that wait for the next step, which bounds the work and the change of order."""
 FULL_SHARE = 0.99
 """A step is full once its documents fill this share of its token budget."""
 EVENED_STEPS = 8
@@ -63,8 +61,8 @@ def pack_documents(
     if lengths.max() > batch_tokens:
         raise ValueError(
             f"train.batch_tokens: must be at least the longest document, {lengths.max()} tokens, but is "
-            f"{batch_tokens}; raise it or "
-            "lower prompts.max_document_tokens and run data_prep.prompts and data_prep.hidden_states again"
+            f"{batch_tokens}; raise it or lower prompts.max_document_tokens and run data_prep.prompts and "
+            "data_prep.hidden_states again"
         )
     order = order[costs[order] > 0]
     coming = zip(order.tolist(), lengths[order].tolist(), costs[order].tolist(), strict=True)
@@ -101,8 +99,7 @@ class _Filling:
         self._by_cost = [(0.0, micro_batch) for micro_batch in range(micro_batches)]  # a heap
 
     def is_full(self, shortest: int) -> bool:
-        """Returns whether the step has reached `FULL_SHARE`, or has no room for even a document of `shortest`
-        tokens."""
+        """Returns whether the step has reached `FULL_SHARE` or has no room for a document of `shortest` tokens."""
         return self.tokens >= self._full_tokens or self._most_room < shortest
 
     def take(self, index: int, length: int, cost: float) -> bool:
@@ -144,8 +141,7 @@ def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.flo
 def balance(
     step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64
 ) -> Step:
-    """Swaps documents between the most expensive micro-batch and cheaper ones while that evens costs; returns the new
-    step."""
+    """Swaps documents of the most expensive micro-batch with those of cheaper ones while that evens out the costs."""
     parts = [list(indices) for indices in step]
     for _ in range(swaps):
         dear, *others = sorted(parts, key=lambda part: -costs[part].sum())

@@ -80,7 +80,7 @@ def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -
 def _of_own_vocabulary(
     probs: torch.Tensor, product: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Returns probabilities over the head's vocabulary, negative entropies, tokens and masses, from the results of
+    """Returns the head vocabulary's probabilities, negative entropies, tokens and masses from the results of
     `_softmax`."""
     is_in = draft_token_ids == tokens[:, None]  # [C, D]
     own = probs[:, draft_token_ids]

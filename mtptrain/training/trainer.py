@@ -150,8 +150,7 @@ class Trainer:
             step, rank, document_ids = bad_of_all[0]
             raise RuntimeError(
                 f"train: {what} must be finite, but is not at step {step}, with documents {list(document_ids)} on rank "
-                f"{rank}; "
-                "lower train.lr, or look at these documents; the last checkpoint is as it was"
+                f"{rank}; lower train.lr, or look at these documents; the last checkpoint is as it was"
             )
 
     def describe(self, metrics: StepMetrics, step: int) -> dict[str, Any]:
@@ -175,8 +174,7 @@ class Trainer:
 
 
 def is_compiled(setting: bool | None, device: torch.device) -> bool:
-    """Returns whether `fused` functions are compiled, given `train.compile`. Without, memory traffic limits a GPU's
-    step."""
+    """Returns whether `fused` functions are compiled. If not, memory traffic limits a GPU's step."""
     return device.type == "cuda" if setting is None else setting
 
 
@@ -185,7 +183,7 @@ def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Returns the learning rate of step `step` (from 0) over its peak: linear up, then half a cosine down to
+    """Returns the fraction of the peak learning rate at `step` (from 0): linear warmup, then cosine decay to
     `min_ratio`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -198,6 +196,6 @@ def check_batch_ranks(micro_batches_per_step: int, world_size: int) -> None:
     if micro_batches_per_step % world_size:
         raise ValueError(
             f"train.micro_batches_per_step: must be a multiple of the number of ranks, {world_size}, but is "
-            f"{micro_batches_per_step}; "
-            f"set it to {-(-micro_batches_per_step // world_size) * world_size} or change --nproc-per-node"
+            f"{micro_batches_per_step}; set it to {-(-micro_batches_per_step // world_size) * world_size} or change "
+            "--nproc-per-node"
         )

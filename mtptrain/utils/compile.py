@@ -41,8 +41,7 @@ def fused_through(call: Callable[..., Any]) -> Iterator[None]:
 
 
 def uses_gpu_kernels(x: torch.Tensor) -> bool:
-    """Return whether x is computed with GPU kernels. Fake bf16 tensors belong to plans for GPUs, whatever their
-    device."""
+    """Return whether x is computed by GPU kernels. Fake bf16 tensors count, because they belong to plans for GPUs."""
     return x.is_cuda or (isinstance(x, FakeTensor) and x.dtype == torch.bfloat16)
 
 

@@ -251,8 +251,7 @@ class _Window:
         if len(states) != len(prompt) or states.shape[1] != num_streams:
             raise RuntimeError(
                 f"{where} must have {num_streams} states for each of its {len(prompt)} tokens, but has "
-                f"{states.shape[1]} for "
-                f"{len(states)}; {advice}"
+                f"{states.shape[1]} for {len(states)}; {advice}"
             )
         if not np.array_equal(token_ids.numpy(), prompt):
             raise RuntimeError(
@@ -291,10 +290,8 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
     if visible and len(names) < end:
         raise ValueError(
             f"hidden_states.tensor_parallel_size: local rank {local_rank} must have {tensor_parallel_size} GPUs after "
-            "those of the "
-            f"lower ranks, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer ranks on a "
-            "node, one "
-            "for each engine"
+            f"those of the lower ranks, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer "
+            "ranks on a node, one for each engine"
         )
     return ",".join(names[end - tensor_parallel_size : end])
 
