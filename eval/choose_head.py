@@ -38,9 +38,8 @@ def main(cfg: DictConfig) -> None:
     heads = heads_to_measure(stage_dir)
     measured = measure(config, heads, ranks)
     if ranks.is_first:
-        best_step = max(
-            measured, key=lambda step: measured[step].acceptance_length
-        )  # the first one of equals, as in training
+        # max returns the first of equals, as training does.
+        best_step = max(measured, key=lambda step: measured[step].acceptance_length)
         keep_best(config, heads[best_step], measured[best_step])
         write_json(stage_dir / CHOICE, describe(config, measured, best_step))
         print_table(config, measured, best_step)

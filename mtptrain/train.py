@@ -311,7 +311,7 @@ def validate(
 def keep_unmeasured(
     config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
 ) -> tuple[Progress, dict[str, str]]:
-    """Save the head on rank 0: as `last`, in `heads` to measure later, and as `best` unless one was measured."""
+    """Save the head on rank 0: as `last`, in `heads` to measure later, and as `best` if none was measured."""
     if tracking is not None:
         stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
         is_measured = progress.best_acceptance_length > 0 or (stage_dir / CHOICE).is_file()

@@ -44,7 +44,7 @@ from .target import regenerate_with_target
 
 MIN_FAILURES_TO_STOP = 16
 """Consecutive failures after which the server is considered gone, or twice `responses.concurrency` if that is more."""
-# The number of threads changes the bits of results, and torchrun sets another number than plain python.
+# The last bits of results depend on the number of threads, which torchrun and plain python set differently.
 CPU_THREADS = 1
 _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
@@ -133,8 +133,8 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
         )
     if config.responses.url and ranks.world_size > 1:
         raise ValueError(
-            f"responses.url: must be used by one process, but there are {ranks.world_size} ranks; start it without "
-            "torchrun and set responses.concurrency"
+            f"responses.url: must be used by one process, but there are {ranks.world_size} ranks; run "
+            "data_prep.responses without torchrun and set responses.concurrency"
         )
 
 

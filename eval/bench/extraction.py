@@ -246,7 +246,7 @@ def bench_vllm(
 
 def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
     """Returns GB/s of reading states as training does, and of copying memory-mapped shards.
-    
+
     Both count the bytes of bf16 states."""
     stores = {
         dtype: random_store(directory / dtype.value, dtype, bench.read_tokens, 2048, READ_HIDDEN_SIZE)

@@ -204,8 +204,9 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
 
 
 def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[TrainFigures]:
-    """Measures single documents of each length, with a final answer of 1,024 tokens, and up to a quarter of the longest
-    also with all tokens supervised."""
+    """Measures one document of each length with an answer of 1,024 tokens at its end.
+
+    Those up to a quarter of the longest are also measured with all tokens supervised."""
     measured = []
     case, longest = (
         case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths),

@@ -39,8 +39,7 @@ STEP_TINY = (
 
 
 NEEDED_GB = {"extraction": 30, "step": 60, "peer": 75}
-"""GB of GPU memory that each bench needs at the dimensions of 8B. The peer bench also runs our step and the plain
-formula, which keeps all logits."""
+"""GB of GPU memory that each bench needs at the dimensions of 8B. The peer bench includes the plain formula."""
 
 
 def too_small(bench: str) -> str:

@@ -96,7 +96,7 @@ class Stages:
         log.write_text(result.stdout + result.stderr)
         if result.returncode:
             last = next(filter(str.strip, reversed(result.stderr.splitlines())), "it printed no error")
-            raise RuntimeError(f"{module} must end with 0, but ended with {result.returncode}: {last}; see {log}")
+            raise RuntimeError(f"{module} must exit with 0, but exited with {result.returncode}: {last}; see {log}")
         return result.stdout
 
     def prompts(self) -> Finding:
@@ -201,7 +201,7 @@ class Stages:
             max(gaps, default=0.0) <= NEAR_TIE[dtype],
             figure,
             f"gap at most {NEAR_TIE[dtype]:.2g}",
-            "another token than plain decoding's",
+            "a token differs from plain decoding",
         )
 
     def export(self) -> Finding:

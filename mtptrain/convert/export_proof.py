@@ -58,8 +58,7 @@ Document = tuple[torch.Tensor, TargetStates]
 
 
 def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Document]:
-    """Returns the first long enough documents of the store; none if it lacks the head's captured layers or is
-    missing."""
+    """Returns the first long enough documents of the store; none if it does not fit the head or is missing."""
     if not (store_dir / MANIFEST).is_file():
         return []
     store = HiddenStore.open(store_dir)

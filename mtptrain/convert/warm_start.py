@@ -111,11 +111,10 @@ def start_from_target(head: Head, target_dir: Path) -> None:
 
 
 def fold_query_key_norms(layer: Tensors) -> Tensors:
-    """Returns a target's layer with the norms of queries and keys (Qwen3, Gemma 3), which our heads lack, folded into
-    projections.
+    """Returns a target's layer with its query and key norms, which our heads lack, folded into the projections.
 
-    The weight of such a norm folds exactly. Its division by a row's root mean square depends on the input; a constant
-    per head replaces it, the root mean square over inputs of random direction.
+    Qwen3 and Gemma 3 have such norms. Their weights fold exactly. They also divide each row by its root mean square,
+    which depends on the input. A constant per head replaces it: the root mean square over inputs of random direction.
     """
     folded = dict(layer)
     for name in ("q", "k"):
@@ -234,7 +233,7 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
 
 
 def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path, target_dir: Path) -> Tensors:
-    """Drops copies of the target's embeddings and lm_head, which our heads share; warns if they differ."""
+    """Returns the tensors without the shared embeddings and lm_head; warns if those differ from the target's."""
     repeated = [name for name in REPEATED if name in state and name not in expected]
     parts = load_frozen_parts(target_dir) if repeated else None
     for name in repeated:

@@ -45,7 +45,7 @@ class Draft:
 
     def ancestors(self) -> torch.Tensor:
         """Returns bool[B, i, j]: whether row j is row i or its ancestor.
-        
+
         Row 0 is the newest token of the sequence, row 1 + p is draft p."""
         batch_size, num_drafts = self.tokens.shape
         device = self.tokens.device

@@ -13,8 +13,7 @@ class HeadConfig:
     ttt_steps: int = at_least(1, default=4)
     """Number of trained depths T: training drafts this many tokens from the head's own states, as serving does."""
     num_attention_heads: int | None = None
-    """null takes the target's sizes, with a head dim of 64 or 128, which changes the number of attention heads if
-    needed."""
+    """null takes the target's sizes, but changes the number of attention heads to get a head dim of 64 or 128."""
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
     init_from: str | None = None

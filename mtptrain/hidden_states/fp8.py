@@ -40,7 +40,7 @@ def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns states [..., H] in `dtype` from e4m3 values [..., H] and f32 scales [...]; exact from bf16 upwards."""
+    """Returns states [..., H] in `dtype` from e4m3 values [..., H] and f32 scales [...]; exact in bf16 or wider."""
     if values.is_cuda:
         return (values.to(torch.bfloat16) * scales.to(torch.bfloat16)[..., None]).to(dtype)
     states = torch.empty(values.shape, dtype=torch.bfloat16)

@@ -93,9 +93,8 @@ def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> li
             return None
         shards = chain.from_iterable(windows[released : released + OPEN_WINDOWS])
         missing = [shard for shard in shards if read_record(store_dir, shard) is None]
-        if (
-            released_windows(store_dir, windows) == released
-        ):  # otherwise some may be missing because they were just released
+        # If this differs, shards may be missing because they were just released, so look again.
+        if released_windows(store_dir, windows) == released:
             return missing
 
 

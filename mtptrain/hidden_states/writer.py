@@ -323,8 +323,7 @@ def record_path(shard: Path) -> Path:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Returns a name unique to this process: workers of a killed torchrun may still write a shard of the resumed
-    run."""
+    """Returns a name unique to this process, since workers of a killed torchrun may still write the same shard."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 

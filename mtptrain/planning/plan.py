@@ -71,8 +71,7 @@ class Plan:
     states_in_flight_bytes: int
     """Hidden states in vLLM's cache, on each GPU."""
     is_spread: bool
-    """Whether the target is too large for one GPU. accelerate then spreads it over all GPUs, which work one at a
-    time."""
+    """Whether the target is too large for one GPU, so that accelerate spreads it over all. They work one at a time."""
     max_position_embeddings: int
     head_parameters: int
     memory: TrainMemory

@@ -36,8 +36,7 @@ class TokenCosts:
     pcie_bytes: float
     disk_bytes: float
     writer_s: float = 0.0
-    """Seconds in which a rank's CPU threads check, encode, write and hash the token's states; 0 if nothing is
-    written."""
+    """Seconds in which a rank's CPU threads check, encode, write and hash the token's states; 0 without writing."""
 
 
 def estimate(

@@ -28,9 +28,8 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
     """
     dtype = getattr(torch, config.acceptance.dtype.value)
     prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
-    drafted_slots = prompts * (
-        3 * config.acceptance.num_speculative_tokens + 2
-    )  # slots that `speculate` adds to prompt and answer
+    # `speculate` adds these slots to prompt and answer.
+    drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)
     cached = (tokens + drafted_slots) * cached_values(target_config) * dtype.itemsize
     target_bytes = tokens * forward_values(target_config) * dtype.itemsize
     return cached + max(target_bytes, head_prompt_bytes(config.head, target_config, dtype, tokens))
@@ -48,9 +47,8 @@ def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: i
 
 def cached_values(target_config: PreTrainedConfig) -> int:
     """Returns the number of values that the target's cache holds per token, over all layers."""
-    if (
-        target_config.model_type == "deepseek_v2"
-    ):  # the cache holds the latent from which all heads' keys and values are made
+    # DeepSeek caches the latent from which all heads' keys and values are made.
+    if target_config.model_type == "deepseek_v2":
         layer_values = target_config.kv_lora_rank + target_config.qk_rope_head_dim
     else:
         head_dim = (

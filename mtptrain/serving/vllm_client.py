@@ -241,8 +241,7 @@ class VllmServer:
                 "prompt": list(prompt),
                 "max_tokens": max_new_tokens,
                 "temperature": 0.0,
-                # Values left out here default to the target's generation_config.json, and penalties change greedy
-                # answers too.
+                # Set all values: omitted ones come from generation_config.json, and penalties affect greedy too.
                 **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
                 **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
                 "ignore_eos": True,

@@ -47,8 +47,8 @@ class AcceptanceConfig:
     temperatures: list[float] = field(default_factory=list)
     """Further temperatures, each measured with greedy drafts and with sampled drafts."""
     sample_drafts: bool = False
-    """At a temperature above 0, sample the drafts too (vLLM's `draft_sample_method: probabilistic`). Engines draft the
-    most likely tokens by default."""
+    """Sample drafts too if temperature is above 0 (vLLM's `draft_sample_method: probabilistic`); engines default to
+    greedy."""
     max_new_tokens: int = at_least(1, default=128)
     dtype: Dtype = Dtype.float32
     num_prompts: int = at_least(1, default=100)
@@ -151,8 +151,8 @@ class BenchConfig:
     """Settings of the eval.bench programs, which measure all candidates in turns in one run."""
 
     target: str | None = None
-    """`8b` for random weights in the dimensions of an 8B Llama, in eval.bench.train also `70b`; null is the recipe's
-    target, in eval.bench.train `hidden_sizes`."""
+    """`8b` measures random weights with the dimensions of an 8B Llama; eval.bench.train also knows `70b`. null measures
+    the recipe's target, or in eval.bench.train the targets of `hidden_sizes`."""
     documents: int = at_least(1, default=64)
     """Documents of random tokens with log-normal lengths."""
     median_tokens: int = at_least(1, default=250)

@@ -22,8 +22,9 @@ class LossKind(StrEnum):
     kl = "kl"
     """Forward KL from the target's distribution to the head's."""
     lk = "lk"
-    """w KL + (1 - w) TV with w = exp(-eta a), where a = sum min(target_probs, draft_probs) is the probability that the
-    draft is accepted (arXiv 2602.23881)."""
+    """w KL + (1 - w) TV with w = exp(-eta a), where a = sum min(target_probs, draft_probs) is the acceptance
+    probability
+    of the draft (arXiv 2602.23881)."""
     ce = "ce"
     """Cross-entropy with the target's most likely token; tokens outside the head's vocabulary are skipped."""
 

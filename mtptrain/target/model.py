@@ -43,8 +43,7 @@ class Target:
                 "target.path: embeddings, final norm and lm_head of the target must fit the GPUs of one machine, but "
                 "accelerate has offloaded some of them; use more GPUs, or a smaller dtype"
             )
-        # With several devices, this copies an untied lm_head from the last device to the first; with one device,
-        # nothing is copied.
+        # With several devices, this copies an untied lm_head from the last one to the first.
         self.parts = replace(parts, norm_weight=parts.norm_weight.to(device), lm_head=parts.lm_head.to(device))
 
     @property
@@ -85,8 +84,7 @@ class Target:
     def _family_mask(
         self, mask: torch.Tensor | None, positions: torch.Tensor, tree: TreeRows | None
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """Returns the mask of `PositionCache.begin` as the family's forward takes it, with the sliding window
-        applied."""
+        """Returns the mask of `PositionCache.begin` as the family expects it, with the sliding window applied."""
         if mask is None or self.window is None:
             return mask
         slot_positions = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots]
@@ -158,9 +156,8 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
         output_loading_info=True,
     )
     model, loading = loaded
-    _refuse_missing(
-        target_dir, loading["missing_keys"]
-    )  # transformers initialises missing tensors at random and only logs it
+    # transformers initialises missing tensors at random and only logs a warning.
+    _refuse_missing(target_dir, loading["missing_keys"])
     return Target(model)
 
 

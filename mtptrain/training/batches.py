@@ -177,8 +177,7 @@ def make_batch(
 
 
 def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the first row and length of each span of drafting rows: row t drafts if tokens t + 1 and t + 2 are
-    generated."""
+    """Returns the first row and length of each span of drafts: row t drafts if tokens t + 1, t + 2 are generated."""
     drafts = (loss_mask[1:-1] & loss_mask[2:]).astype(np.int8)
     edges = np.diff(drafts, prepend=0, append=0)
     first_rows = np.flatnonzero(edges == 1)
@@ -241,7 +240,7 @@ def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDA
 
 class BatchSchedule:
     """The batches of every step. They are fixed from the start, so that resuming only needs the step number.
-    
+
     Steps must be requested in rising order."""
 
     def __init__(

@@ -109,8 +109,7 @@ def build_engine(
         ranks: this process among all.
     """
     prepare_single_process()
-    # Shared-memory collectives would be compiled on first use. gloo's are good enough for a small head and need no
-    # compiler or ninja.
+    # Shared-memory collectives would be compiled on first use. gloo's are fast enough for a small head.
     __compatible_ops__["deepspeed_shm_comm"] = False
     zero = config.get("zero_optimization", {})
     if is_partitioned(config):
@@ -195,8 +194,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
-    """Returns weights and Adam moments in fp32 on the CPU, by parameter name; {} unless `keep_here`. A collective
-    call."""
+    """Returns fp32 weights and Adam moments on the CPU, by parameter name; {} unless `keep_here`. Collective."""
     state: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         whole = _parameter_state(engine, parameter)
@@ -240,8 +238,8 @@ def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tenso
         for flat in group["params"]:
             zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
             optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
-    # 2. DeepSpeed maps parameters to their part of that state in its first step too; without the map, nothing can be
-    # set.
+    # 2. Map parameters to their part of that state, without which nothing can be set. DeepSpeed does so in its first
+    # step.
     if engine.optimizer is not optimizer:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     # 3. Copy weights and moments.

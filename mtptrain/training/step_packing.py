@@ -141,7 +141,7 @@ def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.flo
 def balance(
     step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64
 ) -> Step:
-    """Swaps documents of the most expensive micro-batch with those of cheaper ones while that evens out the costs."""
+    """Returns the step after swapping documents between micro-batches as long as that evens out their costs."""
     parts = [list(indices) for indices in step]
     for _ in range(swaps):
         dear, *others = sorted(parts, key=lambda part: -costs[part].sum())

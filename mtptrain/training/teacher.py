@@ -35,9 +35,8 @@ def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher
 def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
     """Returns a teacher that holds logits."""
     largest, total, smallest, tokens = _totals(mark_width_static(logits))
-    log_total = (
-        largest + total.log() + 0 * smallest
-    )  # makes a logit of -inf visible as NaN, which the sum of exponentials hides
+    # The last term makes a logit of -inf visible as NaN, which the sum of exponentials hides.
+    log_total = largest + total.log() + 0 * smallest
     if draft_token_ids is None:
         return Teacher(logits, log_total, None, tokens, None)
     return Teacher(*_own_logits(logits, log_total, tokens, draft_token_ids))
@@ -80,13 +79,11 @@ def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -
 def _of_own_vocabulary(
     probs: torch.Tensor, product: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the head vocabulary's probabilities, negative entropies, tokens and masses from the results of
-    `_softmax`."""
+    """Returns probabilities in the head's vocabulary, negative entropies, tokens and masses, from `_softmax`."""
     is_in = draft_token_ids == tokens[:, None]  # [C, D]
     own = probs[:, draft_token_ids]
-    negative_entropy = (
-        torch.xlogy(own, own).sum(-1) + 0 * product
-    )  # NaN if a logit is not finite, as with the target's vocabulary
+    # The last term is NaN if a logit is not finite, as in `log_total`.
+    negative_entropy = torch.xlogy(own, own).sum(-1) + 0 * product
     return own, negative_entropy, torch.where(is_in.any(-1), is_in.int().argmax(-1), -1), own.sum(-1)
 
 

@@ -86,8 +86,7 @@ class Trainer:
         )  # f32[T]
         self.ranks.sum(num_drafts)
         scale = self._scale(num_drafts)
-        # 2. Accumulate the gradients of all batches. After the last one the engine sums them over ranks and updates the
-        # weights.
+        # 2. Accumulate the gradients of all batches. After the last, the engine sums over ranks and steps.
         sums = num_drafts.new_zeros(4, len(num_drafts))
         for batch in batches:
             losses = self._losses(batch, scale)
@@ -183,8 +182,7 @@ def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Returns the fraction of the peak learning rate at `step` (from 0): linear warmup, then cosine decay to
-    `min_ratio`."""
+    """Returns the share of the peak learning rate at `step` (from 0): linear warmup, cosine decay to `min_ratio`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))

@@ -38,8 +38,7 @@ FULL_BYTES = 2**16
 """A disk with fewer free bytes counts as full."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # A scheduler in another process would start while prompts still arrive, and its batches and their bits would depend
-    # on timing.
+    # A scheduler in another process would start before all prompts arrive, so that batches would depend on timing.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # A prompt may fill the target's context; the token that is generated after it is never read.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
