@@ -57,7 +57,7 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
 
     stage_dir = config.stage_dir("draft_vocab")
     write_provenance(stage_dir, config)
-    # It marks a finished stage, so remove it before the vocabulary changes.
+    # The manifest marks a finished stage, so remove it before the vocabulary changes.
     (stage_dir / MANIFEST).unlink(missing_ok=True)
     manifest = DraftVocabManifest(
         draft_vocab_size=size,

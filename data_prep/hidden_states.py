@@ -40,8 +40,8 @@ from mtptrain.utils.distributed import Ranks, init_ranks
 from .extraction import Extraction, prepare_extraction
 from .store_check import verify_store
 
-# On a CPU the number of threads changes the bits of matrix products (seen with fp32 at 2 and bf16 at 4), and torchrun
-# sets another number than plain python. So use one thread per rank, and as many ranks as there are cores.
+# The last bits of a CPU's matrix products depend on the number of threads, which torchrun and plain python set
+# differently. So use one thread per rank, and as many ranks as there are cores.
 CPU_THREADS = 1
 
 

@@ -1,4 +1,4 @@
-"""Decodes prompts with several drafters in turns, and measures each of them."""
+"""Decodes prompts with several drafters, which take turns, and measures each of them."""
 
 import time
 from dataclasses import asdict, dataclass, field

@@ -223,7 +223,7 @@ def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures
 
 
 def have_equal_speeds(reports: Mapping[str, ReportFigures]) -> bool:
-    """Whether tokens/s of all reports compare: the same batches, ranks and device."""
+    """Returns whether tokens/s of all reports can be compared: the same batches, ranks and device."""
     return (
         len(
             {

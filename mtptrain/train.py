@@ -2,8 +2,8 @@
 
 Reads `run_dir/hidden_states/`, `run_dir/prompts/` for validation, and `run_dir/draft_vocab/` if the head has its own
 vocabulary. Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the highest measured
-acceptance length) and `last/`.
-With `train.validation_prompts=0` it also writes `heads/`, from which `eval.choose_head` chooses the best.
+acceptance length) and `last/`. With `train.validation_prompts=0` it also writes `heads/`, from which `eval.choose_head`
+chooses the best.
 
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4

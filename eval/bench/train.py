@@ -6,7 +6,7 @@ prompts and long documents.
     make .venv-peer/.installed                                            # the other trainer, once
 
 Documents have 512 random tokens and random states. A step is forward, loss, backward, clipping and AdamW, in bf16 with
-fp32 master weights. Candidates run in turns:
+fp32 master weights. Candidates take turns:
 
 - *ours*: the trainer's step in its DeepSpeed engine; *eager*: the same without torch.compile;
 - *plain*: the plain formula, which runs every row at every depth over dense masks and keeps all logits, eagerly;
@@ -156,7 +156,7 @@ def uncompiled(run: Callable[[], float]) -> float:
 
 
 def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Returns seconds of the fastest of several steps of each candidate, which run in turns."""
+    """Returns seconds of the fastest of several steps of each candidate, which take turns."""
     best = dict.fromkeys(candidates, math.inf)
     for turn in range(repeats + 1):
         for name, run in candidates.items():
@@ -177,8 +177,9 @@ def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2)
 
 
 def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
-    """Measures the cost of a prompt token relative to a supervised one, from steps with longer and longer prompts, and
-    compares ours with the peer for prompts nine times as long as the answers."""
+    """Measures the cost of a prompt token relative to a supervised one, from steps with ever longer prompts.
+
+    Also compares ours with the peer for prompts nine times as long as the answers."""
     hidden_size, vocab_size = config.bench.prompt_sizes
     case, answer, documents = case_of(hidden_size, vocab_size, config.bench.depths), 256, 2
     steps = {

@@ -41,8 +41,7 @@ COMPARED_DOCUMENTS = 8
 STORE_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
 """Relative error allowed in stored states, by the dtype that they were computed in. They are stored in bf16."""
 LOSS_ERROR = 0.02
-"""Relative error allowed in each loss of a resumed run on a GPU: FlashAttention's backward pass is not
-deterministic."""
+"""Relative error allowed in each loss of a resumed run on a GPU, since FlashAttention is not deterministic."""
 NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}
 """Largest gap between two logits, relative to the logit, at which rounding may decide which token wins."""
 

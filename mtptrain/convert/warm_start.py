@@ -75,7 +75,7 @@ SOURCES = {
         "post_attention_layernorm.weight",
     ),  # Gemma's, others'
 }
-"""The names in a target's layer of head tensors that have another name there."""
+"""Names in a target's layer for the head's tensors that have other names there."""
 
 
 @torch.no_grad()
@@ -135,8 +135,7 @@ def fits(name: str, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
-    """Returns the `state_dict` from which a head of this config starts, including its `d2t` and `lm_head` if it has
-    them.
+    """Returns the `state_dict` from which a head of this config starts, with `d2t` and `lm_head` if it has them.
 
     Args:
         path: `head.init_from`, a directory or a hub name.

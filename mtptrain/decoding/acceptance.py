@@ -100,7 +100,7 @@ def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: 
 
 
 def has_loop(tokens: Sequence[int]) -> bool:
-    """Whether a block of at most 64 tokens repeats at least twice, over 32 tokens or more.
+    """Returns whether a block of at most 64 tokens repeats at least twice, over 32 tokens or more.
 
     Greedy decoding of a small model gets caught in such loops, where drafting is easy.
     """

@@ -74,8 +74,7 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
 
 
 def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
-    """Warn if prompts of a file begin with the first user turn of a training conversation, whatever its system prompt
-    is.
+    """Warn if prompts begin with the first user turn of a training conversation, whatever its system prompt.
 
     Args:
         questions: hash of the first user turn by prompt id.
@@ -98,8 +97,8 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
 def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
     """Returns the held-out documents to cut prompts from.
 
-    These are all windows of texts. Of the conversations that ask the same question, it is one document with the first
-    answer, so that all questions weigh the same and no prompt begins in the middle of a turn.
+    From texts, these are all windows. From conversations with the same question, it is only one document, which holds
+    the first answer. All questions then weigh the same, and no prompt begins in the middle of a turn.
 
     Raises:
         FileNotFoundError: stage 1 has not run.
@@ -145,8 +144,7 @@ def _choosing_hash(group: str) -> float:
 
 
 def first_answers(documents: Documents, entries: list[DocumentEntry], indices: list[int]) -> list[int]:
-    """Returns the index of one document with the first answer, for each group of conversations that ask the same
-    question.
+    """Returns the index of one document with a first answer for each group of conversations with the same question.
 
     Args:
         indices: the documents to choose from.

@@ -1,7 +1,7 @@
 """The base class of all heads: training over depths, decoding, and the map from draft tokens to target tokens.
 
 Shapes, here and everywhere: B batch, S sequence, N packed tokens, M draft positions, H hidden size, L captured layers,
-V target vocabulary, W draft vocabulary, K drafted tokens, T depths (`ttt_steps`).
+V target vocabulary, D draft vocabulary, K drafted tokens, T depths (`ttt_steps`).
 """
 
 from abc import ABC, abstractmethod
@@ -26,8 +26,7 @@ R = TypeVar("R")
 
 
 class Head(nn.Module, ABC):
-    """A draft head: one decoder layer that is applied once per depth. Each class has its own file and is listed in
-    `HEADS`.
+    """A draft head: one decoder layer that is applied once per depth. `HEADS` lists all classes.
 
     A subclass builds its layers in `__init__` and implements `combine` (before attention) and `finish` (after it);
     `fuse` and `layers_to_capture` are optional. `forward` (training) and `decode` (inference) run exactly these
@@ -37,9 +36,9 @@ class Head(nn.Module, ABC):
     Config: ClassVar[type[Any]]
     """The dataclass of its settings, a subclass of `HeadConfig`."""
     d2t: torch.Tensor | None
-    """i64[W]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
+    """i64[D]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
     lm_head: nn.Linear | None
-    """The head's own output layer [W, H]. None if it uses the target's frozen one."""
+    """The head's own output layer [D, H]. None if it uses the target's frozen one."""
     self_attn: Attention
     """The layer's attention; every subclass must set it."""
     activation_checkpointing: bool = False
@@ -194,12 +193,12 @@ class Head(nn.Module, ABC):
         return result
 
     def logits(self, states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
-        """Return logits over the draft vocabulary [..., W], which is the target's unless the head has its own."""
+        """Return logits over the draft vocabulary [..., D], which is the target's unless the head has its own."""
         return F.linear(states, parts.lm_head if self.lm_head is None else self.lm_head.weight)
 
     @property
     def draft_token_ids(self) -> torch.Tensor | None:
-        """The target's id of each draft token i64[W]; None if the vocabularies are the same."""
+        """The target's id of each draft token i64[D]; None if the vocabularies are the same."""
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def target_tokens(self, draft_tokens: torch.Tensor) -> torch.Tensor:
@@ -207,7 +206,7 @@ class Head(nn.Module, ABC):
         return draft_tokens if self.d2t is None else draft_tokens + self.d2t[draft_tokens]
 
     def target_probs(self, draft_probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Convert distributions over the draft vocabulary [..., W] to distributions over the target's [..., V]."""
+        """Convert distributions over the draft vocabulary [..., D] to distributions over the target's [..., V]."""
         if self.draft_token_ids is None:
             return draft_probs
         zeros = draft_probs.new_zeros(*draft_probs.shape[:-1], vocab_size)

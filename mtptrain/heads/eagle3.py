@@ -25,11 +25,11 @@ class Eagle3Head(Head):
         head_dim: int | None = None
         """Head dim; hidden size / heads by default."""
         capture_layers: list[int] | None = None
-        """Residual streams to read, by the number of layers before each. The default is 2, L / 2 and L - 3 of L layers,
-        as in
-        the engines."""
+        """Residual streams to read, by the number of decoder layers before each.
+
+        The default is that of the engines: 2, half of the target's layers, and all but 3."""
         draft_vocab_size: int | None = None
-        """Size W of the head's own vocabulary, chosen by `data_prep.draft_vocab`, for which it trains its own lm_head.
+        """Size D of the head's own vocabulary, chosen by `data_prep.draft_vocab`, for which it trains its own lm_head.
         By default the head uses the target's vocabulary and frozen lm_head."""
         norm_before_fc: bool = False
         """Apply one norm to the concatenated streams before fc."""
@@ -98,8 +98,7 @@ class Eagle3Head(Head):
         return normed if self.norm_before_residual else hidden_states, x
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the MLP. `logits` reads the normed residual stream; the stream itself is fed back unless
-        `norm_output`."""
+        """Apply the MLP. `logits` reads the normed stream; the stream itself is fed back unless `norm_output`."""
         x = residual + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
         normed = self.norm(x)

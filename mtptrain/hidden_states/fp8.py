@@ -10,7 +10,7 @@ LARGEST = torch.finfo(FP8).max  # 448
 GPU_VALUES = 2**26
 """Values that a GPU encodes at a time. Their fp32 copy takes 256 MB for each thread that writes states."""
 CACHED_VALUES = 2**18
-"""Values that a CPU encodes or decodes at a time. They fit its cache, from which every pass but the first reads."""
+"""Values that a CPU encodes or decodes at a time. They fit into its cache, so that only the first pass reads memory."""
 
 
 def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

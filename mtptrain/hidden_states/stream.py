@@ -1,5 +1,4 @@
-"""Streaming: extraction and training run at the same time, over a store that never holds more than a few windows of
-shards.
+"""Streaming: extraction and training run at the same time, on a store that holds only a few windows of shards.
 
 The seed shuffles the shards, which are then divided into windows of `train.stream_shards` shards.
 data_prep.hidden_states writes the shards of the first `OPEN_WINDOWS` windows that training has not released.
@@ -231,7 +230,8 @@ class Releases:
             read = np.unique(window_of[list(chain.from_iterable(micro_batches))])
             first[read] = np.minimum(first[read], step)
             last[read] = step + 1
-        self._unread_after = np.maximum.accumulate(last)  # [W] steps after which a window and all before it are unread
+        # For each window, the number of steps after which neither it nor an earlier one is read again.
+        self._unread_after = np.maximum.accumulate(last)
         if (self._unread_after[:-OPEN_WINDOWS] > first[OPEN_WINDOWS:]).any():
             raise ValueError(
                 f"train.stream_shards: {OPEN_WINDOWS} windows must hold all documents of a step, but those of "
@@ -244,11 +244,10 @@ class Releases:
         return all(record_path(shard_path(self.store.directory, shard)).exists() for shard in shards)
 
     def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-        """Wait until extraction has written what step `step`, from 0, reads; returns the signal that any rank received
-        meanwhile.
+        """Wait until extraction has written what step `step` (from 0) reads; return a signal that a rank got meanwhile.
 
-        All ranks wait here together. While one rank is reading a batch, or runs a step that others have not begun, no
-        rank would see a signal.
+        All ranks wait here together, so that they can agree on a signal. They could not if each waited inside its own
+        step.
         """
         stopped_by: signal.Signals | None = None
 

@@ -1,5 +1,4 @@
-"""Writes a store of hidden states for data_prep.hidden_states. mtptrain/hidden_states/store.py defines the format and
-reads it.
+"""Writes a store of hidden states in the format that mtptrain/hidden_states/store.py defines.
 
 Shard boundaries depend only on the prompts. A run that is killed leaves every shard either complete or absent.
 """
@@ -113,7 +112,7 @@ def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
 
 
 def has_shard(directory: Path, index: int) -> bool:
-    """Returns whether this part or another has finished a shard, and whether the shard has its full length.
+    """Returns whether a shard is finished, by this part or another, and has its full length.
 
     Its bytes are not checked here: its record was written after they were on the disk. Training checks every document
     that it reads, and `verify` checks all of them.
@@ -174,7 +173,7 @@ class ShardFile:
             raise
 
     def write(self, document: int, streams: torch.Tensor) -> None:
-        """Write the states of document `document` of the shard: [n, L + 1, H], captured layers first, in any float
+        """Write the states [n, L + 1, H] of document `document` of the shard, captured layers first, in any float
         dtype.
 
         Raises:

@@ -15,8 +15,7 @@ from mtptrain.target.model import TargetStates
 
 
 def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
-    """Returns the most bytes that validation needs at once on a GPU, in addition to the target's and the head's
-    weights.
+    """Returns the peak bytes of validation on a GPU, beyond the weights of the target and the head.
 
     This is an upper bound: it assumes the largest batch that the settings allow, and that all of its tokens are
     prompts. Later rounds process only a few rows per sequence and need less memory than the prompts do.

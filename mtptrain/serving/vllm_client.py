@@ -107,8 +107,7 @@ def find_python(python: str | None) -> Path:
 
 
 def generate(jobs: Sequence[GenerateJob], python: str | None = None) -> list[EngineRun]:
-    """Run the jobs one after another in one process, each with its own engine, and return their results in the same
-    order.
+    """Run the jobs one after another in one process, each with its own engine, and return their results in order.
 
     Raises:
         FileNotFoundError: the Python does not exist.

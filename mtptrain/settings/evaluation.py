@@ -14,7 +14,7 @@ class Baseline(StrEnum):
     none = "none"
     """Plain decoding."""
     prompt_lookup = "prompt_lookup"
-    """Drafts what followed the newest tokens earlier in the text."""
+    """Drafts the tokens that followed an earlier occurrence of the newest ones."""
     model = "model"
     """A small language model, `acceptance.draft_model`."""
     tree = "tree"
@@ -47,8 +47,7 @@ class AcceptanceConfig:
     temperatures: list[float] = field(default_factory=list)
     """Further temperatures, each measured with greedy drafts and with sampled drafts."""
     sample_drafts: bool = False
-    """Sample drafts too if temperature is above 0 (vLLM's `draft_sample_method: probabilistic`); engines default to
-    greedy."""
+    """Sample drafts too if temperature is above 0, as vLLM does with `draft_sample_method: probabilistic`."""
     max_new_tokens: int = at_least(1, default=128)
     dtype: Dtype = Dtype.float32
     num_prompts: int = at_least(1, default=100)
@@ -148,7 +147,7 @@ class ServingConfig:
 
 @dataclass
 class BenchConfig:
-    """Settings of the eval.bench programs, which measure all candidates in turns in one run."""
+    """Settings of the eval.bench programs. The candidates of a run take turns."""
 
     target: str | None = None
     """`8b` measures random weights with the dimensions of an 8B Llama; eval.bench.train also knows `70b`. null measures

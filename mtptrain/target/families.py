@@ -48,7 +48,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     check_static_rope(config)
     if _ignores_windows(config):
         raise ValueError(
-            f"target.path: sliding windows must be ones that transformers implements for {family!r}, but it ignores "
+            f"target.path: transformers must implement the sliding windows of {family!r}, but it ignores "
             f"those in {path}, which engines do not; remove sliding_window and layer_types from it, or choose another "
             "target"
         )

@@ -29,7 +29,7 @@ class FrozenParts:
     has_offset_norm: bool = False
     """Whether the norm multiplies by 1 + weight."""
     logit_softcap: float | None = None
-    """The bound of the target's own logits, which tanh keeps within +- this; None for no bound."""
+    """Bound within which tanh keeps the target's own logits; None without soft-capping."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, weights: Mapping[str, torch.Tensor]) -> "FrozenParts":

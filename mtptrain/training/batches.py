@@ -319,11 +319,11 @@ class BatchSchedule:
         return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if self._pins else batch
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
-        """Yields this rank's batches of steps first_step .. last_step - 1. For a GPU, each is read while the step
-        before it runs.
+        """Yields this rank's batches of steps first_step .. last_step - 1.
 
-        On a CPU nothing is read ahead: a concurrent reader costs a third of the step's speed, reading in between a
-        hundredth. The states of a step's batches are overwritten when the next step is requested.
+        For a GPU, each is read while the step before it runs. On a CPU nothing is read ahead: a concurrent reader costs
+        a third of the step's speed, reading between steps a hundredth. The states of a step's batches are overwritten
+        when the next step is requested.
         """
         reader = ThreadPoolExecutor(max_workers=1) if self.for_gpu else None
         pending: Future[list[Batch]] | None = None

@@ -27,7 +27,7 @@ STATE_SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
 REFUSED_ZERO_SETTINGS = {
     "offload_optimizer": "the trainer takes the norm of the gradients that the optimizer reads, which DeepSpeed does "
     "not allow there",
-    "round_robin_gradients": "DeepSpeed then gives a checkpoint the weights of other parameters",
+    "round_robin_gradients": "DeepSpeed then saves the weights of other parameters in a checkpoint",
     "compute_grad_norm": "the trainer takes the gradient's norm itself",
 }
 SET_BY_TRAINER = (
@@ -238,8 +238,7 @@ def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tenso
         for flat in group["params"]:
             zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
             optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
-    # 2. Map parameters to their part of that state, without which nothing can be set. DeepSpeed does so in its first
-    # step.
+    # 2. Map parameters to their part of that state, as setting it requires. DeepSpeed does so only in its first step.
     if engine.optimizer is not optimizer:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     # 3. Copy weights and moments.

@@ -30,12 +30,12 @@ OPTIMISATION_SETTINGS = (
 
 
 def check_resume(config: PipelineConfig, checkpoint_dir: Path) -> None:
-    """Raises ValueError if `train.resume=never` would run over checkpoints."""
+    """Raises ValueError if `train.resume=never` would overwrite checkpoints."""
     checkpoints = complete_checkpoints(checkpoint_dir)
     if config.train.resume is Resume.never and checkpoints:
         raise ValueError(
             f"train.resume: must be auto where checkpoints exist, but is never with {checkpoints[-1]}; set "
-            "train.resume=auto to go on from it, or choose another run_dir"
+            "train.resume=auto to continue from it, or choose another run_dir"
         )
 
 

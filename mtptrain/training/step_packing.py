@@ -1,9 +1,8 @@
 """Chooses the documents of each training step and divides them among its micro-batches.
 
 The loss of a step is divided by the number of drafts in that step, so a token of a small step weighs more than one of a
-large step. Steps are therefore filled evenly: a document that does not fit waits for the next step while shorter ones
-fill this one, and
-the last steps of an epoch divide their documents evenly.
+large step. Steps are therefore filled evenly. A document that does not fit waits for the next step while shorter ones
+fill this one, and the last steps of an epoch divide their documents evenly.
 """
 
 import heapq
@@ -43,8 +42,8 @@ def pack_documents(
 
     Documents are taken in the given order, which is that of `shuffled` or of a streamed store. Each goes to the
     cheapest micro-batch of the step that has room. A document that does not fit waits, and the next step takes waiting
-    documents first.
-    Documents that cost nothing are left out. So is the last step if one of its micro-batches stays empty.
+    documents first. Documents that cost nothing are left out, and so is the last step if one of its micro-batches stays
+    empty.
 
     Args:
         lengths: tokens of each document [D].
@@ -121,8 +120,7 @@ class _Filling:
 
 
 def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> list[Step]:
-    """Redistributes the documents over as many steps: longest first, each to the step with the fewest tokens that has
-    room.
+    """Redistributes the documents over the same number of steps, longest first, each to the emptiest step with room.
 
     Returns the steps unchanged if a document does not fit, a micro-batch stays empty, or the smallest step does not
     gain tokens.

@@ -18,9 +18,7 @@ class Teacher(NamedTuple):
     log_total: torch.Tensor | None  # [C], the log of the sum of exp(logit) over the target's whole vocabulary
     negative_entropy: torch.Tensor | None  # [C], the sum of p log p over the head's vocabulary; None with logits
     tokens: torch.Tensor  # [C], the most likely ones; -1 outside the head's vocabulary
-    mass: (
-        torch.Tensor | None
-    )  # [C], the target's probability mass in the head's vocabulary; None if it has the target's vocabulary
+    mass: torch.Tensor | None  # [C], the target's mass in the head's vocabulary; None if that is the target's
 
 
 def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
@@ -44,8 +42,7 @@ def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) 
 
 @fused
 def _totals(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the largest logit of each row [C, V], the sum of exp(x - largest), the smallest logit and the most likely
-    token i64[C].
+    """Returns for each row [C, V] the largest logit, the sum of exp(x - largest), the smallest logit and the top token.
 
     A GPU computes all of them in one pass over the row.
     """

@@ -149,7 +149,7 @@ class Trainer:
             step, rank, document_ids = bad_of_all[0]
             raise RuntimeError(
                 f"train: {what} must be finite, but is not at step {step}, with documents {list(document_ids)} on rank "
-                f"{rank}; lower train.lr, or look at these documents; the last checkpoint is as it was"
+                f"{rank}; lower train.lr, or look at these documents; the last checkpoint is unchanged"
             )
 
     def describe(self, metrics: StepMetrics, step: int) -> dict[str, Any]:

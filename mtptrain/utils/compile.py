@@ -1,8 +1,8 @@
 """Functions that torch.compile fuses when the trainer asks for it, and that run eagerly otherwise.
 
-The switch is a module variable, because these functions are called deep inside autograd functions, some on autograd's
-own threads, where neither an argument nor a context variable would reach them without appearing in every signature in
-between.
+The switch is a module variable, because these functions are called deep inside autograd functions, some of them on
+autograd's own threads. A context variable would not reach those threads, and an argument would have to be in every
+signature in between.
 """
 
 from collections.abc import Callable, Iterator

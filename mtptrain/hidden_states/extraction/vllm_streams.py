@@ -165,10 +165,10 @@ class VllmStreams:
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         """Yields an iterator for each shard in order.
 
-        It yields a prompt's index in the shard and its states [n, L, H] on the CPU.
+        A shard's iterator yields the index of each prompt in the shard and its states [n, L, H] on the CPU.
 
-        The caller must exhaust a shard's iterator before it requests the next one. The engine then starts the shard
-        after that, so that files of at most two shards exist.
+        The caller must exhaust it before it requests the next one. The engine works one shard ahead, so that files of
+        at most two shards exist.
 
         Raises:
             RuntimeError: the engine failed, or its states do not belong to the prompt.
