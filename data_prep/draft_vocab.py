@@ -57,9 +57,8 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
 
     stage_dir = config.stage_dir("draft_vocab")
     write_provenance(stage_dir, config)
-    (stage_dir / MANIFEST).unlink(
-        missing_ok=True
-    )  # it marks a finished stage, so remove it before the vocabulary changes
+    # The manifest marks a finished stage, so remove it before the vocabulary changes.
+    (stage_dir / MANIFEST).unlink(missing_ok=True)
     manifest = DraftVocabManifest(
         draft_vocab_size=size,
         vocab_size=vocab_size,
@@ -84,26 +83,24 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
     if size is None or size == vocab_size:
         raise ValueError(
             f"head.draft_vocab_size: must be set to less than the target's {vocab_size} tokens to choose a draft "
-            "vocabulary, but "
-            f"is {size}: head {head.name} drafts the target's whole vocabulary and needs none; skip this program"
+            f"vocabulary, but is {size}: head {head.name} drafts the target's whole vocabulary and needs none; skip "
+            "this program"
         )
     if not 1 <= size < vocab_size:
         raise ValueError(
             f"head.draft_vocab_size: must be within 1..{vocab_size}, the tokens of the target, but is {size}; correct "
-            "it in the "
-            "recipe or on the command line"
+            "it in the recipe or on the command line"
         )
     if head.init_from is not None:
         raise ValueError(
             f"head.init_from: must be unset to choose a draft vocabulary, but is {head.init_from}, whose lm_head keeps "
-            "its own "
-            "vocabulary; skip this program"
+            "its own vocabulary; skip this program"
         )
     return int(size)
 
 
 def special_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> set[int]:
-    """Returns the tokens to keep however rare: the tokenizer's special tokens and all end-of-sequence tokens."""
+    """Returns the tokens to keep even if they are rare: special tokens and all end-of-sequence tokens."""
     ends = {*eos_token_ids(target_config), *eos_token_ids(target_config, read_generation_config(target_dir))}
     return {
         token for token in ends.union(load_tokenizer(target_dir).all_special_ids) if token < target_config.vocab_size
@@ -118,7 +115,7 @@ def count_drafted(documents: Documents, vocab_size: int) -> NDArray[np.int64]:
 def is_drafted(documents: Documents) -> NDArray[np.bool_]:
     """Returns which tokens the first draft of a round can predict, bool[N]; later drafts predict a subset of them.
 
-    As in `make_batch`, the token and the one before it are generated, and a hidden state of the target precedes both.
+    As in `make_batch`, the token and its predecessor are generated, and the target has a hidden state before both.
     """
     generated = documents.loss_mask.astype(bool)
     drafted = generated & np.roll(generated, 1)

@@ -40,8 +40,8 @@ from mtptrain.utils.distributed import Ranks, init_ranks
 from .extraction import Extraction, prepare_extraction
 from .store_check import verify_store
 
-# On a CPU the number of threads changes the bits of matrix products (seen with fp32 at 2 and bf16 at 4), and torchrun
-# sets another number than plain python. So use one thread per rank, and as many ranks as there are cores.
+# The last bits of a CPU's matrix products depend on the number of threads, which torchrun and plain python set
+# differently. So use one thread per rank, and as many ranks as there are cores.
 CPU_THREADS = 1
 
 
@@ -255,10 +255,8 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
         backend = f" and {scratch / 1e9:.3f} GB of the backend's files (hidden_states.scratch_dir)" if scratch else ""
         raise ValueError(
             f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{backend}, but "
-            f"{free_bytes / 1e9:.3f} GB are; "
-            "free space, set run_dir to a larger disk, set hidden_states.store_dtype=fp8, or lower "
-            "prompts.max_train_tokens and run "
-            "data_prep.prompts again"
+            f"{free_bytes / 1e9:.3f} GB are; free space, set run_dir to a larger disk, set "
+            "hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run data_prep.prompts again"
         )
 
 

@@ -126,8 +126,7 @@ def answer_prompts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
 
 
 def as_generated(rendering: Rendering, prompts: Sequence[str], is_kept: Sequence[bool]) -> Rendering:
-    """Returns the rendering without the spans of responses that are not kept. Each span belongs to the prompt before
-    it."""
+    """Returns the rendering without the spans of responses that are not kept, each with the prompt before it."""
     starts = [(len(prompt), turn) for turn, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
     turns = [
         max(((start, turn) for start, turn in starts if start < end), default=(0, None))[1]
@@ -157,8 +156,7 @@ def read_source(
     if not prompts.paths:
         raise ValueError(
             f"prompts.paths: must name at least one path of {prompts.source}, but is empty; set prompts.paths=[...] in "
-            "the "
-            "recipe or on the command line"
+            "the recipe or on the command line"
         )
     if prompts.source is PromptSource.responses:
         check_chat_template(tokenizer)

@@ -99,7 +99,7 @@ class Collector:
 
     def _fits(self, window: Window) -> bool:
         tokens, limit = len(window.encoding.input_ids), self._prompts.max_train_tokens
-        # Once full, always full: then a larger limit only adds documents after the same ones.
+        # A full split stays full, so that a larger limit only adds documents at the end.
         self.is_full = self.is_full or 0 < limit < self._train_tokens + tokens
         self._train_tokens += 0 if self.is_full else tokens
         return not self.is_full
@@ -166,6 +166,5 @@ def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None
     if highest >= vocab_size:
         raise ValueError(
             f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives "
-            f"{highest} in "
-            f"{location}; tokenizer and config.json belong to different models, correct the directory"
+            f"{highest} in {location}; tokenizer and config.json belong to different models, correct the directory"
         )

@@ -80,8 +80,7 @@ def check_names(source: Source, prompts: PromptsConfig) -> None:
         reasons = _reasons(source.refused)
         raise ValueError(
             f"prompts.paths: must hold at least one {wanted}, but {', '.join(prompts.paths)} holds none{reasons}; "
-            "correct the "
-            "paths or the data"
+            "correct the paths or the data"
         )
     num_held_out = sum(is_held_out(group, prompts.validation_fraction) for group in source.groups)
     for split, count in ((Split.validation, num_held_out), (Split.train, len(source.groups) - num_held_out)):
@@ -109,10 +108,9 @@ def check_splits(splits: Mapping[Split, Documents], collector: Collector, prompt
 
 def _empty_split(split: Split, reason: str, prompts: PromptsConfig) -> ValueError:
     return ValueError(
-        f"prompts: the {split} split must hold at least one document, but holds none with prompts.validation_fraction="
-        f"{prompts.validation_fraction} and prompts.max_train_tokens={prompts.max_train_tokens}{reason}; add data or "
-        "change these "
-        "settings"
+        f"prompts: the {split} split must hold at least one document, but holds none with "
+        f"prompts.validation_fraction={prompts.validation_fraction} and "
+        f"prompts.max_train_tokens={prompts.max_train_tokens}{reason}; add data or change these settings"
     )
 
 

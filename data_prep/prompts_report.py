@@ -151,10 +151,9 @@ def _rewritten(report: PromptsReport) -> list[str]:
         return []
     return [
         f"rewritten in later turns by the chat template: {rewritten.answers:,} assistant turns, in "
-        f"{rewritten.documents:,} additional "
-        f"documents with {rewritten.tokens:,} tokens ({rewritten.tokens / max(total, 1):.1%} of all); history stored "
-        "again: "
-        f"{rewritten.history_tokens:,} tokens ({rewritten.history_tokens / max(total, 1):.1%})"
+        f"{rewritten.documents:,} additional documents with {rewritten.tokens:,} tokens "
+        f"({rewritten.tokens / max(total, 1):.1%} of all); history stored again: {rewritten.history_tokens:,} tokens "
+        f"({rewritten.history_tokens / max(total, 1):.1%})"
     ]
 
 
@@ -163,9 +162,8 @@ def _duplicates(report: PromptsReport) -> list[str]:
     if duplicates.same_question:
         lines.append(
             f"same question: {duplicates.same_question:,} {report.source} repeat the question of an earlier one; "
-            f"{duplicates.questions:,} "
-            f"distinct questions, at most {duplicates.largest:,} {report.source} with the same one, never divided "
-            "between splits"
+            f"{duplicates.questions:,} distinct questions, at most {duplicates.largest:,} {report.source} with the "
+            "same one, never divided between splits"
         )
     if duplicates.dropped:
         lines.append(f"left out: {duplicates.dropped:,} {report.source} with the same tokens as another one")

@@ -114,8 +114,7 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     """Returns where the last message begins in `text`, or None if that is ambiguous."""
     if text.startswith(prompt):
         return len(prompt)
-    # The template renders the history differently once it continues, so look for the text that turns a history into a
-    # prompt.
+    # Templates may render history differently once it continues, so find the text that turns a history into a prompt.
     history, _ = _render(tokenizer, messages[:-1])
     cue = prompt.removeprefix(history)
     num_answers = sum(message["role"] == "assistant" for message in messages)

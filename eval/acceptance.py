@@ -79,7 +79,7 @@ def main(cfg: DictConfig) -> None:
         write_run_page(config)
         print(f"plots: {output_dir / 'report.html'}")
         if not found.is_trained:
-            print(f"head: {found.directory}, as it was published (head.init_from); this run has not trained one")
+            print(f"head: {found.directory}, as it was published (head.init_from); this run has trained no head")
 
 
 def candidates_of(
@@ -95,8 +95,7 @@ def candidates_of(
     if Baseline.tree in settings.baselines and settings.tree_top_k > own_size:
         raise ValueError(
             f"acceptance.tree_top_k: must be at most {own_size}, the tokens that the head can draft, but is "
-            f"{settings.tree_top_k}; "
-            "lower it"
+            f"{settings.tree_top_k}; lower it"
         )
 
     def sampler(temperature: float) -> Sampler:
@@ -225,9 +224,7 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     console.width = max(console.width, 75 + 8 * len(depths) + max(map(len, measured)))
     console.print(table)
     if len(measured["head"].sources) == 1:
-        console.print(
-            "one source: all prompts are from one file or conversation, so there are no intervals; measure on several"
-        )
+        console.print("no intervals: all prompts are from one file or conversation; measure on several")
 
 
 if __name__ == "__main__":

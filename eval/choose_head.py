@@ -1,11 +1,9 @@
-"""After stage 3, for a target too large for validation during training: chooses the best of the heads that training
-kept.
+"""After stage 3: chooses the best of the heads that training kept, if it could not measure them itself.
 
-Reads `run_dir/train/heads/`, which `train.validation_prompts=0` and `train.validate_every` keep, `run_dir/train/best/`
-where training measured that head, and the held-out prompts by which training would have chosen; writes
-`run_dir/train/best/` and
-`run_dir/train/choice.json`, and prints a table. It measures on as many prompts as training does by default, or on
-`train.validation_prompts` where that is not 0.
+This is for targets too large for validation during training. With `train.validation_prompts=0`, training keeps a head
+every `train.validate_every` steps in `run_dir/train/heads/`. This program measures them, and `run_dir/train/best/` if
+training measured that head, on the prompts that validation would have used. Their number is `train.validation_prompts`,
+or its default if that is 0. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
 
     python -m eval.choose_head recipe=llama3_3_70b_mtp
 """
@@ -38,9 +36,8 @@ def main(cfg: DictConfig) -> None:
     heads = heads_to_measure(stage_dir)
     measured = measure(config, heads, ranks)
     if ranks.is_first:
-        best_step = max(
-            measured, key=lambda step: measured[step].acceptance_length
-        )  # the first one of equals, as in training
+        # max returns the first of equals, as training does.
+        best_step = max(measured, key=lambda step: measured[step].acceptance_length)
         keep_best(config, heads[best_step], measured[best_step])
         write_json(stage_dir / CHOICE, describe(config, measured, best_step))
         print_table(config, measured, best_step)
@@ -57,9 +54,8 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
     if not heads:
         raise FileNotFoundError(
             f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain.train with the "
-            "same recipe and "
-            "run_dir, train.validation_prompts=0 and train.validate_every above 0, which keep the head of each such "
-            "step"
+            "same recipe and run_dir, train.validation_prompts=0 and train.validate_every above 0, which keep the head "
+            "of each such step"
         )
     best = stage_dir / "best/head.json"
     facts = json.loads(best.read_text()) if best.is_file() else {}

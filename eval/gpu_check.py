@@ -70,8 +70,7 @@ def main(cfg: DictConfig) -> None:
     if config.check.size is CheckSize.full and device.type != "cuda":
         raise ValueError(
             "check.size: must be tiny where there is no GPU, but is full, whose benches take hours on a CPU; run it on "
-            "a machine with a "
-            "GPU"
+            "a machine with a GPU"
         )
     overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
     directory = config.stage_dir("gpu_check")

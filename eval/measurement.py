@@ -1,4 +1,4 @@
-"""Decodes prompts with several drafters in turns, and measures each of them."""
+"""Decodes prompts with several drafters, which take turns, and measures each of them."""
 
 import time
 from dataclasses import asdict, dataclass, field
@@ -140,8 +140,7 @@ def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> lis
 
 
 class Measurement:
-    """Decodes prompts turn by turn. The candidates alternate batch by batch, so that a busy machine slows all of
-    them."""
+    """Decodes prompts turn by turn. Candidates alternate after each batch, so that a busy machine slows all of them."""
 
     def __init__(
         self,

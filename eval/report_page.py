@@ -1,5 +1,4 @@
-"""Shows reports of `eval.acceptance` as one HTML page with plots, which opens without a network. The template is
-`report.html.jinja`."""
+"""Renders reports of `eval.acceptance` as one self-contained HTML page with plots, from `report.html.jinja`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -64,8 +63,8 @@ DECODING_COLUMNS = {
 }
 DECODING_LEGEND = (
     "Tokens/s are counted after the prompt; K = 0 is plain decoding. Predicted: from the acceptance on prompts of "
-    "other files and "
-    "the cost of rounds of random tokens. Refilled: if new prompts replaced finished ones, as in an engine."
+    "other files and the cost of rounds of random tokens. Refilled: if new prompts replaced finished ones, as in an "
+    "engine."
 )
 
 
@@ -224,7 +223,7 @@ def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures
 
 
 def have_equal_speeds(reports: Mapping[str, ReportFigures]) -> bool:
-    """Whether tokens/s of all reports compare: the same batches, ranks and device."""
+    """Returns whether tokens/s of all reports can be compared: the same batches, ranks and device."""
     return (
         len(
             {

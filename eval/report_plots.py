@@ -89,7 +89,7 @@ def plot_prompts(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
-    """Solid: sum min(p, q), the probability that a sampled draft is accepted. Dashed: the share that was accepted."""
+    """Solid: sum min(target_probs, draft_probs), the acceptance probability of sampled drafts. Dashed: accepted."""
     shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
     for name, quality in shown.items():
         positions = range(len(quality["overlap_at"]))
@@ -112,8 +112,7 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
-    """Acceptance against confidence. Greedy output takes the likeliest token, so it accepts drafts more often than
-    predicted."""
+    """Acceptance against confidence. Greedy decoding takes the likeliest token and so accepts more than predicted."""
     shown = {
         name: each["quality"]
         for name, each in drafters.items()

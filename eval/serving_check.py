@@ -56,8 +56,7 @@ def main(cfg: DictConfig) -> None:
     if settings.temperature > 0:
         raise ValueError(
             f"acceptance.temperature: must be 0 for this check, but is {settings.temperature:g}, where drafts are "
-            "accepted at random; "
-            "leave it out"
+            "accepted at random; leave it out"
         )
     target_dir = resolve_target(config.target.path, config.target.revision)
     prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # the first turns of conversations
@@ -84,8 +83,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def spare_tokens(config: PipelineConfig) -> int:
-    """vLLM's drafts become useless for all requests if one of them comes within 2 K tokens of the end of the
-    context."""
+    """If one request comes within 2 K tokens of the end of the context, vLLM's drafts become useless for all."""
     return 2 * config.acceptance.num_speculative_tokens
 
 
@@ -105,8 +103,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
         if server.max_model_len < needed_tokens:
             raise ValueError(
                 f"serving.url: the server's context must hold {needed_tokens} tokens, the longest prompt, its answer "
-                "and 2 K more, "
-                f"but holds {server.max_model_len}; start it with --max-model-len {needed_tokens}"
+                f"and 2 K more, but holds {server.max_model_len}; start it with --max-model-len {needed_tokens}"
             )
         return server
     head_dir = Path(serving.head_dir or config.stage_dir("export") / serving.engine)
@@ -148,8 +145,7 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
     if facts["head_sha256"] != head_sha256:
         raise ValueError(
             f"{head_dir / 'serving.json'}: head_sha256 must be {head_sha256}, that of this run's head, but is "
-            f"{facts['head_sha256']}: "
-            "another head was exported; run mtptrain.export again"
+            f"{facts['head_sha256']}: another head was exported; run mtptrain.export again"
         )
     return facts
 
@@ -220,8 +216,7 @@ def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineC
     if counts is None or num_drafts != config.acceptance.num_speculative_tokens:
         raise ValueError(
             f"serving.url: the server must draft {config.acceptance.num_speculative_tokens} tokens a round, but drafts "
-            f"{num_drafts}; start "
-            "it with the command of the export's README, or set acceptance.num_speculative_tokens"
+            f"{num_drafts}; start it with the command of the export's README, or set acceptance.num_speculative_tokens"
         )
     return counts
 
@@ -286,10 +281,8 @@ def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Dive
         first = f"first in prompt {prompt_ids[divergence.prompt]}, {divergence}"
     return (
         f"serving check: vLLM {comparison.theirs.version} must equal our counters and plain greedy decoding, but "
-        "differs "
-        f"in {', '.join(unequal) or 'its answers'}: {first}. A gap below 1e-3 is rounding. Otherwise export the head "
-        "again; a server "
-        "must be idle, run in float32 and be started with --no-enable-chunked-prefill"
+        f"differs in {', '.join(unequal) or 'its answers'}: {first}. A gap below 1e-3 is rounding. Otherwise export "
+        "the head again; a server must be idle, run in float32 and be started with --no-enable-chunked-prefill"
     )
 
 

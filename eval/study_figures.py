@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 RunResult = dict[str, Any]
-"""The result of one training run: `acceptance` and `without_loops`, lengths by prompt tokens, and
-`acceptance_rate_at`."""
+"""The result of one run: `acceptance` and `without_loops` (lengths by prompt tokens), and `acceptance_rate_at`."""
 StudyResults = Mapping[str, Mapping[int, RunResult | None]]
 """Results by variant and seed; None if the training diverged."""
 
@@ -77,8 +76,7 @@ def print_tables(name: str, prompt_tokens: Sequence[int], measured: StudyResults
 
 
 def draw(prompt_tokens: Sequence[int], measured: StudyResults, path: Path) -> None:
-    """Plot acceptance length against prompt length, and acceptance by position. Bars are standard deviations over
-    seeds."""
+    """Plot acceptance length by prompt length, and acceptance by position, with standard deviations over seeds."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     by_tokens, by_position = figure.subplots(1, 2)
     depths = range(num_depths(measured))

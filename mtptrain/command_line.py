@@ -34,8 +34,7 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
 
 def refuse_renamed(arguments: Sequence[str]) -> None:
-    """Exit with a message if an override uses the old name of a setting. Hydra itself would only say that the key is
-    unknown."""
+    """Exit with the new name if an override uses the old name of a setting, which Hydra would only call unknown."""
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+~")
         if name in RENAMED:
@@ -49,8 +48,7 @@ def command() -> str:
 
 
 def python_module(name: str) -> str:
-    """Returns the name by which `python -m` finds a program: in the wheel `data_prep` and `eval` are parts of
-    mtptrain."""
+    """Returns the module name for `python -m`: the wheel has `data_prep` and `eval` inside mtptrain."""
     spec = find_spec(name.split(".")[0])
     is_in_this_checkout = (
         spec is not None and spec.origin is not None and Path(spec.origin).parents[1] == Path(__file__).parents[1]

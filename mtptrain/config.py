@@ -1,4 +1,4 @@
-"""The config of every program: the schema, its documentation and the only place of defaults.
+"""The config of every program: the schema, its documentation and all defaults.
 
 The sections are in `mtptrain.settings`, the choices of a recipe in `recipes/`. Each `main` begins with `config =
 load_config(cfg)`, which returns checked dataclasses; the functions below `main` take the values that they need and
@@ -96,8 +96,7 @@ class PipelineConfig:
     verify: bool = False
     """data_prep.hidden_states compares every byte of the finished store with its hashes, then exits."""
     distributed_timeout_hours: float = at_least(1 / 3600, default=TIMEOUT_HOURS)
-    """How long ranks wait for each other in any process group before the run fails. A rank that fails ends the run at
-    once, whatever this value is."""
+    """How long ranks wait for each other before the run fails. A rank that fails ends the run at once in any case."""
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = MISSING
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
@@ -149,7 +148,7 @@ def _check_relations(config: PipelineConfig) -> None:
         )
     if len(config.train.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.train.betas):
         raise ValueError(
-            f"train.betas: must be two numbers from 0 to below 1, but is {config.train.betas}; AdamW's are (0.9, 0.95)"
+            f"train.betas: must be two numbers in [0, 1), but is {config.train.betas}; AdamW's are (0.9, 0.95)"
         )
 
 
@@ -161,8 +160,7 @@ def _check_stream(config: PipelineConfig) -> None:
         if config.train.stream and value != 1:
             raise ValueError(
                 f"{name}: must be 1 with train.stream=true, which reads every shard once and deletes it, but is "
-                f"{value}; set {name}=1, "
-                "or train.stream=false"
+                f"{value}; set {name}=1, or train.stream=false"
             )
 
 

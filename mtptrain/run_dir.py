@@ -14,8 +14,7 @@ _RECORDED_PACKAGES = ("mtptrain", "torch", "transformers", "deepspeed", "safeten
 
 
 def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
-    """Write `config.yaml` (resolved) and `provenance.json` (argv, git revision, package versions) into a stage's
-    folder."""
+    """Write `config.yaml` (resolved) and `provenance.json` (argv, git revision, versions) into a stage's folder."""
     stage_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.structured(config), stage_dir / "config.yaml")
     provenance = {

@@ -2,8 +2,8 @@
 
 Reads `run_dir/hidden_states/`, `run_dir/prompts/` for validation, and `run_dir/draft_vocab/` if the head has its own
 vocabulary. Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the highest measured
-acceptance length) and `last/`.
-With `train.validation_prompts=0` it also writes `heads/`, from which `eval.choose_head` chooses the best.
+acceptance length) and `last/`. With `train.validation_prompts=0` it also writes `heads/`, from which `eval.choose_head`
+chooses the best.
 
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
@@ -171,8 +171,7 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
     if settings.stream and num_steps > steps_per_epoch:
         raise ValueError(
             f"train.max_steps: must be at most {steps_per_epoch}, the steps of one epoch, with train.stream=true, but "
-            f"is {num_steps}; "
-            "lower it, or set train.stream=false"
+            f"is {num_steps}; lower it, or set train.stream=false"
         )
     return num_steps
 
@@ -264,8 +263,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
 
 
 def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-    """Wait for the states of step `step`, from 0, if they are streamed; returns the signal that any rank received
-    meanwhile."""
+    """Wait for the states of step `step` (from 0) if they are streamed; return a signal that a rank got meanwhile."""
     if run.releases is None or step >= run.num_steps:
         return None
     return run.releases.wait_for(step, ranks, stop)
@@ -299,9 +297,8 @@ def validate(
         }
         tracking.write(progress.step, measured)
         tqdm.write(
-            f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} "
-            f"({acceptance.prompts} held-out prompts, greedy, "
-            f"K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
+            f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} ({acceptance.prompts} "
+            f"held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
         )
         if is_best:
             (stage_dir / CHOICE).unlink(missing_ok=True)  # it names the head that is replaced
@@ -314,8 +311,7 @@ def validate(
 def keep_unmeasured(
     config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
 ) -> tuple[Progress, dict[str, str]]:
-    """Save the head on rank 0: as `last`, as `best` unless an earlier one was measured, and in `heads` to be measured
-    later."""
+    """Save the head on rank 0: as `last`, in `heads` to measure later, and as `best` if none was measured."""
     if tracking is not None:
         stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
         is_measured = progress.best_acceptance_length > 0 or (stage_dir / CHOICE).is_file()

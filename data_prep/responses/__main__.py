@@ -44,7 +44,7 @@ from .target import regenerate_with_target
 
 MIN_FAILURES_TO_STOP = 16
 """Consecutive failures after which the server is considered gone, or twice `responses.concurrency` if that is more."""
-# The number of threads changes the bits of results, and torchrun sets another number than plain python.
+# The last bits of results depend on the number of threads, which torchrun and plain python set differently.
 CPU_THREADS = 1
 _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
@@ -124,8 +124,7 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
     if config.prompts.source is PromptSource.text_files:
         raise ValueError(
             f"prompts.source: must be {PromptSource.responses} to generate responses, but is {config.prompts.source}; "
-            "set it, and "
-            "prompts.paths=[...] to files of conversations"
+            "set it, and prompts.paths=[...] to files of conversations"
         )
     if not config.prompts.paths:
         raise ValueError(
@@ -134,9 +133,8 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
         )
     if config.responses.url and ranks.world_size > 1:
         raise ValueError(
-            f"responses.url: must be used by one process, but there are {ranks.world_size} ranks; start it without "
-            "torchrun and "
-            "set responses.concurrency"
+            f"responses.url: must be used by one process, but there are {ranks.world_size} ranks; run "
+            "data_prep.responses without torchrun and set responses.concurrency"
         )
 
 
@@ -179,8 +177,7 @@ def find_stop_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> tu
     if not stop_token_ids:
         raise ValueError(
             "target.path: eos_token_id must be set in generation_config.json or config.json, since it ends a response, "
-            "but is not set "
-            f"in {target_dir}; add it"
+            f"but is not set in {target_dir}; add it"
         )
     return stop_token_ids
 
@@ -281,9 +278,8 @@ def fill_from_server(
             if failures_in_a_row >= max(MIN_FAILURES_TO_STOP, 2 * concurrency):
                 raise RuntimeError(
                     f"responses.url: {server.url} must keep responding, but {failures_in_a_row} consecutive "
-                    "conversations failed, the last "
-                    f"one because {reason}; correct that and run data_prep.responses again, which continues with what "
-                    "is missing"
+                    f"conversations failed, the last one because {reason}; correct that and run data_prep.responses "
+                    "again, which continues with what is missing"
                 )
 
 

@@ -120,9 +120,9 @@ def questions(messages: Sequence[Message]) -> list[list[Message]]:
     if not groups[-1]:
         groups.pop()
     if not any(message["role"] in ASKING_ROLES for message in messages):
-        raise ConversationRefused("no user's turn")
+        raise ConversationRefused("no user turn")
     if not all(group and group[-1]["role"] in ASKING_ROLES for group in groups):
-        raise ConversationRefused("a turn of the assistant that answers no user's")
+        raise ConversationRefused("an assistant turn that does not answer a user turn")
     return groups
 
 
@@ -156,7 +156,7 @@ class Dialogue:
         return Prompt(self._prompt_ids, turn_seed(self._limits.seed, self.regenerated.id, turn))
 
     def add_response(self, response: Response) -> None:
-        """Add the response to the last prompt to the messages."""
+        """Append the response to the messages."""
         text = response_text(self._tokenizer, self._prompt_ids, response)
         if response.is_cut:
             text = text.rstrip(_INCOMPLETE)

@@ -90,8 +90,7 @@ class ResponsesManifest:
         if content["schema_version"] != SCHEMA_VERSION:
             raise ValueError(
                 f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content['schema_version']}; delete "
-                f"{path.parent} and run "
-                "data_prep.responses again"
+                f"{path.parent} and run data_prep.responses again"
             )
         return ResponsesManifest(
             **{**content, "identity": identity_from_json(content["identity"]), "counts": Counts(**content["counts"])}

@@ -1,4 +1,4 @@
-"""Regenerates conversations with a running OpenAI-compatible server (vLLM, SGLang), by completions of token ids."""
+"""Regenerates conversations on a running OpenAI-compatible server (vLLM, SGLang), with prompts of token ids."""
 
 import asyncio
 import json
@@ -20,11 +20,11 @@ MAX_BODY_BYTES = 64 * 2**20
 
 
 class RequestFailed(Exception):
-    """A request failed for good; its conversation is left out of this run. The message is the reason in the report."""
+    """A request failed for good. Its conversation is left out of this run, and the report shows the message."""
 
 
 class CompletionServer:
-    """Client of a running server, which is checked before the long work."""
+    """Client of a running server."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class CompletionServer:
 
         Raises:
             ConnectionError: no server responds.
-            ValueError: not an OpenAI-compatible server, the wrong API key, or the server does not serve `model`.
+            ValueError: the server is not OpenAI-compatible, rejects the API key, or does not serve `model`.
         """
         self.url = url.rstrip("/")
         self.max_retries = max_retries
@@ -75,13 +75,12 @@ class CompletionServer:
         num_read = (content.get("usage") or {}).get("prompt_tokens", len(prompt_ids))
         if num_read != len(prompt_ids):
             raise ValueError(
-                f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids as it is, but counts "
-                f"{num_read} tokens; "
-                "use a server that adds none"
+                f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids unchanged, but counts "
+                f"{num_read} tokens; use a server that adds none"
             )
 
     def complete(self, prompt: Prompt, stopping: Event) -> Response:
-        """Returns the response to a prompt. Retries while the server is busy or away, unless the run is `stopping`.
+        """Returns the response to a prompt. Retries while the server is busy or unreachable, until `stopping` is set.
 
         Raises:
             RequestFailed: the server refused, or all retries failed.
@@ -115,8 +114,7 @@ class CompletionServer:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,  # -1 means all tokens in both engines
             "seed": prompt.seed,
-            # Omitted fields would come from the target's generation_config.json, and penalties also change greedy
-            # decoding.
+            # Set explicitly, since the target's generation_config.json gives the defaults. Penalties affect greedy too.
             **{"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
             "stop_token_ids": list(sampling.stop_token_ids),
             "skip_special_tokens": False,
@@ -137,10 +135,10 @@ class CompletionServer:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             shown = json.dumps(content)[:SHOWN_CHARACTERS]
             raise RequestFailed(
-                f"the server's answer is no completion ({type(error).__name__}: {error}): {shown}"
+                f"the server's answer is not a completion ({type(error).__name__}: {error}): {shown}"
             ) from error
         if reason not in ("stop", "length"):
-            raise RequestFailed(f"the server ended an answer for the reason {reason!r}")
+            raise RequestFailed(f"the server ended the response with finish_reason {reason!r}")
         stop_token_id = None
         if token_ids and reason == "stop" and token_ids[-1] in self._sampling.stop_token_ids:
             token_ids, stop_token_id = token_ids[:-1], token_ids[-1]
@@ -152,9 +150,8 @@ class CompletionServer:
             return {model["id"]: model for model in content["data"]}
         except (KeyError, TypeError) as error:
             raise ValueError(
-                "responses.url: must be the base URL of an OpenAI-compatible server, such as "
-                f"http://localhost:8000/v1, but {self.url}"
-                f"/models answers {json.dumps(content)[:SHOWN_CHARACTERS]}; correct the address"
+                "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
+                f"but {self.url}/models answers {json.dumps(content)[:SHOWN_CHARACTERS]}; correct the address"
             ) from error
 
     def _choose_model(self, model: str | None, served: list[str]) -> str:
@@ -162,14 +159,13 @@ class CompletionServer:
             return served[0]
         if model is None:
             raise ValueError(
-                f"responses.model: must be given where a server serves not one model, but {self.url} serves "
-                f"{', '.join(served) or 'none'}; give the target's name there"
+                f"responses.model: must be set unless the server has exactly one model, but {self.url} serves "
+                f"{', '.join(served) or 'none'}; set it to the target's name on the server"
             )
         if model not in served:
             raise ValueError(
                 f"responses.model: must be one that {self.url} serves, {', '.join(served)}, but is {model}; correct it "
-                "or start the "
-                "server with it"
+                "or start the server with it"
             )
         return model
 
@@ -186,28 +182,25 @@ class CompletionServer:
         return None
 
     def _fetch_checked(self, path: str, request: dict[str, Any] | None = None) -> Any:
-        """Fetch once before the long work, with errors that name the setting to correct."""
+        """Fetch without retries, for checks at the start. Errors name the setting to correct."""
         try:
             return self._fetch(path, request)
         except httpx.HTTPStatusError as error:
             is_key_wrong = error.response.status_code in (401, 403)
             key = "; set the environment variable responses.api_key_variable" if is_key_wrong else ""
             raise ValueError(
-                "responses.url: must be the base URL of an OpenAI-compatible server, such as "
-                f"http://localhost:8000/v1, but at {self.url}"
-                f"{path} {error}{key or '; correct the address or serve the target'}"
+                "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
+                f"but at {self.url}{path} {error}{key or '; correct the address or serve the target'}"
             ) from error
         except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionError(
                 f"responses.url: must be a running server, but {self.url}{path} does not answer ({_reason(error)}); "
-                "start it or correct "
-                "the address"
+                "start it or correct the address"
             ) from error
         except (ValueError, RequestFailed) as error:
             raise ValueError(
                 f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} is not JSON "
-                f"({error}); correct "
-                "the address"
+                f"({error}); correct the address"
             ) from error
 
     def _fetch(self, path: str, request: dict[str, Any] | None = None, root: str | None = None) -> Any:
@@ -247,7 +240,7 @@ class CompletionServer:
 
 
 async def _error_text(response: httpx.Response) -> str:
-    """Returns the beginning of the body of an error, or what arrived of it."""
+    """Returns the beginning of an error's body, which is shorter if the connection breaks off."""
     body = bytearray()
     try:
         async for chunk in response.aiter_bytes():
@@ -269,10 +262,10 @@ def regenerate_with_server(
     concurrency: int,
     save: Callable[[RegeneratedConversation], None],
 ) -> Generator[RegeneratedConversation | tuple[int, str]]:
-    """Regenerate conversations, at most `concurrency` at once, and yield each as it ends; if it failed, its row and
-    why.
+    """Regenerate conversations, at most `concurrency` at once, and yield each as soon as it ends.
 
-    If the run stops early, no new requests are sent, and conversations that end with the running requests go to `save`.
+    For a failed conversation, its row and the reason are yielded instead. If the caller stops early, no new requests
+    are sent, and conversations that the running requests complete are passed to `save`.
     """
     tokenizing, stopping = Lock(), Event()  # threads must not share a fast tokenizer
 

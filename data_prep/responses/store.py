@@ -167,6 +167,5 @@ def _parse(line: bytes, path: Path) -> RegeneratedConversation:
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path}: every line must be a conversation with responses, but one is not ({error}); delete {path} and "
-            "run "
-            "data_prep.responses again"
+            "run data_prep.responses again"
         ) from error

@@ -4,8 +4,8 @@
     python -m eval.bench.decode recipe=quickstart "bench.batch_sizes=[1,4,32]" "bench.draft_depths=[1,2,3,4,5,6]" \
         bench.out=decode.json
 
-Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K decode each batch in
-turns, and the fastest of `bench.repeats` counts. Tokens/s are counted after the prompt; answers have exactly
+Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K take turns on each batch,
+and the fastest of `bench.repeats` counts. Tokens/s are counted after the prompt; answers have exactly
 `acceptance.max_new_tokens` tokens.
 
 The prediction does not use these measurements. It takes the cost of a round from prompts of random tokens, and the
@@ -93,7 +93,7 @@ def check(config: PipelineConfig) -> None:
     """Raises ValueError for settings that cannot be measured."""
     if config.acceptance.max_new_tokens < 2:
         raise ValueError(
-            f"acceptance.max_new_tokens: must be at least 2, because the first token is not timed, but is "
+            "acceptance.max_new_tokens: must be at least 2, because the first token is not timed, but is "
             f"{config.acceptance.max_new_tokens}; raise it"
         )
     if config.bench.out and not Path(config.bench.out).parent.is_dir():
@@ -112,8 +112,8 @@ def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
     if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
         raise ValueError(
             f"bench.batch_sizes: must be at most {num_prompts}, the prompts of each half, one measured and one "
-            "predicted from, but hold "
-            f"{max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and acceptance.num_prompts"
+            f"predicted from, but hold {max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and "
+            "acceptance.num_prompts"
         )
     return halves
 
@@ -232,8 +232,7 @@ def num_rounds(answer: Generation) -> int:
 
 
 def needed_rounds(answer: Generation, depths: int) -> float:
-    """Returns the rounds that an answer would need with fewer drafts, if their acceptance at each position were the
-    same.
+    """Returns the rounds that an answer would need with fewer drafts of the same acceptance at each position.
 
     A round of X tokens exceeds the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
     """

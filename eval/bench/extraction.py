@@ -1,4 +1,4 @@
-"""Compares the extraction of hidden states with the target's bare forward, and measures how fast they are read.
+"""Compares the speed of extraction with the target's bare forward, and measures how fast hidden states are read.
 
 - *bare forward*: the target over packed documents, without keeping states;
 - *ours*: the transformers backend writing a store to disk, in bf16 and fp8, and with the writer stubbed out;
@@ -7,7 +7,7 @@
 - *vLLM*: its backend writing a store, if `serving.python` or `.venv-vllm` has vLLM;
 - *reading*: packed training batches from disk, compared with a plain copy of the memory-mapped shards.
 
-All candidates run in turns, except vLLM, which needs its own process. They use one thread, as a rank does on a CPU.
+All candidates take turns, except vLLM, which needs its own process. They use one thread, as a rank does on a CPU.
 Documents have random tokens and log-normal lengths.
 
     python -m eval.bench.extraction recipe=quickstart
@@ -127,7 +127,7 @@ def load_bench_target(config: PipelineConfig, device: torch.device) -> Target:
 def fastest(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
     """Returns seconds of the fastest of several runs of each candidate.
 
-    Candidates run in turns, so that other load on the machine affects all of them.
+    Candidates take turns, so that other load on the machine affects all of them.
     """
     seconds = dict.fromkeys(candidates, math.inf)
     for turn in range(repeats + 1):
@@ -218,8 +218,7 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
 def bench_vllm(
     config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path
 ) -> ExtractionFigures:
-    """Returns tokens/s of the vLLM backend writing a store, without its start; empty if there is no vLLM or no
-    checkpoint."""
+    """Returns tokens/s of the vLLM backend, without its startup time; empty without vLLM or a checkpoint."""
     if config.bench.target is not None:
         return {}
     try:
@@ -246,8 +245,9 @@ def bench_vllm(
 
 
 def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
-    """Returns GB/s of bf16 states read from disk as training does, and of a copy of the mapped shards of a bf16
-    store."""
+    """Returns GB/s of reading states as training does, and of copying memory-mapped shards.
+
+    Both count the bytes of bf16 states."""
     stores = {
         dtype: random_store(directory / dtype.value, dtype, bench.read_tokens, 2048, READ_HIDDEN_SIZE)
         for dtype in (StoreDtype.bfloat16, StoreDtype.fp8)

@@ -6,7 +6,7 @@ prompts and long documents.
     make .venv-peer/.installed                                            # the other trainer, once
 
 Documents have 512 random tokens and random states. A step is forward, loss, backward, clipping and AdamW, in bf16 with
-fp32 master weights. Candidates run in turns:
+fp32 master weights. Candidates take turns:
 
 - *ours*: the trainer's step in its DeepSpeed engine; *eager*: the same without torch.compile;
 - *plain*: the plain formula, which runs every row at every depth over dense masks and keeps all logits, eagerly;
@@ -156,7 +156,7 @@ def uncompiled(run: Callable[[], float]) -> float:
 
 
 def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Returns seconds of the fastest of several steps of each candidate, which run in turns."""
+    """Returns seconds of the fastest of several steps of each candidate, which take turns."""
     best = dict.fromkeys(candidates, math.inf)
     for turn in range(repeats + 1):
         for name, run in candidates.items():
@@ -177,8 +177,9 @@ def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2)
 
 
 def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
-    """Measures the cost of a prompt token relative to a supervised one, from steps with longer and longer prompts, and
-    compares ours with the peer for prompts nine times as long as the answers."""
+    """Measures the cost of a prompt token relative to a supervised one, from steps with ever longer prompts.
+
+    Also compares ours with the peer for prompts nine times as long as the answers."""
     hidden_size, vocab_size = config.bench.prompt_sizes
     case, answer, documents = case_of(hidden_size, vocab_size, config.bench.depths), 256, 2
     steps = {
@@ -204,8 +205,9 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
 
 
 def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[TrainFigures]:
-    """Measures single documents of each length, with a final answer of 1,024 tokens, and up to a quarter of the longest
-    also with all tokens supervised."""
+    """Measures one document of each length with an answer of 1,024 tokens at its end.
+
+    Those up to a quarter of the longest are also measured with all tokens supervised."""
     measured = []
     case, longest = (
         case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths),

@@ -82,8 +82,7 @@ class Ours:
 
 
 class Plain(Ours):
-    """The plain formula on the same weights and batch: all rows at every depth, dense masks, all logits kept for the
-    backward."""
+    """The plain formula on the same weights and batch: all rows at every depth, dense masks, and all logits kept."""
 
     def step(self) -> None:
         engine, batch = self.trainer.engine, self.batch.to(self.trainer.ranks.device, torch.bfloat16)

@@ -1,5 +1,4 @@
-"""Runs the benches at the dimensions of an 8B target with random weights, or at tiny ones. Their figures have no
-bounds."""
+"""Runs the benches with random weights, at the dimensions of an 8B target or at tiny ones. Figures have no bounds."""
 
 import json
 from collections.abc import Sequence
@@ -40,8 +39,7 @@ STEP_TINY = (
 
 
 NEEDED_GB = {"extraction": 30, "step": 60, "peer": 75}
-"""GB of GPU memory that each bench needs at the dimensions of 8B. The peer bench also runs our step and the plain
-formula, which keeps all logits."""
+"""GB of GPU memory that each bench needs at the dimensions of 8B. The peer bench includes the plain formula."""
 
 
 def too_small(bench: str) -> str:

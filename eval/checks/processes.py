@@ -1,5 +1,6 @@
-"""Kills a program with all its descendants. A process group is not enough: torchrun's ranks are in POSIX sessions of
-their own."""
+"""Kills a program and all its descendants.
+
+Killing the process group is not enough: torchrun's ranks are in POSIX sessions of their own."""
 
 import contextlib
 import os
@@ -8,8 +9,7 @@ from pathlib import Path
 
 
 def kill_tree(pid: int) -> None:
-    """Sends SIGKILL to a process and all its descendants, which has the effect of losing the node. Works on Linux
-    only."""
+    """Sends SIGKILL to a process and all its descendants, as if the node were lost. Works on Linux only."""
     for each in [pid, *descendants(pid)]:
         with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             os.kill(each, signal.SIGKILL)

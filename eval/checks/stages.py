@@ -34,18 +34,16 @@ from .processes import kill_tree
 from .rows import Finding, Outcome, at_most, judged, measured, skipped
 
 RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
-"""Takes a module, its arguments and a number of ranks, runs `python -m module arguments` on them, and returns when it
-has ended."""
+"""Runs `python -m module arguments` on a number of ranks, and returns when it has ended."""
 LIMIT_S = 600
 """Time limit of one program, so that a check that hangs does not keep the others from running."""
 COMPARED_DOCUMENTS = 8
 STORE_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
 """Relative error allowed in stored states, by the dtype that they were computed in. They are stored in bf16."""
 LOSS_ERROR = 0.02
-"""Relative error allowed in each loss of a resumed run on a GPU. FlashAttention's backward pass sums in an order that
-changes from run to run."""
+"""Relative error allowed in each loss of a resumed run on a GPU, since FlashAttention is not deterministic."""
 NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}
-"""The gap of two logits, relative to the logit, up to which rounding may decide between them."""
+"""Largest gap between two logits, relative to the logit, at which rounding may decide which token wins."""
 
 
 def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
@@ -97,7 +95,7 @@ class Stages:
         log.write_text(result.stdout + result.stderr)
         if result.returncode:
             last = next(filter(str.strip, reversed(result.stderr.splitlines())), "it printed no error")
-            raise RuntimeError(f"{module} must end with 0, but ended with {result.returncode}: {last}; see {log}")
+            raise RuntimeError(f"{module} must exit with 0, but exited with {result.returncode}: {last}; see {log}")
         return result.stdout
 
     def prompts(self) -> Finding:
@@ -143,8 +141,7 @@ class Stages:
         )
 
     def resumed_training(self) -> Finding:
-        """Kills a run after a checkpoint, starts it again, and compares its losses with those of the undisturbed
-        run."""
+        """Kills a run after a checkpoint, resumes it, and compares its losses with those of the uninterrupted run."""
         run_dir = self._sibling("resumed", "prompts", "hidden_states")
         arguments = [*self.overrides, f"run_dir={quoted(run_dir)}"]
         killed_at = kill_after_a_checkpoint(command_of("mtptrain.train", arguments, self.num_ranks), run_dir)
@@ -168,8 +165,7 @@ class Stages:
         return judged(length > 1.0, f"acceptance length {length:.3f}", "above 1", "no draft was accepted")
 
     def greedy(self, dtype: torch.dtype) -> Finding:
-        """Compares answers decoded with and without drafts. A difference is a fault unless the two logits are nearly
-        equal."""
+        """Compares answers decoded with and without drafts, which may differ only where two logits are nearly equal."""
         settings, target_dir = self.config.acceptance, self._target_dir()
         target = load_target(target_dir, dtype, self.device)
         head = trained_or_initial_head(
@@ -204,7 +200,7 @@ class Stages:
             max(gaps, default=0.0) <= NEAR_TIE[dtype],
             figure,
             f"gap at most {NEAR_TIE[dtype]:.2g}",
-            "another token than plain decoding's",
+            "a token differs from plain decoding",
         )
 
     def export(self) -> Finding:

@@ -74,8 +74,7 @@ class Format(ABC):
         return []
 
     def llama_config(self, dtype: str) -> dict[str, Any]:
-        """Returns `config.json` of a one-layer Llama with the head's sizes and the target's vocabulary, RoPE and
-        context."""
+        """Returns `config.json` of a one-layer Llama with the head's sizes, and the target's vocabulary and RoPE."""
         return {
             "architectures": [self.architecture],
             "model_type": "llama",

@@ -24,8 +24,7 @@ TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
 
 
 def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tables: int) -> int:
-    """Returns the memory of the proof: the embeddings and lm_head, both in bf16 as read and in fp32, and two heads in
-    fp32.
+    """Returns the memory of the proof: two heads in fp32, and embeddings and lm_head in bf16 and in fp32.
 
     Tied embeddings and lm_head count as one table (`num_tables`).
     """
@@ -33,8 +32,7 @@ def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tab
 
 
 def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloaded: Head) -> int:
-    """Drafts for the same documents with both heads in fp32, and returns the number of proposed tokens that were
-    compared.
+    """Drafts for the same documents with both heads in fp32, and returns the number of compared tokens.
 
     Raises:
         RuntimeError: the exported head proposes other tokens than the trained one.
@@ -47,8 +45,7 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
         if not torch.equal(ours, theirs):
             raise RuntimeError(
                 "export: the exported head must propose what the trained one does, but differs on the same hidden "
-                "states; nothing was "
-                "written, report this with the run's config.yaml"
+                "states; nothing was written, report this with the run's config.yaml"
             )
         count += ours.numel()
     return count
@@ -59,8 +56,7 @@ Document = tuple[torch.Tensor, TargetStates]
 
 
 def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Document]:
-    """Returns the first documents of the store that are long enough, or none without a store of this head's captured
-    layers."""
+    """Returns the first documents with enough tokens; none if the store does not fit the head or is missing."""
     if not (store_dir / MANIFEST).is_file():
         return []
     store = HiddenStore.open(store_dir)
@@ -99,8 +95,7 @@ def random_document(head: Head, parts: FrozenParts) -> Document:
 
 @torch.no_grad()
 def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> torch.Tensor:
-    """Returns what a head drafts [B, rounds, K] after the prompt and every K + 1 more tokens, as if all drafts were
-    accepted."""
+    """Returns drafts [B, rounds, K] after the prompt and after every K + 1 more tokens, as if all were accepted."""
     batch_size = len(tokens)
     drafter = HeadDrafter(head, parts, DRAFTS)
     drafter.start(batch_size, TOKENS + DRAFTS + 1)

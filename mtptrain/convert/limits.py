@@ -1,5 +1,4 @@
-"""Heads and targets that an engine does not serve although it has a format for the head, with reasons and
-alternatives."""
+"""Heads and targets that an engine cannot serve despite its format for the head, with reasons and alternatives."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -141,6 +140,5 @@ def check_served(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Non
         if violation is not None:
             raise ValueError(
                 f"{limit.setting}: must be {limit.must_be} to export head {head.name} for {engine}, but is "
-                f"{violation}: {limit.reason}; "
-                f"{limit.instead}"
+                f"{violation}: {limit.reason}; {limit.instead}"
             )

@@ -97,8 +97,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     if architecture not in KNOWN:
         raise ValueError(
             f"head.init_from: must be a draft head of a known format ({', '.join(KNOWN)}, our head.json, or a model "
-            "with "
-            f"model.layers.N.eh_proj), but {directory} is a {architecture}; choose another head"
+            f"with model.layers.N.eh_proj), but {directory} is a {architecture}; choose another head"
         )
     name, form = KNOWN[architecture]
     check_config(directory, config)
@@ -125,8 +124,7 @@ def resolve_init(path: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and the hub "
-            "answered: "
-            f"{str(error).splitlines()[0]}; correct the path or download the head first"
+            f"answered: {str(error).splitlines()[0]}; correct the path or download the head first"
         ) from error
 
 
@@ -140,8 +138,7 @@ def tensor_files(directory: Path) -> list[Path]:
     if not files:
         raise ValueError(
             f"head.init_from: weights must be safetensors files, but {directory} has none; convert a pytorch_model.bin "
-            "to "
-            "safetensors first (it is a pickle, which can execute code, and is therefore not read)"
+            "to safetensors first (it is a pickle, which can execute code, and is therefore not read)"
         )
     return files
 
@@ -219,15 +216,13 @@ def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> Pub
     if len(prefixes) > 1:
         raise ValueError(
             f"head.init_from: must hold one MTP layer, as head mtp has, but {directory} has {len(prefixes)} "
-            f"({', '.join(prefixes)}); "
-            "choose another checkpoint"
+            f"({', '.join(prefixes)}); choose another checkpoint"
         )
     check_config(directory, config)
     if config.get("mtp_hidden_states_first"):
         raise ValueError(
             f"{directory / 'config.json'}: mtp_hidden_states_first must be false, because eh_proj of head mtp reads "
-            "the embedding first, "
-            "but is true; choose another checkpoint"
+            "the embedding first, but is true; choose another checkpoint"
         )
     tensors = {
         name.removeprefix(prefixes[0]): tensor
@@ -251,8 +246,7 @@ def _eagle3_settings(
     if nested.get("use_aux_hidden_state") is False:
         raise ValueError(
             f"{directory / 'config.json'}: eagle_config.use_aux_hidden_state must be true, because head eagle3 reads "
-            "captured layers, "
-            "but is false; choose another head"
+            "captured layers, but is false; choose another head"
         )
     lm_head = tensors.get("lm_head.weight")
     settings: dict[str, list[object]] = {

@@ -23,16 +23,15 @@ def launch(form: Format, target: str, directory: Path, num_speculative_tokens: i
     return (
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {form.method} "
         f"--speculative-draft-model-path {directory} --speculative-num-steps {num_speculative_tokens} "
-        "--speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {num_speculative_tokens + 1}"
+        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {num_speculative_tokens + 1}"
     )
 
 
 class SglangMtp(Format):
     """`mtp` as the multi-token-prediction layer of MiMo, which SGLang combines with targets of every family.
 
-    The columns of its input projection start with the hidden state. Its query, key and value projections have biases,
-    which would be random if they were left out.
+    The columns of its input projection start with the hidden state. The query, key and value projections are exported
+    with zero biases, because SGLang would initialize missing ones at random.
     """
 
     architecture = "MiMoForCausalLM"
@@ -58,9 +57,8 @@ class SglangMtp(Format):
 
     def notes(self) -> list[str]:
         return [
-            "SGLang zeroes the token embedding that this class reads at position 0, which the head was neither trained "
-            "nor measured "
-            "with: the key and value of that one position differ, and no others."
+            "SGLang zeroes the embedding that this class reads at position 0, which training and measurement do not. "
+            "Only the key and value of that position differ."
         ]
 
 
@@ -70,7 +68,7 @@ def swap_halves(weight: torch.Tensor) -> torch.Tensor:
 
 
 class SglangEagle(Format):
-    """`eagle` with a bias of fc, which would be random if it were left out."""
+    """`eagle` with a zero bias of fc, which SGLang would initialize at random if it were missing."""
 
     architecture = "LlamaForCausalLMEagle"
     method = "EAGLE"
@@ -97,7 +95,8 @@ class SglangEagle3(VllmEagle3):
     def layer_ids(self, layers: tuple[int, ...]) -> list[int]:
         """Returns SGLang's layer ids, which are one less than ours: id k is the output of layer k, counted from 0.
 
-        Its DeepSeek class uses our ids unless the first is 1 (`set_eagle3_layers_to_capture` in deepseek_v2.py).
+        Its DeepSeek class adds the one only if the first id is 1, and otherwise expects our ids
+        (`set_eagle3_layers_to_capture` in deepseek_v2.py).
         """
         if self.target.model_type == "deepseek_v2" and layers[0] != 2:
             return list(layers)

@@ -29,8 +29,7 @@ class VllmFormat(Format):
             return []
         return [
             f"vLLM gives the head the target's sliding window of {window} tokens too (`CacheConfig.sliding_window`); "
-            "it was trained "
-            "and measured without one. Texts of up to that length are drafted alike."
+            "it was trained and measured without one. Texts of up to that length are drafted alike."
         ]
 
 
@@ -61,8 +60,7 @@ class VllmMtp(VllmFormat):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return self.llama_config(dtype) | {
-            # Without these, DeepSeek's class has experts (dense below first_k_dense_replace) and latent attention (both
-            # dims 0).
+            # Without these, DeepSeek's class has experts (unless below first_k_dense_replace) and latent attention.
             "n_routed_experts": 0,
             "first_k_dense_replace": 100_000,
             "moe_layer_freq": 1,
@@ -84,8 +82,7 @@ class VllmEagle(VllmFormat):
 
 
 class VllmEagle3(VllmFormat):
-    """`eagle3` under its public names. d2t and t2d exist only for a vocabulary smaller than the target's; vLLM
-    otherwise refuses them."""
+    """`eagle3` under its public names. vLLM refuses d2t and t2d unless the draft vocabulary is smaller."""
 
     architecture = "LlamaForCausalLMEagle3"
     method = "eagle3"

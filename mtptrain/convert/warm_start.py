@@ -75,7 +75,7 @@ SOURCES = {
         "post_attention_layernorm.weight",
     ),  # Gemma's, others'
 }
-"""The names in a target's layer of head tensors that have another name there."""
+"""Names in a target's layer for the head's tensors that have other names there."""
 
 
 @torch.no_grad()
@@ -101,8 +101,7 @@ def start_from_target(head: Head, target_dir: Path) -> None:
         sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(layer.items())[:4])
         raise ValueError(
             "head.start_from_target: the target's last layer must have projections of the head's shapes, but "
-            f"{target_dir} has {sizes}; "
-            "set head.start_from_target=false"
+            f"{target_dir} has {sizes}; set head.start_from_target=false"
         )
     fuse = dict(head.named_parameters()).get("eh_proj.weight", dict(head.named_parameters()).get("fc.weight"))
     assert fuse is not None, "a head without a projection of the target's states"
@@ -112,11 +111,10 @@ def start_from_target(head: Head, target_dir: Path) -> None:
 
 
 def fold_query_key_norms(layer: Tensors) -> Tensors:
-    """Returns a target's layer with the norms of queries and keys (Qwen3, Gemma 3), which our heads lack, folded into
-    projections.
+    """Returns a target's layer with its query and key norms, which our heads lack, folded into the projections.
 
-    The weight of such a norm folds exactly. Its division by a row's root mean square depends on the input; a constant
-    per head replaces it, the root mean square over inputs of random direction.
+    Qwen3 and Gemma 3 have such norms. Their weights fold exactly. They also divide each row by its root mean square,
+    which depends on the input. A constant per head replaces it: the root mean square over inputs of random direction.
     """
     folded = dict(layer)
     for name in ("q", "k"):
@@ -130,16 +128,14 @@ def fold_query_key_norms(layer: Tensors) -> Tensors:
 
 
 def fits(name: str, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Returns whether a weight has the parameter's shape, except for leading columns of attention projections for the
-    embedding."""
+    """Returns whether the shapes match. An attention projection may have more leading columns, for the embedding."""
     reads_embedding = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
     widths = (weight.shape[-1], 2 * weight.shape[-1]) if reads_embedding else (weight.shape[-1],)
     return parameter.shape[:-1] == weight.shape[:-1] and parameter.shape[-1] in widths
 
 
 def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
-    """Returns the `state_dict` from which a head of this config starts, including its `d2t` and `lm_head` if it has
-    them.
+    """Returns the `state_dict` from which a head of this config starts, with `d2t` and `lm_head` if it has them.
 
     Args:
         path: `head.init_from`, a directory or a hub name.
@@ -183,15 +179,13 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
         )
         raise ValueError(
             f"head.init_from: {directory} must hold a head {config.name}, as in the recipe, but holds a head "
-            f"{published.name}; set "
-            f"head={published.name}{choices}, or choose another head"
+            f"{published.name}; set head={published.name}{choices}, or choose another head"
         )
     hidden_size = (published.config or {}).get("hidden_size", target_config.hidden_size)
     if hidden_size != target_config.hidden_size:
         raise ValueError(
             f"head.init_from: {directory} must be for a hidden size of {target_config.hidden_size}, the target's, but "
-            "is for "
-            f"{hidden_size}; the head belongs to another target"
+            f"is for {hidden_size}; the head belongs to another target"
         )
     ours = effective_settings(config, target_config)
     different = {name: values for name, values in settings.items() if ours[name] not in values}
@@ -232,15 +226,13 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
         if theirs != ours:
             warnings.warn(
                 f"{published.directory / 'config.json'}: {name} should be {ours}, the target's value, which is used, "
-                f"but is {theirs}; "
-                "the head may draft worse than published until it is trained",
+                f"but is {theirs}; the head may draft worse than published until it is trained",
                 stacklevel=2,
             )
 
 
 def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path, target_dir: Path) -> Tensors:
-    """Returns the tensors without copies of the target's embeddings and lm_head, which our heads share; warns if they
-    differ."""
+    """Returns the tensors without the shared embeddings and lm_head; warns if those differ from the target's."""
     repeated = [name for name in REPEATED if name in state and name not in expected]
     parts = load_frozen_parts(target_dir) if repeated else None
     for name in repeated:
@@ -249,8 +241,7 @@ def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path,
         if difference > 0.01:  # beyond what rounding to bf16 explains
             warnings.warn(
                 f"{directory}: {name} should equal the target's, which is used, but differs (relative difference "
-                f"{difference:.2g}); "
-                "the head may draft worse than published until it is trained",
+                f"{difference:.2g}); the head may draft worse than published until it is trained",
                 stacklevel=2,
             )
     return {name: tensor for name, tensor in state.items() if name not in repeated}
@@ -291,8 +282,7 @@ def check_tensors(state: Tensors, expected: Tensors, directory: Path, config: He
         if shape != expected_shape:
             raise ValueError(
                 f"head.init_from: {name} of {directory} must be {_describe(expected_shape)} for head {config.name} and "
-                "this target, but is "
-                f"{_describe(shape)}; choose another head"
+                f"this target, but is {_describe(shape)}; choose another head"
             )
 
 
@@ -308,7 +298,6 @@ def check_draft_token_ids(state: Tensors, vocab_size: int, directory: Path) -> N
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(
             f"head.init_from: d2t of {directory} must be offsets to different tokens within the target's "
-            f"0..{vocab_size - 1}, but "
-            f"lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}; the head belongs to "
-            "another target"
+            f"0..{vocab_size - 1}, but lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}; "
+            "the head belongs to another target"
         )

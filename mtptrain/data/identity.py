@@ -15,7 +15,7 @@ from mtptrain.utils.files import file_sha256
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Hashes that show whether token ids and the chat format still mean the same."""
+    """Hashes that change when the meaning of token ids or the chat format changes."""
 
     tokenizer_sha256: str
     chat_template_sha256: str
@@ -52,7 +52,7 @@ class TargetIdentity:
         )
 
     def facts(self) -> dict[str, object]:
-        """Returns the values to compare, by their names in error messages. The path and revision may change."""
+        """Returns the compared values, by their names in error messages. Path and revision are not compared."""
         return {
             "the hash of the target's config": self.config_sha256,
             "the hash of the target's weights": self.weights_sha256,
@@ -67,7 +67,7 @@ def _sha256(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """Everything that must be equal for stored hidden states to be usable; not when and where they were computed."""
+    """Everything that must be equal for stored hidden states to be usable."""
 
     program: ClassVar[str] = "data_prep.hidden_states"
     target: TargetIdentity
@@ -122,13 +122,13 @@ class Identity(Protocol):
 
 
 def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens: int) -> None:
-    """Refuse stored data with another identity than this run's.
+    """Refuse stored data whose identity differs from this run's.
 
     Args:
         path: file that `found` was read from.
         expected: identity that the settings of this run require.
         found: identity of the stored data.
-        shard_tokens: expected and found, compared only if shards will still be written.
+        shard_tokens: expected and found tokens per shard; passed only if more shards will be written.
 
     Raises:
         ValueError: they differ.
@@ -144,7 +144,7 @@ def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens:
 def refuse_different_facts(
     path: Path, expected: Mapping[str, object], found: Mapping[str, object], remedy: str, note: str = ""
 ) -> None:
-    """Raise a ValueError that names every fact of `path` that is not as expected, followed by `note` and `remedy`."""
+    """Raise a ValueError that names every fact of `path` that differs, followed by `note` and `remedy`."""
     names = dict.fromkeys([*expected, *found])
     differences = [
         f"{name} must be {expected.get(name)}, but is {found.get(name)}"

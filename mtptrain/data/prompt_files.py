@@ -1,4 +1,4 @@
-"""The format of prompts, which data_prep.prompts writes and hidden states, validation and acceptance read.
+"""The format of prompts: data_prep.prompts writes it; extraction, validation and acceptance read it.
 
 `run_dir/prompts/` holds `train.safetensors` and `validation.safetensors`, each with `input_ids` i32[N], `loss_mask`
 u8[N], `document_offsets` i64[D+1] and `document_ids` i64[D]; `documents.jsonl` names each document; `manifest.json`
@@ -98,8 +98,8 @@ class DocumentEntry:
     window: int
     """0 for the first part of the document."""
     turn: int = 0
-    """0 for the first document of a file or conversation. Otherwise the number, from 1, of the document's last message,
-    which the chat template renders differently once the conversation continues."""
+    """0 for the main document of a file or conversation. Some chat templates render a message differently once the
+    conversation continues; such a message ends a document of its own, and this is the message's number, from 1."""
     group: str = ""
     """Split group of the file or conversation; its name by default."""
 
@@ -168,8 +168,8 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
             "target.path: the tokenizer must have a chat template to render messages, but that of "
-            f"{tokenizer.name_or_path} has "
-            "none; choose an instruction-tuned target, add chat_template.jinja to its directory, or use plain text"
+            f"{tokenizer.name_or_path} has none; choose an instruction-tuned target, add chat_template.jinja to its "
+            "directory, or use plain text"
         )
     template: str = tokenizer.get_chat_template()
     return template
@@ -192,9 +192,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         )
     except TemplateError as error:
         raise ValueError(
-            f"messages: must be ones that the chat template of {tokenizer.name_or_path} accepts, but it answers: "
-            f"{error}; correct "
-            "them"
+            f"messages: must be accepted by the chat template of {tokenizer.name_or_path}, but it reports: {error}; "
+            "correct them"
         ) from error
     assert not isinstance(encoded, (str, list))
     return list(encoded["input_ids"])

@@ -24,8 +24,7 @@ class Acceptance:
     acceptance_rate: float
     """Accepted tokens over drafted tokens."""
     acceptance_rate_at: list[float]
-    """Rounds that accepted the draft at each position, over all rounds with drafts: not conditional on earlier
-    positions."""
+    """Rounds that accepted the draft at each position, out of all rounds with drafts, so not conditional."""
     acceptance_length_mean_of_prompts: float
     """The acceptance length of each prompt, averaged over prompts."""
     tokens_per_step: float
@@ -63,8 +62,7 @@ def summarise(generations: Sequence[Generation]) -> Acceptance:
 
 @dataclass(frozen=True)
 class Intervals:
-    """95 % intervals, low and high, by bootstrap over sources: files or conversations are resampled with all their
-    rounds."""
+    """95 % intervals (low, high) by bootstrap over sources: a file or conversation is resampled with all its rounds."""
 
     acceptance_length: tuple[float, float]
     acceptance_rate_at: list[tuple[float, float]]
@@ -102,7 +100,7 @@ def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: 
 
 
 def has_loop(tokens: Sequence[int]) -> bool:
-    """Whether a block of at most 64 tokens repeats at least twice, over 32 tokens or more.
+    """Returns whether a block of at most 64 tokens repeats at least twice, over 32 tokens or more.
 
     Greedy decoding of a small model gets caught in such loops, where drafting is easy.
     """

@@ -44,8 +44,9 @@ class Draft:
     """For a head's chain, the logits of each depth over the head's own vocabulary: K tensors [B, D]."""
 
     def ancestors(self) -> torch.Tensor:
-        """Returns bool[B, i, j]: whether row j is row i or an ancestor of it. Row 0 is the newest token, row 1 + p
-        draft p."""
+        """Returns bool[B, i, j]: whether row j is row i or its ancestor.
+
+        Row 0 is the newest token of the sequence, row 1 + p is draft p."""
         batch_size, num_drafts = self.tokens.shape
         device = self.tokens.device
         if self.parents is None:

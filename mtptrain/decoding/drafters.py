@@ -270,8 +270,7 @@ class PromptLookupDrafter:
 
 
 class HybridDrafter:
-    """Drafts by prompt lookup if the newest `min_match` tokens occur earlier with K tokens after them, otherwise by the
-    head."""
+    """Drafts by prompt lookup if the newest `min_match` tokens occurred earlier, otherwise with the head."""
 
     def __init__(self, head: HeadDrafter, min_match: int) -> None:
         self.head = head

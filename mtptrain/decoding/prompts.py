@@ -24,8 +24,7 @@ CHOOSING_FRACTION = 0.25
 
 
 class HeldOut(StrEnum):
-    """Parts of the held-out files or conversations. `choosing` and `reporting` have no file, conversation or question
-    in common."""
+    """Parts of the held-out data. `choosing` and `reporting` share no file, conversation or question."""
 
     choosing = "choosing"
     reporting = "reporting"
@@ -75,8 +74,7 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
 
 
 def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
-    """Warn if prompts of a file begin with the first user turn of a training conversation, whatever its system prompt
-    is.
+    """Warn if prompts begin with the first user turn of a training conversation, whatever its system prompt.
 
     Args:
         questions: hash of the first user turn by prompt id.
@@ -90,9 +88,8 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
         warnings.warn(
             f"acceptance.prompts_file: its first turns should not be among the training prompts, but {len(known):,} of "
             f"{len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}) in {prompts_dir}; "
-            "their acceptance "
-            "is that of data the head was trained on: leave them out of the file, or out of prompts.paths and train "
-            "again",
+            "their acceptance is that of data the head was trained on: leave them out of the file, or out of "
+            "prompts.paths and train again",
             stacklevel=2,
         )
 
@@ -100,8 +97,8 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
 def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
     """Returns the held-out documents to cut prompts from.
 
-    These are all windows of texts. Of the conversations that ask the same question, it is one document with the first
-    answer, so that all questions weigh the same and no prompt begins in the middle of a turn.
+    From texts, these are all windows. From conversations with the same question, it is only one document, which holds
+    the first answer. All questions then weigh the same, and no prompt begins in the middle of a turn.
 
     Raises:
         FileNotFoundError: stage 1 has not run.
@@ -136,10 +133,8 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     if not wanted:
         raise ValueError(
             "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by "
-            "and one to "
-            f"report on, but holds out {len(groups)}; raise it and run data_prep.prompts and data_prep.hidden_states "
-            "again, or set "
-            "train.validation_prompts=0"
+            f"and one to report on, but holds out {len(groups)}; raise it and run data_prep.prompts and "
+            "data_prep.hidden_states again, or set train.validation_prompts=0"
         )
     return wanted
 
@@ -149,8 +144,7 @@ def _choosing_hash(group: str) -> float:
 
 
 def first_answers(documents: Documents, entries: list[DocumentEntry], indices: list[int]) -> list[int]:
-    """Returns the index of one document with the first answer, for each group of conversations that ask the same
-    question.
+    """Returns the index of one document with a first answer for each group of conversations with the same question.
 
     Args:
         indices: the documents to choose from.
@@ -167,9 +161,8 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], indices: l
     if not first:
         raise ValueError(
             "prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but "
-            "none of "
-            f"{len({entries[index].name for index in indices})} does; raise it and run data_prep.prompts again, or set "
-            "prompts.validation_fraction higher"
+            f"none of {len({entries[index].name for index in indices})} does; raise it and run data_prep.prompts "
+            "again, or set prompts.validation_fraction higher"
         )
     return sorted(first.values())
 
@@ -196,8 +189,7 @@ def held_out_prompts(
     if not prompts:
         raise ValueError(
             f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens that fits a "
-            "context of "
-            f"{context_tokens} with {max_new_tokens} new ones, but none of {len(documents)} does; lower it, "
+            f"context of {context_tokens} with {max_new_tokens} new ones, but none of {len(documents)} does; lower it, "
             "acceptance.max_new_tokens or train.validation_new_tokens, or raise prompts.validation_fraction"
         )
     return prompts
@@ -230,8 +222,7 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
         if outside:
             raise ValueError(
                 f"{path}:{number}: tokens must be in the target's vocabulary of {vocab_size}, but one is {outside[0]}; "
-                "make the "
-                "file for this target"
+                "make the file for this target"
             )
         prompts.input_ids[prompt_id] = input_ids
         if "category" in row:

@@ -21,8 +21,7 @@ class Sampler:
         return self.temperature == 0.0
 
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the distribution [..., V] over the `top_k` likeliest tokens, and of these the first that hold
-        `top_p`."""
+        """Returns the distribution [..., V] after top-k and then top-p filtering."""
         probs = (logits.float() / self.temperature).softmax(-1)
         if self.top_k == 0 and self.top_p == 1.0:
             return probs

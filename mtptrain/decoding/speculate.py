@@ -280,6 +280,5 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, context
         if len(prompt) + max_new_tokens > context_tokens:
             raise ValueError(
                 f"prompt {index}: prompt and answer must fit the target's context of {context_tokens} tokens, but are "
-                f"{len(prompt)} + "
-                f"{max_new_tokens}; shorten the prompt or lower max_new_tokens"
+                f"{len(prompt)} + {max_new_tokens}; shorten the prompt or lower max_new_tokens"
             )

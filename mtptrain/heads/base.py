@@ -26,8 +26,7 @@ R = TypeVar("R")
 
 
 class Head(nn.Module, ABC):
-    """A draft head: one decoder layer that is applied once per depth. Each class has its own file and is listed in
-    `HEADS`.
+    """A draft head: one decoder layer that is applied once per depth. `HEADS` lists all classes.
 
     A subclass builds its layers in `__init__` and implements `combine` (before attention) and `finish` (after it);
     `fuse` and `layers_to_capture` are optional. `forward` (training) and `decode` (inference) run exactly these

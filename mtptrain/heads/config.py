@@ -11,16 +11,13 @@ class HeadConfig:
 
     name: str = ""
     ttt_steps: int = at_least(1, default=4)
-    """Number of trained depths T: during training the head drafts this many tokens from its own states, as in
-    serving."""
+    """Number of trained depths T: training drafts this many tokens from the head's own states, as serving does."""
     num_attention_heads: int | None = None
-    """null takes the target's sizes, with as many attention heads as give a head dim of 64 or 128, otherwise hidden
-    size / 128 or / 64."""
+    """null takes the target's sizes, but changes the number of attention heads to get a head dim of 64 or 128."""
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
     init_from: str | None = None
     """A published head, an own head (`run_dir/train/best`) or the MTP layer of a checkpoint to start from: a directory
     or a hub name; see `mtptrain.convert.warm_start`. null starts from random weights."""
     start_from_target: bool = False
-    """Start from the target's last layer, set up to pass the target's states on: trains several times faster at
-    first."""
+    """Start from the target's last layer, set up to pass on the target's states. The loss falls faster at first."""

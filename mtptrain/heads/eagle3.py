@@ -25,8 +25,9 @@ class Eagle3Head(Head):
         head_dim: int | None = None
         """Head dim; hidden size / heads by default."""
         capture_layers: list[int] | None = None
-        """Residual streams to read, as the number of decoder layers before each. By default 2, half of the target's
-        layers and all but 3, as in the engines."""
+        """Residual streams to read, by the number of decoder layers before each.
+
+        The default is that of the engines: 2, half of the target's layers, and all but 3."""
         draft_vocab_size: int | None = None
         """Size D of the head's own vocabulary, chosen by `data_prep.draft_vocab`, for which it trains its own lm_head.
         By default the head uses the target's vocabulary and frozen lm_head."""
@@ -75,8 +76,7 @@ class Eagle3Head(Head):
             default = ", the engines' default" if config.capture_layers is None else ""
             raise ValueError(
                 f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, the target's "
-                "decoder layers, "
-                f"but are {list(layers)}{default}; set them, for example head.capture_layers={example}"
+                f"decoder layers, but are {list(layers)}{default}; set them, for example head.capture_layers={example}"
             )
         return layers
 
@@ -98,8 +98,7 @@ class Eagle3Head(Head):
         return normed if self.norm_before_residual else hidden_states, x
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the MLP; `logits` reads the normed residual stream, and the stream itself is fed back unless
-        `norm_output` is set."""
+        """Apply the MLP. `logits` reads the normed stream; the stream itself is fed back unless `norm_output`."""
         x = residual + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
         normed = self.norm(x)

@@ -50,8 +50,7 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
 
 
 def remove_later_heads(stage_dir: Path, step: int) -> None:
-    """Remove the kept heads of the steps after `step`, which a run that starts there trains again, and a choice that
-    measured one."""
+    """Remove heads kept after `step`, which a resumed run trains again, and a choice that measured one of them."""
     choice = stage_dir / CHOICE
     if choice.is_file() and any(head["step"] > step for head in json.loads(choice.read_text())["heads"]):
         choice.unlink()
@@ -80,8 +79,7 @@ def check_head_target(directory: Path, target_dir: Path) -> None:
     if stored != found:
         raise ValueError(
             f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target_dir}, but is {stored}: the "
-            "head belongs to "
-            "another target; set target.path to it, or train again"
+            "head belongs to another target; set target.path to it, or train again"
         )
 
 

@@ -103,10 +103,8 @@ def head_dims(config: HeadConfig, target_config: PreTrainedConfig, head_dim: int
     if head_dim is None and (hidden_size % heads or hidden_size // heads not in SERVED_HEAD_DIMS):
         raise ValueError(
             f"head.num_attention_heads: the head dim (hidden size {hidden_size} / heads) must be one of "
-            f"{SERVED_HEAD_DIMS}, which "
-            f"engines have kernels for, but is {hidden_size / heads:g} with {heads} heads; set "
-            "head.num_attention_heads to "
-            f"{hidden_size // 128 or 1} or {hidden_size // 64 or 1}"
+            f"{SERVED_HEAD_DIMS}, which engines have kernels for, but is {hidden_size / heads:g} with {heads} heads; "
+            f"set head.num_attention_heads to {hidden_size // 128 or 1} or {hidden_size // 64 or 1}"
         )
     if head_dim not in (None, *SERVED_HEAD_DIMS):
         raise ValueError(

@@ -1,7 +1,8 @@
 """Head `mtp`: one decoder layer with all its RMSNorms, shared by all depths.
 
 x = eh_proj[enorm(e); hnorm(h)], a full pre-norm Llama layer, a final norm and the target's frozen lm_head. The state
-after the final norm is fed back. DeepSeek-V3 Technical Report (arXiv 2412.19437), section 2.2, with one module for all.
+after the final norm is fed back. DeepSeek-V3 Technical Report (arXiv 2412.19437), section 2.2, except that all depths
+share one module.
 """
 
 from dataclasses import dataclass, field

@@ -10,7 +10,7 @@ LARGEST = torch.finfo(FP8).max  # 448
 GPU_VALUES = 2**26
 """Values that a GPU encodes at a time. Their fp32 copy takes 256 MB for each thread that writes states."""
 CACHED_VALUES = 2**18
-"""Values that a CPU encodes or decodes at a time. They fit its cache, from which every pass but the first reads."""
+"""Values that a CPU encodes or decodes at a time. They fit into its cache, so that only the first pass reads memory."""
 
 
 def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,8 +40,7 @@ def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns states [..., H] in `dtype` from e4m3 values [..., H] and f32 scales [...]; exact in bf16 and wider
-    dtypes."""
+    """Returns states [..., H] in `dtype` from e4m3 values [..., H] and f32 scales [...]; exact in bf16 or wider."""
     if values.is_cuda:
         return (values.to(torch.bfloat16) * scales.to(torch.bfloat16)[..., None]).to(dtype)
     states = torch.empty(values.shape, dtype=torch.bfloat16)

@@ -42,8 +42,7 @@ def check_store_dtype(dtype: StoreDtype, capture_layers: Collection[int]) -> Non
     if dtype is StoreDtype.fp8_aux and not capture_layers:
         raise ValueError(
             "hidden_states.store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux, "
-            "which keeps "
-            "only the captured layers in eight bits; set one of these"
+            "which keeps only the captured layers in eight bits; set one of these"
         )
 
 
@@ -121,8 +120,7 @@ def document_checksum(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def index_checksum(index: bytes | memoryview, loss_mask: bytes | memoryview) -> str:
-    """Returns the hexadecimal XXH3-128 of the bytes that opening a shard reads: `index` (header and tables) and the
-    loss mask."""
+    """Returns the hexadecimal XXH3-128 of what opening a shard reads: `index` (header and tables) and loss mask."""
     digest = xxhash.xxh3_128(index)
     digest.update(loss_mask)
     return digest.hexdigest()

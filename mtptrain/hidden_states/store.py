@@ -89,8 +89,8 @@ class StoreManifest:
         content = read_json(path)
         if content.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(
-                f"{path}: the schema version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; "
-                f"delete {directory} and run data_prep.hidden_states again"
+                f"{path}: the schema version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; delete "
+                f"{directory} and run data_prep.hidden_states again"
             )
         try:
             shards = tuple(ShardRecord(**record) for record in content.pop("shards"))
@@ -98,8 +98,7 @@ class StoreManifest:
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}: must have exactly the fields of a manifest, but does not ({error}); delete {directory} and "
-                "run "
-                "data_prep.hidden_states again"
+                "run data_prep.hidden_states again"
             ) from error
 
 
@@ -151,8 +150,7 @@ class HiddenStore:
         return np.concatenate([shard["document_ids"].numpy() for shard in self._shards()])
 
     def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        """Yields for each shard the loss mask [N] of its tokens and the offsets [D + 1] of its documents, without
-        copies."""
+        """Yields each shard's loss mask [N] and document offsets [D + 1], without copies."""
         for shard in self._shards():
             yield shard["loss_mask"].numpy(), shard["document_offsets"].numpy()
 
@@ -170,9 +168,8 @@ class HiddenStore:
         if checksum != expected:
             raise ValueError(
                 f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, "
-                "but is "
-                f"{checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}; verify=true "
-                "checks the whole store"
+                f"but is {checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}; "
+                "verify=true checks the whole store"
             )
         return document
 
@@ -233,8 +230,7 @@ def expected_identity(
         if getattr(stored, name) != value:
             raise ValueError(
                 f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, as for target {config.target.path}, "
-                "but is "
-                f"{getattr(stored, name)}; run data_prep.prompts again with this target"
+                f"but is {getattr(stored, name)}; run data_prep.prompts again with this target"
             )
     target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
     settings = config.hidden_states
@@ -300,8 +296,7 @@ def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
     if digest != record.sha256:
         raise ValueError(
             f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were changed or "
-            "damaged after it "
-            f"was written; {REMEDY}"
+            f"damaged after it was written; {REMEDY}"
         )
 
 
@@ -315,8 +310,7 @@ def _check_index(directory: Path, index: int, record: ShardRecord) -> None:
     if checksum != record.index_checksum:
         raise ValueError(
             f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, "
-            f"but is {checksum}: "
-            f"bytes were changed or damaged after it was written; {REMEDY}"
+            f"but is {checksum}: bytes were changed or damaged after it was written; {REMEDY}"
         )
 
 

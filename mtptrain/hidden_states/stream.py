@@ -1,5 +1,4 @@
-"""Streaming: extraction and training run at the same time, over a store that never holds more than a few windows of
-shards.
+"""Streaming: extraction and training run at the same time, on a store that holds only a few windows of shards.
 
 The seed shuffles the shards, which are then divided into windows of `train.stream_shards` shards.
 data_prep.hidden_states writes the shards of the first `OPEN_WINDOWS` windows that training has not released.
@@ -71,8 +70,8 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     if content["windows"] != [list(window) for window in windows]:
         raise ValueError(
             f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in "
-            "training; start "
-            f"both programs with the same seed and train.stream_shards, or delete {store_dir} to start again"
+            f"training; start both programs with the same seed and train.stream_shards, or delete {store_dir} to start "
+            "again"
         )
     return int(content["released_windows"])
 
@@ -93,9 +92,8 @@ def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> li
             return None
         shards = chain.from_iterable(windows[released : released + OPEN_WINDOWS])
         missing = [shard for shard in shards if read_record(store_dir, shard) is None]
-        if (
-            released_windows(store_dir, windows) == released
-        ):  # otherwise some may be missing because they were just released
+        # If this differs, shards may be missing because they were just released, so look again.
+        if released_windows(store_dir, windows) == released:
             return missing
 
 
@@ -200,8 +198,7 @@ def open_stream(
     if (directory / MANIFEST).exists():
         raise ValueError(
             f"train.stream: must be false if the hidden states are finished, but is true with {directory / MANIFEST}; "
-            "set "
-            "train.stream=false, which trains on all of them, or choose another run_dir"
+            "set train.stream=false, which trains on all of them, or choose another run_dir"
         )
     wait_until(
         (directory / PLAN).exists, f"{directory / PLAN}, which data_prep.hidden_states with the same settings writes"
@@ -233,7 +230,8 @@ class Releases:
             read = np.unique(window_of[list(chain.from_iterable(micro_batches))])
             first[read] = np.minimum(first[read], step)
             last[read] = step + 1
-        self._unread_after = np.maximum.accumulate(last)  # [W] steps after which a window and all before it are unread
+        # For each window, the number of steps after which neither it nor an earlier one is read again.
+        self._unread_after = np.maximum.accumulate(last)
         if (self._unread_after[:-OPEN_WINDOWS] > first[OPEN_WINDOWS:]).any():
             raise ValueError(
                 f"train.stream_shards: {OPEN_WINDOWS} windows must hold all documents of a step, but those of "
@@ -246,11 +244,10 @@ class Releases:
         return all(record_path(shard_path(self.store.directory, shard)).exists() for shard in shards)
 
     def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-        """Wait until extraction has written what step `step`, from 0, reads; returns the signal that any rank received
-        meanwhile.
+        """Wait until extraction has written what step `step` (from 0) reads; return a signal that a rank got meanwhile.
 
-        All ranks wait here together. While one rank is reading a batch, or runs a step that others have not begun, no
-        rank would see a signal.
+        All ranks wait here together, so that they can agree on a signal. They could not if each waited inside its own
+        step.
         """
         stopped_by: signal.Signals | None = None
 
@@ -271,8 +268,7 @@ class Releases:
         return int(np.searchsorted(self._unread_after, step, side="right"))
 
     def is_due(self, step: int) -> bool:
-        """Returns whether step number `step`, counted from 1, is the last to read a window; a checkpoint then frees
-        disk space."""
+        """Returns whether step `step` (from 1) is the last to read a window; a checkpoint then frees disk space."""
         return self.num_unread(step) > self.num_unread(step - 1)
 
     def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:

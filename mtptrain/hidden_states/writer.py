@@ -1,5 +1,4 @@
-"""Writes a store of hidden states for data_prep.hidden_states. mtptrain/hidden_states/store.py defines the format and
-reads it.
+"""Writes a store of hidden states in the format that mtptrain/hidden_states/store.py defines.
 
 Shard boundaries depend only on the prompts. A run that is killed leaves every shard either complete or absent.
 """
@@ -104,8 +103,7 @@ def begin_store(
 
 
 def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
-    """Remove unfinished files of these shards, shards without a record, and records whose shard is missing or
-    truncated."""
+    """Remove unfinished files of these shards, shards without records, and records of missing or truncated shards."""
     indices = {shard_path(directory, index).stem: index for index in shards}
     for path in list(directory.glob("shard_*")):
         index = indices.get(path.name.split(".")[0])
@@ -114,7 +112,7 @@ def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
 
 
 def has_shard(directory: Path, index: int) -> bool:
-    """Returns whether this part or another has finished a shard, and whether the shard has its full length.
+    """Returns whether a shard is finished, by this part or another, and has its full length.
 
     Its bytes are not checked here: its record was written after they were on the disk. Training checks every document
     that it reads, and `verify` checks all of them.
@@ -175,7 +173,7 @@ class ShardFile:
             raise
 
     def write(self, document: int, streams: torch.Tensor) -> None:
-        """Write the states of document `document` of the shard: [n, L + 1, H], captured layers first, in any float
+        """Write the states [n, L + 1, H] of document `document` of the shard, captured layers first, in any float
         dtype.
 
         Raises:
@@ -187,8 +185,8 @@ class ShardFile:
         if not is_finite(streams):
             raise ValueError(
                 f"{self._path}: hidden states must be finite, but those of document "
-                f"{int(self._tokens['document_ids'][document])} of "
-                "documents.jsonl are not; set hidden_states.dtype=float32, or remove the document from the data"
+                f"{int(self._tokens['document_ids'][document])} of documents.jsonl are not; set "
+                "hidden_states.dtype=float32, or remove the document from the data"
             )
         states = self._encoded(HIDDEN_STATES, streams[:, -1])
         if self._num_captured:
@@ -324,8 +322,7 @@ def record_path(shard: Path) -> Path:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Returns a name for this process only: workers may outlive a killed torchrun and write the same shard as the
-    resumed run."""
+    """Returns a name unique to this process, since workers of a killed torchrun may still write the same shard."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 

@@ -1,5 +1,4 @@
-"""Counts the costs of a target and of a training step, without weights: modules are on the meta device, or tensors have
-no data."""
+"""Counts the costs of a target and of a training step, without allocating weights."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -31,13 +30,12 @@ class TargetCosts:
     active_parameters: int
     """Parameters of the decoder layers that one token uses: k of E experts."""
     attention_flops: int
-    """FLOPs of attention for each pair of a token and a token that it sees."""
+    """FLOPs of attention for each pair of a query token and a key token."""
     traffic_bytes_per_token: int
     """Bytes that elementwise kernels of the decoder layers read and write in bf16."""
 
     def flops_per_token(self, document_tokens: float) -> float:
-        """Returns 2 FLOPs per active parameter plus causal attention, in which a token sees half of its document on
-        average.
+        """Returns 2 FLOPs per active parameter, plus causal attention over half a document on average.
 
         Sliding windows are ignored, so this is an upper bound for layers that have one.
         """
@@ -163,7 +161,7 @@ def _step(
 ) -> None:
     """Run forward, loss and backward of one micro-batch whose documents end with their responses."""
     rows = [max(1, round((length - 1) * supervised_share)) for length in lengths]
-    with unset_fake_temporarily():  # where documents lie is known, and attention's FLOPs are counted by it
+    with unset_fake_temporarily():  # real positions of the documents, from which attention's FLOPs are counted
         packing = Packing.of(
             lengths,
             [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))],

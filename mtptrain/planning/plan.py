@@ -1,5 +1,4 @@
-"""Estimates the disk, GPU memory and time that a run needs, before anything is loaded. mtptrain/planning/planner.py
-prints the plan.
+"""Estimates the disk, GPU memory and time of a run before anything is loaded. `planner.py` prints the plan.
 
 Unknown numbers are replaced by upper bounds: before data_prep.prompts has been run, every document has
 `prompts.max_document_tokens` tokens and every token is supervised.
@@ -30,8 +29,7 @@ from mtptrain.target.hub import DEMO, HUB_ERRORS, resolve_target, unknown_target
 FITTING_SHARE = 0.8
 """Share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
 ENGINE_SHARE = 0.9
-"""Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including the activations of a
-batch."""
+"""Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in all, including a batch's activations."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ class TrainMemory:
     validation_target: int
     """The whole target, in `acceptance.dtype`; 0 if `train.validation_prompts` is 0."""
     validation: int
-    """Peak of validation (keys, values and prompts), which runs between steps, when no activations are alive; 0 without
-    validation."""
+    """Peak of validation, which runs between steps, when no activations are alive; 0 without validation."""
 
     @property
     def state(self) -> int:
@@ -74,7 +71,7 @@ class Plan:
     states_in_flight_bytes: int
     """Hidden states in vLLM's cache, on each GPU."""
     is_spread: bool
-    """Whether the target fits no single GPU. accelerate then spreads it over all GPUs, which work one at a time."""
+    """Whether the target is too large for one GPU, so that accelerate spreads it over all. They work one at a time."""
     max_position_embeddings: int
     head_parameters: int
     memory: TrainMemory
@@ -85,7 +82,7 @@ class Plan:
     train: Speed
     """Training of all epochs."""
     export_bytes: int
-    """Host memory that the export needs to prove equal proposals."""
+    """Host memory of the export's proof that the written head proposes the same tokens."""
 
 
 def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
@@ -97,7 +94,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
 
     Raises:
         FileNotFoundError: the target does not exist.
-        ValueError: the target's family is not supported, or not by the backend, or the head does not fit the target.
+        ValueError: mtptrain or the backend does not support the target's family, or the head does not fit the target.
     """
     # 1. Check that the settings fit the target.
     settings = config.hidden_states
@@ -201,8 +198,7 @@ def _gpus_per_rank(config: PipelineConfig) -> int:
 
 
 def scratch_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
-    """Returns the bytes that vLLM's worker writes to `hidden_states.scratch_dir` per token: every stream once, in its
-    own dtype."""
+    """Returns the bytes that vLLM's worker writes to `hidden_states.scratch_dir` per token: each stream once."""
     if config.hidden_states.backend is not Backend.vllm:
         return 0
     num_streams = len({*captured, target_config.num_hidden_layers})
@@ -233,8 +229,7 @@ def free_disk(path: Path) -> int:
 def target_weights_bytes(
     config: PipelineConfig, target_dir: Path, target_config: PreTrainedConfig, target: TargetCosts
 ) -> int:
-    """Returns the bytes of the target's weights in extraction: the size of local quantised files, otherwise all
-    parameters."""
+    """Returns the bytes of the target's weights in extraction, from the files if they are local and quantised."""
     if getattr(target_config, "quantization_config", None) is not None and any(target_dir.glob("*.safetensors")):
         return sum(path.stat().st_size for path in weight_files(target_dir))
     return target.num_parameters * _itemsize(config.hidden_states.dtype.value)
@@ -253,9 +248,9 @@ def states_in_flight_bytes(
 ) -> int:
     """Returns the bytes of hidden states in vLLM's cache on each GPU, without keys and values.
 
-    They belong to two batches, one of which runs while the other is written, and to the longest document. A block of
-    states takes a page in every layer but fills only one, and every GPU of an engine holds whole states
-    (`get_kv_cache_groups` in vLLM 0.32), so that tensor parallelism does not divide them.
+    They belong to two batches, one of which runs while the other is written, and to the longest document. vLLM gives a
+    block of states a page in every layer, although it fills only one of them. Tensor parallelism does not divide
+    states: every GPU holds all of them (`get_kv_cache_groups` in vLLM 0.32).
     """
     num_layers: int = target_config.num_hidden_layers
     num_streams = len({*captured, num_layers})

@@ -1,5 +1,4 @@
-"""Writes docs/results/roofline.md: a lower bound on the time of a training step on an H100, and its parts. Needs no
-GPU.
+"""Writes docs/results/roofline.md: a lower bound on the time of a training step on an H100. Needs no GPU.
 
 python -m mtptrain.planning.roofline
 """

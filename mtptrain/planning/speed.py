@@ -1,5 +1,4 @@
-"""Estimates the time of a stage from tokens/s if they are given, otherwise from its costs per token and the hardware's
-rates."""
+"""Estimates the time of a stage from given tokens/s, or else from its costs per token and the hardware's rates."""
 
 from dataclasses import dataclass
 
@@ -37,8 +36,7 @@ class TokenCosts:
     pcie_bytes: float
     disk_bytes: float
     writer_s: float = 0.0
-    """Seconds that a rank's CPU threads take to check, encode, write and hash the token's states; 0 if none are
-    written."""
+    """Seconds in which a rank's CPU threads check, encode, write and hash the token's states; 0 without writing."""
 
 
 def estimate(

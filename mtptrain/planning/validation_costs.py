@@ -1,5 +1,4 @@
-"""Estimates the memory of validation in addition to weights: the caches of a batch, and the forward over its
-prompts."""
+"""Estimates the memory of validation beyond the weights: a batch's caches, and the forward over its prompts."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,8 +15,7 @@ from mtptrain.target.model import TargetStates
 
 
 def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
-    """Returns the most bytes that validation needs at once on a GPU, in addition to the target's and the head's
-    weights.
+    """Returns the peak bytes of validation on a GPU, beyond the weights of the target and the head.
 
     This is an upper bound: it assumes the largest batch that the settings allow, and that all of its tokens are
     prompts. Later rounds process only a few rows per sequence and need less memory than the prompts do.
@@ -29,17 +27,15 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
     """
     dtype = getattr(torch, config.acceptance.dtype.value)
     prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
-    drafted_slots = prompts * (
-        3 * config.acceptance.num_speculative_tokens + 2
-    )  # slots that `speculate` adds to prompt and answer
+    # `speculate` adds these slots to prompt and answer.
+    drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)
     cached = (tokens + drafted_slots) * cached_values(target_config) * dtype.itemsize
     target_bytes = tokens * forward_values(target_config) * dtype.itemsize
     return cached + max(target_bytes, head_prompt_bytes(config.head, target_config, dtype, tokens))
 
 
 def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
-    """Returns the most prompts that validation decodes together on a GPU, and their tokens including answers and
-    padding."""
+    """Returns the most prompts that validation decodes together on a GPU, and their tokens with answers and padding."""
     new_tokens = config.train.validation_new_tokens
     is_text = config.prompts.source is PromptSource.text_files
     prompt_tokens = min(longest_tokens, config.acceptance.prompt_tokens) if is_text else longest_tokens
@@ -50,9 +46,8 @@ def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: i
 
 def cached_values(target_config: PreTrainedConfig) -> int:
     """Returns the number of values that the target's cache holds per token, over all layers."""
-    if (
-        target_config.model_type == "deepseek_v2"
-    ):  # the cache holds the latent from which all heads' keys and values are made
+    # DeepSeek caches the latent from which all heads' keys and values are made.
+    if target_config.model_type == "deepseek_v2":
         layer_values = target_config.kv_lora_rank + target_config.qk_rope_head_dim
     else:
         head_dim = (
@@ -72,8 +67,7 @@ def forward_values(target_config: PreTrainedConfig) -> int:
 
 
 def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
-    """Returns the peak bytes of a head's depth 0 over a prompt: the target's states, and the head's cache and
-    activations."""
+    """Returns the peak bytes of a head's depth 0 over a prompt: target states, head cache and activations."""
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype), torch.no_grad():
         head, parts = build_head(config, target_config), _frozen_parts(target_config)

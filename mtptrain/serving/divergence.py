@@ -1,5 +1,4 @@
-"""Finds the first token on which an engine and we differ, and its logit gap: a tiny gap is rounding, a large one a
-bug."""
+"""Finds the first token at which an engine and we differ. A tiny logit gap there is rounding, a large one a bug."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,8 +38,7 @@ class Divergence:
     def __str__(self) -> str:
         return (
             f"{self.what} token {self.position} of prompt {self.prompt} is {self.ours} for us and {self.theirs} for "
-            "the engine, whose "
-            f"token is {self.logit_gap:.2g} below the {self.logit:.3g} of ours in our logits"
+            f"the engine, whose token is {self.logit_gap:.2g} below the {self.logit:.3g} of ours in our logits"
         )
 
 

@@ -107,8 +107,7 @@ def find_python(python: str | None) -> Path:
 
 
 def generate(jobs: Sequence[GenerateJob], python: str | None = None) -> list[EngineRun]:
-    """Run the jobs one after another in one process, each with its own engine, and return their results in the same
-    order.
+    """Run the jobs one after another in one process, each with its own engine, and return their results in order.
 
     Raises:
         FileNotFoundError: the Python does not exist.
@@ -241,8 +240,7 @@ class VllmServer:
                 "prompt": list(prompt),
                 "max_tokens": max_new_tokens,
                 "temperature": 0.0,
-                # Values left out here default to the target's generation_config.json, and penalties change greedy
-                # answers too.
+                # Set all values: omitted ones come from generation_config.json, and penalties affect greedy too.
                 **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
                 **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
                 "ignore_eos": True,
@@ -260,8 +258,7 @@ class VllmServer:
         if num_finished != len(prompts):
             raise RuntimeError(
                 f"{self.url}: the server must serve no other requests during the check, but finished {num_finished} "
-                "requests instead of "
-                f"{len(prompts)}; repeat the check when it is idle"
+                f"requests instead of {len(prompts)}; repeat the check when it is idle"
             )
         return EngineRun(
             self.version,
@@ -280,8 +277,7 @@ class VllmServer:
         return counters
 
     def _settled_counters(self) -> dict[tuple[str, int | None], int]:
-        """Return the counters once they no longer change: the server answers a request before it counts its last
-        step."""
+        """Return the counters once they stop changing: the server answers a request before it counts the last step."""
         counters = self.counters()
         while True:
             time.sleep(SETTLED_AFTER_S)
@@ -302,8 +298,7 @@ class VllmServer:
         except httpx.TransportError as error:
             raise ConnectionError(
                 f"serving.url: must be a running vLLM server, but {self.url} does not answer ({error}); start `vllm "
-                "serve` or correct "
-                "the address"
+                "serve` or correct the address"
             ) from error
 
 
@@ -321,8 +316,7 @@ def _counts(counters: dict[tuple[str, int | None], int]) -> EngineCounts | None:
 
 
 def _accepted_by_round(answers: Sequence[dict[str, Any]]) -> list[list[int]] | None:
-    """Returns the accepted drafts of each round, which need a server with `--per-request-spec-decode-metrics
-    detailed`."""
+    """Returns the accepted drafts of each round. Needs a server with `--per-request-spec-decode-metrics detailed`."""
     accepted = [
         ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("per_step_accepted") for answer in answers
     ]

@@ -32,9 +32,8 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a separate process would import vLLM again
-os.environ.setdefault(
-    "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-)  # otherwise a CPU engine binds to cores that others may be using
+# By default a CPU engine binds to cores that other programs may be using.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # A forked worker inherits locks that other threads hold, and hangs on them. `vllm serve` and CPU engines spawn their
 # workers too, so that only one start method needs tests.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -145,8 +144,7 @@ def run_and_clean_up(run: Callable[[Engine], dict[str, Any]], engine: Engine) ->
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Disable `gc.collect`, which vLLM calls ten times per engine, a quarter of a second each: most of a small engine's
-    start and end."""
+    """Disable `gc.collect`: vLLM calls it ten times per engine, which is most of a small engine's start and end."""
     collect = gc.collect
     gc.collect = lambda generation=2: 0
     try:
@@ -181,10 +179,8 @@ def check_platform(device_type: str) -> None:
     if device_type == "cuda" and current_platform.is_cpu():
         raise ValueError(
             f"serving.python: must have a vLLM that runs on GPUs, like this rank, but vLLM {__version__} of "
-            f"{sys.executable} runs on "
-            "CPUs; install the package vllm there instead of vllm-cpu (remove .venv-vllm and run `make "
-            ".venv-vllm/.installed`), and "
-            "unset VLLM_TARGET_DEVICE"
+            f"{sys.executable} runs on CPUs; install the package vllm there instead of vllm-cpu (remove .venv-vllm and "
+            "run `make .venv-vllm/.installed`), and unset VLLM_TARGET_DEVICE"
         )
 
 

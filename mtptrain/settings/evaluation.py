@@ -14,7 +14,7 @@ class Baseline(StrEnum):
     none = "none"
     """Plain decoding."""
     prompt_lookup = "prompt_lookup"
-    """Drafts what followed the newest tokens earlier in the text."""
+    """Drafts the tokens that followed an earlier occurrence of the newest ones."""
     model = "model"
     """A small language model, `acceptance.draft_model`."""
     tree = "tree"
@@ -47,8 +47,7 @@ class AcceptanceConfig:
     temperatures: list[float] = field(default_factory=list)
     """Further temperatures, each measured with greedy drafts and with sampled drafts."""
     sample_drafts: bool = False
-    """At a temperature above 0, sample the drafts too (vLLM's `draft_sample_method: probabilistic`). Engines draft the
-    most likely tokens by default."""
+    """Sample drafts too if temperature is above 0, as vLLM does with `draft_sample_method: probabilistic`."""
     max_new_tokens: int = at_least(1, default=128)
     dtype: Dtype = Dtype.float32
     num_prompts: int = at_least(1, default=100)
@@ -88,14 +87,12 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
     ):
         raise ValueError(
             f"acceptance.temperatures: must be different numbers of at least 0.01, but are {settings.temperatures} in "
-            "addition to "
-            f"acceptance.temperature={settings.temperature:g}, which is measured in any case; correct them"
+            f"addition to acceptance.temperature={settings.temperature:g}, which is measured in any case; correct them"
         )
     if (settings.top_p < 1 or settings.top_k) and settings.temperature == 0 and not settings.temperatures:
         raise ValueError(
             "acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are "
-            f"{settings.top_p} and "
-            f"{settings.top_k}; leave them out, or set acceptance.temperature"
+            f"{settings.top_p} and {settings.top_k}; leave them out, or set acceptance.temperature"
         )
     if len(set(settings.baselines)) < len(settings.baselines):
         raise ValueError(
@@ -104,8 +101,7 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
     if settings.sample_drafts and Baseline.tree in settings.baselines:
         raise ValueError(
             "acceptance.sample_drafts: must be false where acceptance.baselines names `tree`, but is true: a tree "
-            "holds the most likely "
-            "tokens; leave one of them out"
+            "holds the most likely tokens; leave one of them out"
         )
     if (settings.draft_model is not None) != (Baseline.model in settings.baselines):
         raise ValueError(
@@ -116,8 +112,7 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
     if Baseline.tree in settings.baselines and settings.tree_nodes > most:
         raise ValueError(
             f"acceptance.tree_nodes: must be at most {most}, the candidates of {settings.num_speculative_tokens} "
-            "depths with "
-            f"acceptance.tree_top_k={settings.tree_top_k}, but is {settings.tree_nodes}; lower it or raise "
+            f"depths with acceptance.tree_top_k={settings.tree_top_k}, but is {settings.tree_nodes}; lower it or raise "
             "acceptance.tree_top_k"
         )
 
@@ -135,13 +130,11 @@ class ExportConfig:
 
 @dataclass
 class ServingConfig:
-    """Check of an export: a real engine serves the prompts of `acceptance`, and its acceptance is compared with
-    ours."""
+    """Check of an export: an engine serves the prompts of `acceptance`, and its acceptance is compared with ours."""
 
     engine: ServingEngine = ServingEngine.vllm
     python: str | None = None
-    """Python that vLLM is installed for, also for `hidden_states.backend=vllm`; null is that of `.venv-vllm` in the
-    checkout."""
+    """Python that has vLLM, also for `hidden_states.backend=vllm`; null is that of `.venv-vllm` in the checkout."""
     url: str | None = None
     """A running server to ask instead of starting an engine: `http://localhost:8000`."""
     tensor_parallel_size: int = at_least(1, default=1)
@@ -154,11 +147,11 @@ class ServingConfig:
 
 @dataclass
 class BenchConfig:
-    """Settings of the eval.bench programs, which measure all candidates in turns in one run."""
+    """Settings of the eval.bench programs. The candidates of a run take turns."""
 
     target: str | None = None
-    """`8b` for random weights in the dimensions of an 8B Llama, in eval.bench.train also `70b`; null is the recipe's
-    target, in eval.bench.train `hidden_sizes`."""
+    """`8b` measures random weights with the dimensions of an 8B Llama; eval.bench.train also knows `70b`. null measures
+    the recipe's target, or in eval.bench.train the targets of `hidden_sizes`."""
     documents: int = at_least(1, default=64)
     """Documents of random tokens with log-normal lengths."""
     median_tokens: int = at_least(1, default=250)
@@ -170,8 +163,7 @@ class BenchConfig:
     open_tokens: int = at_least(8192, default=1_000_000)
     """Tokens of the store that is opened."""
     hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024])
-    """Hidden sizes of the targets in eval.bench.train: MLPs 2.75 times as wide, head dim 64, one key head for four
-    query heads."""
+    """Hidden sizes of the targets in eval.bench.train: MLPs 2.75 times as wide, head dim 64, four queries per key."""
     train_tokens: list[int] = field(default_factory=lambda: [1024, 4096])
     """Tokens of the fully supervised steps in eval.bench.train, in documents of 512."""
     vocab_size: int = at_least(2, default=4096)

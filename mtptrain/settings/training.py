@@ -22,8 +22,9 @@ class LossKind(StrEnum):
     kl = "kl"
     """Forward KL from the target's distribution to the head's."""
     lk = "lk"
-    """w KL + (1 - w) TV with w = exp(-eta a), where a = sum min(target_probs, draft_probs) is the probability that the
-    draft is accepted (arXiv 2602.23881)."""
+    """w KL + (1 - w) TV with w = exp(-eta a) (arXiv 2602.23881). a = sum min(target_probs, draft_probs) is the
+    acceptance
+    probability of a sampled draft."""
     ce = "ce"
     """Cross-entropy with the target's most likely token; tokens outside the head's vocabulary are skipped."""
 
@@ -66,8 +67,7 @@ class TrainConfig:
     """torch.compile the elementwise work of the step; takes about half a minute at the start. null compiles on GPUs
     only. The loss moves about 9 bytes per logit when compiled, and 128 otherwise."""
     activation_checkpointing: bool = False
-    """Keep few activations for the backward pass and recompute the others: fits longer documents, takes about a quarter
-    more time."""
+    """Recompute most activations in the backward pass: fits longer documents, takes about a quarter more time."""
     profile: bool = False
     """Write a trace of three steps to `run_dir/train/trace_<rank>.json`, for chrome://tracing or Perfetto."""
     log_every: int = at_least(1, default=10)
@@ -77,10 +77,9 @@ class TrainConfig:
     these steps and of the last one are kept in `run_dir/train/heads` instead; each takes as much disk space as the
     export."""
     validation_prompts: int = at_least(0, default=32)
-    """Held-out prompts, from a quarter of the held-out files or conversations that reports leave out. 0 measures
-    nothing during training, for a target that does not fit in memory next to the head: the last head then counts as the
-    best until
-    `eval.choose_head` has measured those that `validate_every` keeps."""
+    """Prompts to measure, from the quarter of the held-out files or conversations that reports leave out. 0 measures
+    nothing during training, for a target that does not fit in memory next to the head. The last head is then the best
+    one until `eval.choose_head` has measured those that `validate_every` keeps."""
     validation_new_tokens: int = at_least(1, default=64)
     save_every: int = at_least(0, default=0)
     """Steps between checkpoints; 0 saves at the end only."""

@@ -19,7 +19,7 @@ def causal_attention(
     """Returns causal attention: each token of a sequence attends to itself and to the tokens before it.
 
     Args:
-        query: sequences of one length [B, heads, S, head_dim].
+        query: [B, heads, S, head_dim], without padding.
         key: [B, kv heads, S, head_dim].
         value: [B, kv heads, S, value head_dim].
         scaling: scale of the scores; 1 / sqrt(head_dim) by default.
@@ -33,9 +33,8 @@ def causal_attention(
     has_grouped_kernel = (
         is_whole and query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
     )
-    if (
-        not has_grouped_kernel
-    ):  # only flash takes grouped keys on CUDA; SDPA would otherwise store scores [B, heads, S, S]
+    # On CUDA, only flash takes grouped keys. With other kernels SDPA would store scores [B, heads, S, S].
+    if not has_grouped_kernel:
         key, value = (_repeat_for_query_heads(x, query.shape[1]) for x in (key, value))
     if window is None or length <= window:
         return F.scaled_dot_product_attention(
@@ -44,9 +43,8 @@ def causal_attention(
     outs = []
     for start in range(0, length, window):  # a block of rows sees at most two windows of keys
         end, first = min(start + window, length), max(0, start + 1 - window)
-        distance = torch.arange(start, end)[:, None] - torch.arange(
-            first, end
-        )  # from each key to each row [rows, keys]
+        # Distance of each row from each key [rows, keys].
+        distance = torch.arange(start, end)[:, None] - torch.arange(first, end)
         mask = ((distance >= 0) & (distance < window)).to(query.device)
         keys, values = key[:, :, first:end], value[:, :, first:end]
         outs.append(F.scaled_dot_product_attention(query[:, :, start:end], keys, values, attn_mask=mask, scale=scaling))

@@ -48,9 +48,9 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     check_static_rope(config)
     if _ignores_windows(config):
         raise ValueError(
-            f"target.path: sliding windows must be ones that transformers implements for {family!r}, but it ignores "
-            f"those in {path}, "
-            "which engines do not; remove sliding_window and layer_types from it, or choose another target"
+            f"target.path: transformers must implement the sliding windows of {family!r}, but it ignores "
+            f"those in {path}, which engines do not; remove sliding_window and layer_types from it, or choose another "
+            "target"
         )
     return config
 
@@ -88,8 +88,7 @@ def _ignores_windows(config: PreTrainedConfig) -> bool:
 
 
 def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the RoPE parameters of the target's full-attention layers, as one flat dict with `rope_type` and
-    `rope_theta`."""
+    """Returns the RoPE parameters of full-attention layers, in one flat dict with `rope_type` and `rope_theta`."""
     rope_parameters = target_config.rope_parameters
     return dict(rope_parameters.get("full_attention", rope_parameters))
 
@@ -104,6 +103,5 @@ def check_static_rope(config: PreTrainedConfig) -> None:
     if rope_type not in STATIC_ROPE_TYPES:
         raise ValueError(
             f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is {rope_type!r}, "
-            "which changes with "
-            "the length of the text; choose another target"
+            "which changes with the length of the text; choose another target"
         )

@@ -29,7 +29,7 @@ class FrozenParts:
     has_offset_norm: bool = False
     """Whether the norm multiplies by 1 + weight."""
     logit_softcap: float | None = None
-    """The bound of the target's own logits, which tanh keeps within +- this; None for no bound."""
+    """Bound within which tanh keeps the target's own logits; None without soft-capping."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, weights: Mapping[str, torch.Tensor]) -> "FrozenParts":
@@ -52,8 +52,7 @@ class FrozenParts:
         return F.embedding(input_ids, self.embed_tokens)  # [..., H]
 
     def final_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns post-norm states from the states after the last layer, with the same rounding as the family's own
-        norm."""
+        """Normalizes the states after the last layer, with the same rounding as the family's own norm."""
         states, dtype = hidden_states.float(), self.norm_weight.dtype
         normed = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)  # [..., H]
         if self.has_offset_norm:
@@ -108,8 +107,8 @@ def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
             if dtype not in PLAIN_DTYPES or "scale" in parameter:
                 raise ValueError(
                     f"target.path: {module} must be unquantised, because training reads it without scales, but {path} "
-                    f"has {name} in "
-                    f"{dtype}; choose the unquantised checkpoint, or one in which this module is not quantised"
+                    f"has {name} in {dtype}; choose the unquantised checkpoint, or one in which this module is not "
+                    "quantised"
                 )
 
 

@@ -46,8 +46,7 @@ def unknown_target(path: str, answer: Exception, advice: str, setting: str = "ta
     """Returns the error for a `path` that is no directory and for which the hub raised `answer`."""
     return FileNotFoundError(
         f"{setting}: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub "
-        "answered: "
-        f"{str(answer).splitlines()[0]}; correct the path or {advice}"
+        f"answered: {str(answer).splitlines()[0]}; correct the path or {advice}"
     )
 
 
@@ -72,8 +71,8 @@ def weight_files(target_dir: Path) -> list[Path]:
     if missing or not files:
         raise FileNotFoundError(
             "target.path: weights must be safetensors files, but "
-            f"{missing[0] if missing else target_dir / '*.safetensors'} does not "
-            "exist; convert or download the checkpoint"
+            f"{missing[0] if missing else target_dir / '*.safetensors'} does not exist; convert or download the "
+            "checkpoint"
         )
     return files
 
@@ -82,8 +81,7 @@ _SAMPLES_PER_TENSOR, _SAMPLE_BYTES = 8, 4096
 
 
 def weights_fingerprint(target_dir: Path) -> str:
-    """Returns a hash of every safetensors header and of eight samples of each tensor, which is fast for a checkpoint of
-    any size."""
+    """Returns a hash of every safetensors header and of eight samples of each tensor: fast for any checkpoint."""
     digest = hashlib.sha256()
     for path in weight_files(target_dir):
         with path.open("rb") as file:

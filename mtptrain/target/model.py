@@ -41,11 +41,9 @@ class Target:
         if "meta" in (device.type, parts.norm_weight.device.type, parts.lm_head.device.type):
             raise ValueError(
                 "target.path: embeddings, final norm and lm_head of the target must fit the GPUs of one machine, but "
-                "accelerate has "
-                "offloaded some of them; use more GPUs, or a smaller dtype"
+                "accelerate has offloaded some of them; use more GPUs, or a smaller dtype"
             )
-        # With several devices, this copies an untied lm_head from the last device to the first; with one device,
-        # nothing is copied.
+        # With several devices, this copies an untied lm_head from the last one to the first.
         self.parts = replace(parts, norm_weight=parts.norm_weight.to(device), lm_head=parts.lm_head.to(device))
 
     @property
@@ -86,8 +84,7 @@ class Target:
     def _family_mask(
         self, mask: torch.Tensor | None, positions: torch.Tensor, tree: TreeRows | None
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """Returns the mask of `PositionCache.begin` in the form that the family's forward takes, with the sliding
-        window applied."""
+        """Returns the mask of `PositionCache.begin` as the family expects it, with the sliding window applied."""
         if mask is None or self.window is None:
             return mask
         slot_positions = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots]
@@ -159,9 +156,8 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
         output_loading_info=True,
     )
     model, loading = loaded
-    _refuse_missing(
-        target_dir, loading["missing_keys"]
-    )  # transformers initialises missing tensors at random and only logs it
+    # transformers initialises missing tensors at random and only logs a warning.
+    _refuse_missing(target_dir, loading["missing_keys"])
     return Target(model)
 
 
@@ -187,22 +183,19 @@ def load_draft_model(
     if vocab != load_tokenizer(target_dir).get_vocab():
         raise ValueError(
             f"acceptance.draft_model: must have the target's tokenizer, but the tokens of {directory} are not those of "
-            f"{target_dir}; "
-            "choose a smaller model of the same family"
+            f"{target_dir}; choose a smaller model of the same family"
         )
     config = read_target_config(directory)
     if config.vocab_size <= max(vocab.values()):
         raise ValueError(
             "acceptance.draft_model: must have an embedding for each token of its tokenizer, ids up to "
-            f"{max(vocab.values())}, but "
-            f"{directory} has vocab_size {config.vocab_size}; choose another model"
+            f"{max(vocab.values())}, but {directory} has vocab_size {config.vocab_size}; choose another model"
         )
     max_tokens = config.max_position_embeddings
     if max_tokens < context_tokens:
         raise ValueError(
             f"acceptance.draft_model: must read the longest prompt with its response and drafts, {context_tokens} "
-            f"tokens, but {directory} "
-            f"has a context of {max_tokens}; leave out long prompts or choose another model"
+            f"tokens, but {directory} has a context of {max_tokens}; leave out long prompts or choose another model"
         )
     return load_target(directory, dtype, device)
 
@@ -218,8 +211,7 @@ def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) 
     if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"target.path: {target_dir} must fit one device if several ranks share a machine, but does not; start one "
-            "process, "
-            "which spreads it over all devices; in training, set train.validation_prompts=0"
+            "process, which spreads it over all devices; in training, set train.validation_prompts=0"
         )
 
 

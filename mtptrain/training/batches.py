@@ -177,8 +177,7 @@ def make_batch(
 
 
 def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the first row and the number of rows of each span of rows that draft: tokens t + 1 and t + 2 of row t are
-    generated."""
+    """Returns the first row and length of each span of drafts: row t drafts if tokens t + 1, t + 2 are generated."""
     drafts = (loss_mask[1:-1] & loss_mask[2:]).astype(np.int8)
     edges = np.diff(drafts, prepend=0, append=0)
     first_rows = np.flatnonzero(edges == 1)
@@ -192,8 +191,7 @@ def pack_states(
     decode_states: bool,
     buffers: StateBuffers | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the states [N, ..., H] of the first `used` tokens of each document, and the scales [N, ...] if they are
-    still e4m3."""
+    """Returns the states [N, ..., H] of each document's first `used` tokens, and scales [N, ...] of e4m3 states."""
     states, scales = (
         [
             part[:count]
@@ -241,8 +239,9 @@ def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDA
 
 
 class BatchSchedule:
-    """The batches of every step, fixed from the start, so that resuming only counts steps. Steps are requested in
-    rising order."""
+    """The batches of every step. They are fixed from the start, so that resuming only needs the step number.
+
+    Steps must be requested in rising order."""
 
     def __init__(
         self,
@@ -281,8 +280,7 @@ class BatchSchedule:
         if self.steps_per_epoch == 0:
             raise ValueError(
                 "train.micro_batches_per_step: must be at most the number of documents that train, but is "
-                f"{micro_batches_per_step} "
-                f"with {np.count_nonzero(self.costs)} of them in {store.directory}; lower it"
+                f"{micro_batches_per_step} with {np.count_nonzero(self.costs)} of them in {store.directory}; lower it"
             )
 
     def _pack(self, epoch: int) -> list[Step]:
@@ -321,11 +319,11 @@ class BatchSchedule:
         return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if self._pins else batch
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
-        """Yields this rank's batches of steps first_step .. last_step - 1. For a GPU, each is read while the step
-        before it runs.
+        """Yields this rank's batches of steps first_step .. last_step - 1.
 
-        On a CPU nothing is read ahead: a concurrent reader costs a third of the step's speed, reading in between a
-        hundredth. The states of a step's batches are overwritten when the next step is requested.
+        For a GPU, each is read while the step before it runs. On a CPU nothing is read ahead: a concurrent reader costs
+        a third of the step's speed, reading between steps a hundredth. The states of a step's batches are overwritten
+        when the next step is requested.
         """
         reader = ThreadPoolExecutor(max_workers=1) if self.for_gpu else None
         pending: Future[list[Batch]] | None = None

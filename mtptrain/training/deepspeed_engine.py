@@ -1,5 +1,4 @@
-"""Everything that depends on how DeepSpeed works inside: its settings, gradients and optimizer state, with the reason
-for each."""
+"""Everything that depends on DeepSpeed's internals: its settings, gradients and optimizer state, with reasons."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ STATE_SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
 REFUSED_ZERO_SETTINGS = {
     "offload_optimizer": "the trainer takes the norm of the gradients that the optimizer reads, which DeepSpeed does "
     "not allow there",
-    "round_robin_gradients": "DeepSpeed then gives a checkpoint the weights of other parameters",
+    "round_robin_gradients": "DeepSpeed then saves the weights of other parameters in a checkpoint",
     "compute_grad_norm": "the trainer takes the gradient's norm itself",
 }
 SET_BY_TRAINER = (
@@ -48,14 +47,12 @@ def check_deepspeed(config: dict[str, Any]) -> None:
     if stage not in (0, 1, 2):
         raise ValueError(
             f"deepspeed.zero_optimization.stage: must be 0, 1 or 2, but is {stage}: a head is small enough for its "
-            "weights to stay whole; "
-            "set deepspeed=zero2"
+            "weights to stay whole; set deepspeed=zero2"
         )
     if config.get("bf16", {}).get("enabled") and stage == 0:
         raise ValueError(
             "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: DeepSpeed keeps fp32 masters there "
-            "in a different "
-            "form; set deepspeed=zero1"
+            "in a different form; set deepspeed=zero1"
         )
     if config.get("fp16", {}).get("enabled"):
         raise ValueError(
@@ -70,8 +67,7 @@ def check_deepspeed(config: dict[str, Any]) -> None:
     if stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
         raise ValueError(
             "deepspeed.data_types.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: DeepSpeed supports it "
-            "only with ZeRO 2 "
-            "if the trainer takes the gradient's norm; set deepspeed=zero2"
+            "only with ZeRO 2 if the trainer takes the gradient's norm; set deepspeed=zero2"
         )
     for name in SET_BY_TRAINER:
         if name in config:
@@ -113,8 +109,7 @@ def build_engine(
         ranks: this process among all.
     """
     prepare_single_process()
-    # Shared-memory collectives would be compiled on first use. gloo's are good enough for a small head and need no
-    # compiler or ninja.
+    # Shared-memory collectives would be compiled on first use. gloo's are fast enough for a small head.
     __compatible_ops__["deepspeed_shm_comm"] = False
     zero = config.get("zero_optimization", {})
     if is_partitioned(config):
@@ -160,9 +155,8 @@ def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = Tr
     if warn:
         warnings.warn(
             f"deepspeed.zero_optimization.stage: the gradients of the {num_accumulated} micro-batches that each rank "
-            "adds must be summed "
-            "in fp32 to lose nothing, but ZeRO 1 sums them in bf16; set deepspeed=zero2, or start as many ranks as "
-            "there are micro-batches",
+            "adds must be summed in fp32 to lose nothing, but ZeRO 1 sums them in bf16; set deepspeed=zero2, or start "
+            "as many ranks as there are micro-batches",
             stacklevel=2,
         )
     return config
@@ -200,8 +194,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
-    """Returns every weight and Adam moment in fp32 on the CPU, by parameter name, or {} unless `keep_here`. All ranks
-    take part."""
+    """Returns fp32 weights and Adam moments on the CPU, by parameter name; {} unless `keep_here`. Collective."""
     state: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         whole = _parameter_state(engine, parameter)
@@ -224,8 +217,7 @@ def _parameter_state(
 
 
 def _has_fp32_master(parameter: torch.nn.Parameter) -> bool:
-    """Returns whether DeepSpeed's optimizer wraps ours and keeps weight and moments in partitions; without ZeRO it does
-    not."""
+    """Returns whether DeepSpeed's optimizer wraps ours and partitions weights and moments, as ZeRO does."""
     return hasattr(parameter, "_hp_mapping")
 
 
@@ -240,14 +232,13 @@ def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tenso
         step: number of optimizer steps that the state has seen.
     """
     # 1. Create the optimizer's state, which it would otherwise make in its first step. With ZeRO its parameters are
-    # flat: this    rank's part of all parameters, concatenated.
+    # flat: this rank's part of all parameters, concatenated.
     optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
     for group in optimizer.param_groups:
         for flat in group["params"]:
             zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
             optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
-    # 2. DeepSpeed maps parameters to their part of that state in its first step too; without the map, nothing can be
-    # set.
+    # 2. Map parameters to their part of that state, as setting it requires. DeepSpeed does so only in its first step.
     if engine.optimizer is not optimizer:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     # 3. Copy weights and moments.

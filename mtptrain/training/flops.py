@@ -28,8 +28,7 @@ class StepFlops:
 
     @staticmethod
     def of(head: Head, vocab_size: int, depths: int) -> "StepFlops":
-        """Returns the FLOPs of a head for a target with V tokens, trained over T depths: 2 per weight forward, 4
-        backward.
+        """Returns the FLOPs of a head for a target with V tokens over T depths: per weight 2 forward and 4 backward.
 
         The target's states need no gradient, so an input projection that reads them without a norm in between costs 2
         fewer.

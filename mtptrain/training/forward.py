@@ -29,22 +29,22 @@ def training_losses(
         scale: weight of each depth's sum in the loss [T].
         settings: the loss.
         clock: accumulates the seconds of the phases `forward` and `loss`.
-        call_head: what to call in place of the head: the engine that wraps it.
+        call_head: called in place of the head, for example the engine that wraps it.
     """
     with clock.phase("forward"):
-        # 1. The target's post-norm states of the target tokens [M, H], and what the head reads: captured layers [N, L,
-        # H], or the    post-norm states of all tokens [N, H].
+        # 1. Normalize the target's states of the target tokens [M, H]. The head reads captured layers [N, L, H] if it
+        # has any, otherwise the post-norm states of all tokens [N, H].
         target_tokens, read_states = batch.packing.rows + 1, batch.aux_hidden_states  # [M]
         if read_states is None:
             read_states = parts.final_norm(batch.hidden_states)
             target_states = read_states[target_tokens]
         else:
             target_states = parts.final_norm(batch.hidden_states[target_tokens])
-        # 2. The head's states at every depth [T, M, H].
+        # 2. Run the head at every depth [T, M, H].
         embeddings = parts.embed(batch.next_ids)  # [N, H]
         states = (call_head or head)(read_states, embeddings, batch.packing, len(batch.is_draft))
     with clock.phase("loss"):
-        # 3. The losses, with the head's own lm_head if it has one.
+        # 3. Compute the losses, with the head's own lm_head if it has one.
         return draft_losses(
             states,
             parts.lm_head if head.lm_head is None else head.lm_head.weight,

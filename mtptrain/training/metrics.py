@@ -24,7 +24,7 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 class Tracking:
-    """Writes one line per record. Only rank 0 has a tracking."""
+    """Writes one line per record, on rank 0 only."""
 
     def __init__(self, directory: Path, config: PipelineConfig, first_step: int) -> None:
         self.path = directory / METRICS
@@ -39,7 +39,7 @@ class Tracking:
             )
 
     def _lines(self) -> list[str]:
-        """Returns the lines of an earlier run, without a last line that a kill has torn."""
+        """Returns the lines of an earlier run, without an incomplete last line that a killed run left."""
         return (
             [line for line in self.path.read_text().splitlines() if line.endswith("}")] if self.path.is_file() else []
         )
@@ -82,8 +82,7 @@ class StepMeter:
         Returns:
             `tokens` of whole documents, `tokens_per_s`, `supervised_tokens_per_s`; the shares of time spent waiting for
             data and in each phase; `mfu`, the required FLOPs divided by what the matmul peak allows in that time;
-            `peak_bytes` of the rank
-            with the highest memory use.
+            `peak_bytes` of the rank with the highest memory use.
         """
         phases = self.clock.read()
         seconds = time.perf_counter() - self._started

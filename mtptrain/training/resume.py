@@ -30,19 +30,17 @@ OPTIMISATION_SETTINGS = (
 
 
 def check_resume(config: PipelineConfig, checkpoint_dir: Path) -> None:
-    """Raises ValueError if `train.resume=never` would run over checkpoints."""
+    """Raises ValueError if `train.resume=never` would overwrite checkpoints."""
     checkpoints = complete_checkpoints(checkpoint_dir)
     if config.train.resume is Resume.never and checkpoints:
         raise ValueError(
             f"train.resume: must be auto where checkpoints exist, but is never with {checkpoints[-1]}; set "
-            "train.resume=auto to go on from "
-            "it, or choose another run_dir"
+            "train.resume=auto to continue from it, or choose another run_dir"
         )
 
 
 def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict[str, object]:
-    """Returns everything that must be unchanged for a checkpoint to be valid: the head, the optimization and the order
-    of the data."""
+    """Returns what a checkpoint requires to be unchanged: the head, the optimization and the order of the data."""
     return {
         "head": asdict(config.head),
         "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),

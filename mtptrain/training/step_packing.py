@@ -1,9 +1,8 @@
 """Chooses the documents of each training step and divides them among its micro-batches.
 
 The loss of a step is divided by the number of drafts in that step, so a token of a small step weighs more than one of a
-large step. Steps are therefore filled evenly: a document that does not fit waits for the next step while shorter ones
-fill this one, and
-the last steps of an epoch divide their documents evenly.
+large step. Steps are therefore filled evenly. A document that does not fit waits for the next step while shorter ones
+fill this one, and the last steps of an epoch divide their documents evenly.
 """
 
 import heapq
@@ -17,11 +16,9 @@ _Document = tuple[int, int, float]
 """Index, number of tokens, and cost."""
 
 PACKING_VERSION = 2
-"""Raise this whenever the order of documents changes. A checkpoint with another version is not resumed, because its
-step number stands for other documents."""
+"""Increase this when the order of documents changes: the step of an older checkpoint then means other documents."""
 LOOK_AHEAD = 8
-"""The most documents that may wait for the next step, per micro-batch. This bounds the work, and how far the order
-departs from the given one."""
+"""Maximum documents per micro-batch that wait for the next step, which bounds the work and the change of order."""
 FULL_SHARE = 0.99
 """A step is full once its documents fill this share of its token budget."""
 EVENED_STEPS = 8
@@ -45,8 +42,8 @@ def pack_documents(
 
     Documents are taken in the given order, which is that of `shuffled` or of a streamed store. Each goes to the
     cheapest micro-batch of the step that has room. A document that does not fit waits, and the next step takes waiting
-    documents first.
-    Documents that cost nothing are left out. So is the last step if one of its micro-batches stays empty.
+    documents first. Documents that cost nothing are left out, and so is the last step if one of its micro-batches stays
+    empty.
 
     Args:
         lengths: tokens of each document [D].
@@ -63,8 +60,8 @@ def pack_documents(
     if lengths.max() > batch_tokens:
         raise ValueError(
             f"train.batch_tokens: must be at least the longest document, {lengths.max()} tokens, but is "
-            f"{batch_tokens}; raise it or "
-            "lower prompts.max_document_tokens and run data_prep.prompts and data_prep.hidden_states again"
+            f"{batch_tokens}; raise it or lower prompts.max_document_tokens and run data_prep.prompts and "
+            "data_prep.hidden_states again"
         )
     order = order[costs[order] > 0]
     coming = zip(order.tolist(), lengths[order].tolist(), costs[order].tolist(), strict=True)
@@ -101,8 +98,7 @@ class _Filling:
         self._by_cost = [(0.0, micro_batch) for micro_batch in range(micro_batches)]  # a heap
 
     def is_full(self, shortest: int) -> bool:
-        """Returns whether the step has reached `FULL_SHARE`, or has no room for even a document of `shortest`
-        tokens."""
+        """Returns whether the step has reached `FULL_SHARE` or has no room for a document of `shortest` tokens."""
         return self.tokens >= self._full_tokens or self._most_room < shortest
 
     def take(self, index: int, length: int, cost: float) -> bool:
@@ -124,8 +120,7 @@ class _Filling:
 
 
 def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> list[Step]:
-    """Redistributes the documents over as many steps: longest first, each to the step with the fewest tokens that has
-    room.
+    """Redistributes the documents over the same number of steps, longest first, each to the emptiest step with room.
 
     Returns the steps unchanged if a document does not fit, a micro-batch stays empty, or the smallest step does not
     gain tokens.
@@ -144,8 +139,7 @@ def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.flo
 def balance(
     step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64
 ) -> Step:
-    """Swaps documents between the most expensive micro-batch and cheaper ones while that evens costs; returns the new
-    step."""
+    """Returns the step after swapping documents between micro-batches as long as that evens out their costs."""
     parts = [list(indices) for indices in step]
     for _ in range(swaps):
         dear, *others = sorted(parts, key=lambda part: -costs[part].sum())

@@ -18,9 +18,7 @@ class Teacher(NamedTuple):
     log_total: torch.Tensor | None  # [C], the log of the sum of exp(logit) over the target's whole vocabulary
     negative_entropy: torch.Tensor | None  # [C], the sum of p log p over the head's vocabulary; None with logits
     tokens: torch.Tensor  # [C], the most likely ones; -1 outside the head's vocabulary
-    mass: (
-        torch.Tensor | None
-    )  # [C], the target's probability mass in the head's vocabulary; None if it has the target's vocabulary
+    mass: torch.Tensor | None  # [C], the target's mass in the head's vocabulary; None if that is the target's
 
 
 def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
@@ -35,9 +33,8 @@ def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher
 def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
     """Returns a teacher that holds logits."""
     largest, total, smallest, tokens = _totals(mark_width_static(logits))
-    log_total = (
-        largest + total.log() + 0 * smallest
-    )  # makes a logit of -inf visible as NaN, which the sum of exponentials hides
+    # The last term makes a logit of -inf visible as NaN, which the sum of exponentials hides.
+    log_total = largest + total.log() + 0 * smallest
     if draft_token_ids is None:
         return Teacher(logits, log_total, None, tokens, None)
     return Teacher(*_own_logits(logits, log_total, tokens, draft_token_ids))
@@ -45,8 +42,7 @@ def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) 
 
 @fused
 def _totals(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the largest logit of each row [C, V], the sum of exp(x - largest), the smallest logit and the most likely
-    token i64[C].
+    """Returns for each row [C, V] the largest logit, the sum of exp(x - largest), the smallest logit and the top token.
 
     A GPU computes all of them in one pass over the row.
     """
@@ -80,13 +76,11 @@ def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -
 def _of_own_vocabulary(
     probs: torch.Tensor, product: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Returns probabilities over the head's vocabulary, negative entropies, tokens and masses, from the results of
-    `_softmax`."""
+    """Returns probabilities in the head's vocabulary, negative entropies, tokens and masses, from `_softmax`."""
     is_in = draft_token_ids == tokens[:, None]  # [C, D]
     own = probs[:, draft_token_ids]
-    negative_entropy = (
-        torch.xlogy(own, own).sum(-1) + 0 * product
-    )  # NaN if a logit is not finite, as with the target's vocabulary
+    # The last term is NaN if a logit is not finite, as in `log_total`.
+    negative_entropy = torch.xlogy(own, own).sum(-1) + 0 * product
     return own, negative_entropy, torch.where(is_in.any(-1), is_in.int().argmax(-1), -1), own.sum(-1)
 
 

@@ -86,8 +86,7 @@ class Trainer:
         )  # f32[T]
         self.ranks.sum(num_drafts)
         scale = self._scale(num_drafts)
-        # 2. Accumulate the gradients of all batches. After the last one the engine sums them over ranks and updates the
-        # weights.
+        # 2. Accumulate the gradients of all batches. After the last, the engine sums over ranks and steps.
         sums = num_drafts.new_zeros(4, len(num_drafts))
         for batch in batches:
             losses = self._losses(batch, scale)
@@ -150,8 +149,7 @@ class Trainer:
             step, rank, document_ids = bad_of_all[0]
             raise RuntimeError(
                 f"train: {what} must be finite, but is not at step {step}, with documents {list(document_ids)} on rank "
-                f"{rank}; "
-                "lower train.lr, or look at these documents; the last checkpoint is as it was"
+                f"{rank}; lower train.lr, or look at these documents; the last checkpoint is unchanged"
             )
 
     def describe(self, metrics: StepMetrics, step: int) -> dict[str, Any]:
@@ -175,8 +173,7 @@ class Trainer:
 
 
 def is_compiled(setting: bool | None, device: torch.device) -> bool:
-    """Returns whether `fused` functions are compiled, given `train.compile`. Without, memory traffic limits a GPU's
-    step."""
+    """Returns whether `fused` functions are compiled. If not, memory traffic limits a GPU's step."""
     return device.type == "cuda" if setting is None else setting
 
 
@@ -185,8 +182,7 @@ def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Returns the learning rate of step `step` (from 0) over its peak: linear up, then half a cosine down to
-    `min_ratio`."""
+    """Returns the share of the peak learning rate at `step` (from 0): linear warmup, cosine decay to `min_ratio`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
@@ -198,6 +194,6 @@ def check_batch_ranks(micro_batches_per_step: int, world_size: int) -> None:
     if micro_batches_per_step % world_size:
         raise ValueError(
             f"train.micro_batches_per_step: must be a multiple of the number of ranks, {world_size}, but is "
-            f"{micro_batches_per_step}; "
-            f"set it to {-(-micro_batches_per_step // world_size) * world_size} or change --nproc-per-node"
+            f"{micro_batches_per_step}; set it to {-(-micro_batches_per_step // world_size) * world_size} or change "
+            "--nproc-per-node"
         )

@@ -1,5 +1,6 @@
-"""Acceptance on the held-out prompts for choosing, with the real draft and verify path: during training, or afterwards
-by `eval.choose_head`.
+"""Measures the acceptance by which the best head is chosen, during training or in `eval.choose_head`.
+
+The prompts are the `choosing` part of the held-out ones, and the draft and verify path is the real one.
 """
 
 from pathlib import Path
@@ -22,7 +23,7 @@ class Validation:
     """Drafts greedily with the whole target; each rank takes its share of the prompts."""
 
     def __init__(self, config: PipelineConfig, num_prompts: int, target_dir: Path, ranks: Ranks) -> None:
-        """Choose the prompts; the target is loaded when it is needed first.
+        """Choose the prompts; the target is loaded when it is first needed.
 
         Raises:
             FileNotFoundError: stage 1 has not been run, or the target has no weights.

@@ -1,8 +1,8 @@
 """Functions that torch.compile fuses when the trainer asks for it, and that run eagerly otherwise.
 
-The switch is a module variable, because these functions are called deep inside autograd functions, some on autograd's
-own threads, where neither an argument nor a context variable would reach them without appearing in every signature in
-between.
+The switch is a module variable, because these functions are called deep inside autograd functions, some of them on
+autograd's own threads. A context variable would not reach those threads, and an argument would have to be in every
+signature in between.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,8 +41,7 @@ def fused_through(call: Callable[..., Any]) -> Iterator[None]:
 
 
 def uses_gpu_kernels(x: torch.Tensor) -> bool:
-    """Return whether x is computed with GPU kernels. Fake bf16 tensors belong to plans for GPUs, whatever their
-    device."""
+    """Return whether x is computed by GPU kernels. Fake bf16 tensors count, because they belong to plans for GPUs."""
     return x.is_cuda or (isinstance(x, FakeTensor) and x.dtype == torch.bfloat16)
 
 

@@ -274,15 +274,15 @@ def test_rows_that_cannot_be_answered_are_refused_with_the_reason(
     assert respond(config).refused == 3
     reasons = {Path(item["place"]).name: item["reason"] for item in failures(config)}
     assert reasons == {
-        "chats.jsonl:2": "no user's turn",
-        "chats.jsonl:3": "a turn of the assistant that answers no user's",
+        "chats.jsonl:2": "no user turn",
+        "chats.jsonl:3": "an assistant turn that does not answer a user turn",
         "chats.jsonl:4": "unknown role 'nobody'",
     }
-    assert "1 left out: no user's turn; first: " in capsys.readouterr().out
+    assert "1 left out: no user turn; first: " in capsys.readouterr().out
     assert [row["id"] for row in answered(config)] == ["good"]
     with pytest.raises(
         ValueError,
-        match=r"prompts\.paths: must hold at least one conversation with a user turn, .*, 1 refused \(no user's",
+        match=r"prompts\.paths: must hold at least one conversation with a user turn, .*, 1 refused \(no user turn",
     ):
         respond(by_server(rows=rows[1:2], run="none"))
 
@@ -375,10 +375,10 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     assert reasons[3] == 'the server answers 500: {"error": "out of memory"}'
     assert reasons[4] == 'the server answers 400: {"error": "no"}'
     assert reasons[5].startswith("the server's answer is not JSON")
-    assert reasons[6] == "the server ended an answer for the reason 'abort'"
-    assert reasons[7].startswith("the server's answer is no completion (ValueError")
+    assert reasons[6] == "the server ended the response with finish_reason 'abort'"
+    assert reasons[7].startswith("the server's answer is not a completion (ValueError")
     assert reasons[8].startswith(
-        "the server's answer is no completion (TypeError: text must be a string, token_ids integers)"
+        "the server's answer is not a completion (TypeError: text must be a string, token_ids integers)"
     )
     assert all("no completion (ValueError: token_ids must be in [0, " in reasons[row] for row in (9, 10))
     assert "no completion (UnicodeEncodeError: " in reasons[11]
@@ -490,7 +490,7 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
         (
             {"models": {"data": [{"id": "a"}, {"id": "b"}]}},
             [],
-            r"responses\.model: must be given where a server serves not one model, but .* serves a, b; give",
+            r"responses\.model: must be set unless the server has exactly one model, but .* serves a, b; set",
         ),
         (
             {"models": {"hello": 1}},
@@ -531,11 +531,11 @@ def test_a_server_that_reads_other_tokens_is_refused(
     monkeypatch.setattr(
         "tests.data_prep.speaking.answer_by_prompt", lambda request: completion([1, *request["prompt"]], [1, EOS])
     )
-    with pytest.raises(ValueError, match=r"must read a prompt of 23 token ids as it is, but counts 24 tokens"):
+    with pytest.raises(ValueError, match=r"must read a prompt of 23 token ids unchanged, but counts 24 tokens"):
         respond(by_server())
     monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", lambda request: (200, {"object": "error"}))
     with pytest.raises(
-        ValueError, match=r"must complete prompts of token ids, but the server's answer is no completion \(KeyError"
+        ValueError, match=r"must complete prompts of token ids, but the server's answer is not a completion \(KeyError"
     ):
         respond(by_server())
 

@@ -1,10 +1,9 @@
-"""Attention of packed segments on a CPU: `attend_on_cpu` and its backward pass choose between blocks of matrix products
-and torch's flash kernel.
+"""Attention of packed segments on a CPU, by blocks of matrix products or by torch's flash kernel.
 
 A CPU's flash kernel reaches only a tenth to a third of the matmul peak; products of blocks that fit into the cache are
 usually faster. In a causal segment, which has as many keys as queries, query i sees keys 0 .. i; in other segments each
-query sees all keys. Functions of batches take queries [segments, heads, rows, ...] and keys [segments, kv heads, keys,
-...].
+query sees all keys. Functions that compute a batch of segments take queries [segments, heads, rows, ...] and keys
+[segments, kv heads, keys, ...].
 """
 
 import math
@@ -26,15 +25,13 @@ SHORT_TOKENS = 1024
 BATCH_TOKENS = 2048
 """Maximum tokens of segments that are computed together, which bounds the memory of their scores."""
 MAX_FLASH_OFFSET = 32
-"""Largest gap between a raw score and its subtracted row maximum at which bf16, whose steps are a quarter there, is
-accurate enough."""
+"""Largest distance of a raw score from the subtracted row maximum that bf16 represents accurately enough."""
 BLOCK_ROWS, KEY_MULTIPLE = 128, 32
-"""Rows of a block of a causal segment, and the multiple to which its keys are padded: products with odd sizes take up
-to twice as long."""
+"""Rows of a causal segment's block, and the multiple to which keys are padded: odd sizes take up to twice as long."""
 BLOCK_SCORES, MIN_BLOCK_ROWS = 2**22, 256
 """Maximum scores and minimum rows of a forward block without a mask, over all heads."""
 BLOCK_KEYS, BACKWARD_ROWS = 1024, 1024
-"""Keys and rows of a backward block without a mask; the rows of all query heads of a group count."""
+"""Keys and rows of a backward block without a mask, where rows are counted over all query heads of a group."""
 
 
 def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments) -> ThreeTensors:
@@ -109,7 +106,7 @@ def _uses_blocks(segments: Segments, keys: Batch) -> bool:
 
 
 def _has_fast_flash(query: torch.Tensor, keys: Batch) -> bool:
-    """Return whether flash is faster than blocks, as with tiles: half the time. Its backward pass does not use them."""
+    """Return whether flash is both faster than blocks, as its forward is with AMX tiles, and accurate enough."""
     if not HAS_TILES or query.dtype != torch.bfloat16:
         return False
     return math.log(keys[2]) / 2 * query.shape[-1] ** 0.5 < MAX_FLASH_OFFSET
@@ -118,8 +115,9 @@ def _has_fast_flash(query: torch.Tensor, keys: Batch) -> bool:
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> ThreeTensors:
     """Compute `block_attention` with a flash kernel, which returns no row maximum.
 
-    If all scores of n keys are equal, they are log n below the lse; a single large score equals the lse. The
-    approximate maximum is halfway, rounded to the dtype of the query so that a single large score is not rounded.
+    The row maximum is therefore estimated from the lse. It is log n below the lse if all n scores are equal, and equals
+    the lse if one score dominates; the estimate is halfway. The gap is rounded to the dtype of the query, so that a
+    dominating score is not rounded.
     """
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_repeat_groups(query, key, value), 0.0, is_causal)
     num_keys = torch.arange(1 if is_causal else key.shape[2], key.shape[2] + 1)  # seen by each row, or by all rows
@@ -199,7 +197,8 @@ def block_attention_backward(
 ) -> ThreeTensors:
     """Return the gradients of query, key and value, given the output and lse of the whole softmax.
 
-    As in `block_attention`, row maxima are subtracted inside the products, and so is rowsum(dO * O) from dO V.
+    As in `block_attention`, subtraction happens inside the products: of row maxima from Q K, and of rowsum(dO * O) from
+    dO V.
     """
     # 1. Append the columns that subtract, and allocate the sums over blocks in fp32.
     groups, scale = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5
@@ -211,11 +210,9 @@ def block_attention_backward(
     num_keys, num_heads = key.shape[2], query.shape[0] * query.shape[1]
     key, value = (_padded(x, is_causal) for x in (key, value))
     wide_key, wide_value = _with_ones(key), _with_ones(value)
-    grad_query = torch.zeros_like(
-        wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32
-    )  # causal: one block a row
-    # These are transposed [..., head_dim, keys]: a CPU's products take up to a third longer if the larger matrix is
-    # read across.
+    # A row of a causal segment is in one block only, so that its gradient needs no sum in fp32.
+    grad_query = torch.zeros_like(wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32)
+    # These are stored transposed [..., head_dim, keys], because a CPU's products are up to a third slower otherwise.
     grad_key, grad_value = (x.new_zeros(x.mT.shape, dtype=torch.float32) for x in (key, value))
     for rows, keys in _blocks(query.shape[2], num_keys, groups, is_causal):
         # 2. Recompute the probabilities, and the gradients of the scores.
@@ -247,7 +244,7 @@ def _blocks(num_rows: int, num_keys: int, groups: int, is_causal: bool) -> Itera
 
 
 def _padded(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Return contiguous keys or values; those of causal segments are padded to a multiple which no row sees."""
+    """Return contiguous keys or values. Those of causal segments are padded with keys that no row sees."""
     return (F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)) if is_causal else x).contiguous()
 
 
@@ -259,7 +256,7 @@ def _causal_mask(scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
 def _flat_rows(x: torch.Tensor) -> torch.Tensor:
     """Flatten [segments, kv heads, rows, ...] to [all rows, ...] for a compiled function.
 
-    A view would make torch.compile specialise on the shape of its base too, and compile the function again for each.
+    With a view, torch.compile would also specialise on the shape of its base, and recompile for every shape.
     """
     flat: torch.Tensor = torch.ops.aten._unsafe_view(x.contiguous(), [x.shape[:3].numel(), *x.shape[3:]])
     return flat
@@ -268,8 +265,8 @@ def _flat_rows(x: torch.Tensor) -> torch.Tensor:
 def _with_subtracted(x: torch.Tensor, subtracted: torch.Tensor) -> torch.Tensor:
     """Append two columns that, in a product with `_with_ones`, subtract a value per row [..., head_dim + 2].
 
-    The value is split into two values of x's dtype. This is not fused: the compiler would leave out the rounding, which
-    is intended.
+    The value is split into two values of x's dtype, the second of which is the rounding error of the first. This
+    function is not fused, because the compiler would optimize that rounding away.
     """
     high = (-subtracted).to(x.dtype)
     low = (-subtracted - high).to(x.dtype)
@@ -293,7 +290,7 @@ def _probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the probabilities in the dtype of scores, and each row's sum of exponentials in fp32.
 
-    It computes no other sums, so that a row stays in the cache: see `mtptrain.training.losses`.
+    More sums in this function would evict rows from the cache: see `mtptrain.training.losses`.
 
     Args:
         scores: raw scores minus about the maximum of their row [all rows, keys].

@@ -1,4 +1,4 @@
-"""Attention of heads in decoding: over the keys in the cache."""
+"""Attention of a head during decoding, over cached keys and values."""
 
 import torch
 import torch.nn.functional as F

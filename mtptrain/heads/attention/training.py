@@ -1,4 +1,4 @@
-"""Attention of heads in training: over the depth-0 keys of a document and the keys of later depths.
+"""Attention of a head during training, over a document's depth-0 keys and the keys of later depths.
 
 `_MergedAttention` is the formula. `_attend` and its backward pass use FlashAttention on a GPU, `cpu_blocks` on a CPU.
 """

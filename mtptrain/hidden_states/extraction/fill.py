@@ -23,9 +23,8 @@ class Streams(Protocol):
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         """Yields an iterator for each shard in order.
 
-        It yields a prompt's index in the shard and its states [n, L, H], in any order.
-
-        The caller exhausts a shard's iterator before it requests the next one.
+        A shard's iterator yields the index of each prompt in the shard and its states [n, L, H], in any order. The
+        caller exhausts it before it requests the next one.
         """
 
 
@@ -87,8 +86,7 @@ def fill_shards(
         raise OSError(
             error.errno,
             f"the disk must have room for {bytes_per_token(hidden_size, num_captured, dtype) * total / 1e9:.3f} GB of "
-            "hidden states, "
-            "but is full; finished shards are kept: free some space and run the same command again",
+            "hidden states, but is full; finished shards are kept: free some space and run the same command again",
             str(store_dir),
         ) from error
 

@@ -38,8 +38,7 @@ FULL_BYTES = 2**16
 """A disk with fewer free bytes counts as full."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # A scheduler in another process would start while prompts still arrive, and its batches and their bits would depend
-    # on timing.
+    # A scheduler in another process would start before all prompts arrive, so that batches would depend on timing.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # A prompt may fill the target's context; the token that is generated after it is never read.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
@@ -166,10 +165,10 @@ class VllmStreams:
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         """Yields an iterator for each shard in order.
 
-        It yields a prompt's index in the shard and its states [n, L, H] on the CPU.
+        A shard's iterator yields the index of each prompt in the shard and its states [n, L, H] on the CPU.
 
-        The caller must exhaust a shard's iterator before it requests the next one. The engine then starts the shard
-        after that, so that files of at most two shards exist.
+        The caller must exhaust it before it requests the next one. The engine works one shard ahead, so that files of
+        at most two shards exist.
 
         Raises:
             RuntimeError: the engine failed, or its states do not belong to the prompt.
@@ -251,8 +250,7 @@ class _Window:
         if len(states) != len(prompt) or states.shape[1] != num_streams:
             raise RuntimeError(
                 f"{where} must have {num_streams} states for each of its {len(prompt)} tokens, but has "
-                f"{states.shape[1]} for "
-                f"{len(states)}; {advice}"
+                f"{states.shape[1]} for {len(states)}; {advice}"
             )
         if not np.array_equal(token_ids.numpy(), prompt):
             raise RuntimeError(
@@ -291,10 +289,8 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
     if visible and len(names) < end:
         raise ValueError(
             f"hidden_states.tensor_parallel_size: local rank {local_rank} must have {tensor_parallel_size} GPUs after "
-            "those of the "
-            f"lower ranks, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer ranks on a "
-            "node, one "
-            "for each engine"
+            f"those of the lower ranks, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer "
+            "ranks on a node, one for each engine"
         )
     return ",".join(names[end - tensor_parallel_size : end])
 

@@ -485,7 +485,7 @@ def test_windows_that_transformers_ignores_are_refused(
 ) -> None:
     with pytest.raises(
         ValueError,
-        match=rf"sliding windows must be ones that transformers implements for '{model_type}', but .* remove "
+        match=rf"transformers must implement the sliding windows of '{model_type}', but .* remove "
         r"sliding_window",
     ):
         write_config(tmp_path, model_type=model_type, **settings)
