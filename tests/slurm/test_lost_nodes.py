@@ -106,7 +106,7 @@ def test_a_task_of_an_extraction_that_dies_leaves_the_rest_and_the_printed_comma
 
     assert slurm.state(dead) == "FAILED"
     assert not (run_dir / "hidden_states/manifest.json").exists()
-    assert "unfinished parts   1; run one that has failed again" in log_of(run_dir, other).read_text()
+    assert "unfinished parts   1; to rerun a failed one, set hidden_states.part=N" in log_of(run_dir, other).read_text()
     printed = log_of(run_dir, dead).read_text(errors="replace")
     assert re.search(r"task 1 of 0-1 has failed with exit code \d+, so the store stays unfinished", printed)
     command = re.findall(r"^    ARRAY_TASKS=1 .*", printed, re.MULTILINE)[-1]
