@@ -363,7 +363,8 @@ LARGE = (
             "weights must fit into 64 GB of each GPU in extraction, but take 141 GB; use more GPUs in one machine"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4", "prompts.max_document_tokens=1024"],
             "weights and states in flight must fit into 72 GB of each GPU with vLLM, but take 79.6 GB, 44.3 GB of them "
-            "for the states of two batches of 16,384 tokens and a document of 1,024, which tensor parallelism does not divide; set "
+            "for the states of two batches of 16,384 tokens and a document of 1,024, "
+            "which tensor parallelism does not divide; set "
             "hidden_states.tensor_parallel_size=8, a lower hidden_states.batch_tokens, a lower "
             "prompts.max_document_tokens, or "
             "hidden_states.backend=transformers"),
