@@ -111,7 +111,7 @@ def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported
     [
         (
             "missing",
-            r"hnorm\.weight must be of shape \(64,\), but is absent; the engine would serve random weights: export "
+            r"hnorm\.weight must be of shape \(64,\), but is absent; the engine would serve random weights; export "
             r"again",
         ),
         ("unknown", r"extra\.weight must be absent, but is of shape \(3,\)"),
