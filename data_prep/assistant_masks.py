@@ -22,7 +22,7 @@ class Encoding:
     input_ids: NDArray[np.int32]  # [S]
     loss_mask: NDArray[np.uint8]  # [S], 1 where the assistant generates the token
     turn: int = 0
-    """0 for a file and for the first document of a conversation, otherwise as in `Rendering`."""
+    """0 for a file and for the first document of a conversation; see `Rendering` for the others."""
     answers: int = 0
     """Supervised assistant turns of a conversation."""
     answers_left_out: int = 0
@@ -30,18 +30,17 @@ class Encoding:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render a conversation of one user turn and one assistant turn, to find errors before the long work.
+    """Render a short conversation, to find errors before the real ones are processed.
 
     Raises:
-        ValueError: there is no template, the tokenizer cannot map tokens to text, or the mask of the assistant turn is
-            empty.
+        ValueError: there is no template, the tokenizer cannot map tokens to characters, or the mask of the assistant
+            turn is empty.
     """
     require_chat_template(tokenizer)
     if not tokenizer.is_fast:
         raise ValueError(
-            "target.path: the tokenizer must be a fast one (tokenizer.json) to make masks, but that of "
-            f"{tokenizer.name_or_path} is not"
-            "; convert it"
+            "target.path: loss masks must be made with a fast tokenizer (tokenizer.json), but "
+            f"{tokenizer.name_or_path} has a slow one; convert it"
         )
     try:
         [encoding] = encode_renderings(tokenizer, render_conversation(tokenizer, _PROBE))
@@ -52,17 +51,16 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def empty_mask_error(tokenizer: PreTrainedTokenizerBase, reason: str) -> ValueError:
-    """Returns the error for masks without any token, which would train at zero loss."""
+    """Returns the error for loss masks that select no token, with which training would learn nothing."""
     return ValueError(
         f"target.path: the chat template of {tokenizer.name_or_path} must show which tokens the assistant generates, "
-        "but the loss "
-        f"mask is empty: {reason}; correct the template ({{% generation %}} ... {{% endgeneration %}} around a "
-        "response) or the data"
+        f"but the loss mask is empty: {reason}; correct the template ({{% generation %}} ... {{% endgeneration %}} "
+        "around a response) or the data"
     )
 
 
 def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[Rendering]) -> list[Encoding]:
-    """Returns token ids and masks of many texts, which already contain all special tokens."""
+    """Returns token ids and loss masks of texts that already contain all special tokens."""
     if not renderings:
         return []
     texts = [rendering.text for rendering in renderings]
@@ -78,9 +76,9 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
 
 
 def _loss_mask(rendering: Rendering, offsets: NDArray[np.int64], is_special: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Returns the mask [S] of the tokens in spans, given their characters `offsets` [S, 2].
+    """Returns the mask [S] of tokens in the spans. `offsets` [S, 2] are the first and last + 1 character of each token.
 
-    A token that begins before its span contains the end of the prompt, so the assistant cannot have generated it.
+    A token that begins before a span contains the end of the prompt, so the assistant cannot have generated it.
     """
     mask = np.zeros(len(offsets), np.uint8)
     ends = offsets[:, 1]
@@ -93,7 +91,7 @@ def _loss_mask(rendering: Rendering, offsets: NDArray[np.int64], is_special: NDA
 
 
 def _num_generated(text: str, ends: NDArray[np.int64], is_special: NDArray[np.bool_]) -> int:
-    """Returns how many tokens of a span are generated: the template adds white space after the end-of-turn token."""
+    """Returns how many tokens of a span the assistant generates: white space after the end-of-turn token is not."""
     specials = np.flatnonzero(is_special)
     if len(specials) and not text[ends[specials[-1]] :].strip():
         return int(specials[-1]) + 1

@@ -37,7 +37,7 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class ConversationRefused(ValueError):
-    """A row that is left out. The message is the reason in the report."""
+    """Raised for a row that must be left out. Its message is the reason shown in the report."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Usable rows, and the reasons why others were refused."""
+    """Usable rows, and why the others were refused."""
 
     names: list[str]
     refused: dict[str, str]
     schema: ConversationSchema
     origins: list[tuple[Rows, int]]
     groups: list[str]
-    """Split group of each usable row; equal for rows with the same question."""
+    """Group of each usable row. Rows with the same question have the same group, which is never split."""
 
     def messages(self, index: int) -> list[Message]:
         """Reads a conversation from its file again, so that a large data set need not fit into memory."""
@@ -77,11 +77,11 @@ class Conversations:
 def read_conversations(
     paths: Sequence[str], schema: ConversationSchema = ConversationSchema.auto, split: str = "train"
 ) -> Conversations:
-    """Find every usable conversation.
+    """Reads all files and data sets, and finds the usable conversations.
 
     Args:
         paths: jsonl, json (one array) or parquet files, and names of data sets on the hub.
-        schema: `auto` decides by the keys of each row's messages.
+        schema: format of the messages; `auto` recognises it by the keys of each row's messages.
         split: split of hub data sets.
 
     Raises:
@@ -113,7 +113,9 @@ def refuse_duplicate_paths(paths: Sequence[str]) -> None:
 
 
 def conversation_name(row: Row, messages: Sequence[Message]) -> str:
-    """Returns the row's `id` or `conversation_id`, otherwise a hash of its messages; the split ignores it.
+    """Returns the row's `id` or `conversation_id`, or else a hash of its messages.
+
+    The split into training and validation does not depend on it.
 
     Raises:
         ConversationRefused: the id is not valid Unicode.
@@ -165,30 +167,30 @@ def _parse_message(message: Any, schema: ConversationSchema) -> Message:
     if not isinstance(role, str) or role not in ROLES[schema]:
         raise ConversationRefused(f"unknown role {role!r}")
     if not isinstance(content, str):
-        raise ConversationRefused(f"content is no text but {type(content).__name__}")
+        raise ConversationRefused(f"content must be text, but is {type(content).__name__}")
     reasoning = _reasoning(message) if ROLES[schema][role] == "assistant" else {}
     return {"role": ROLES[schema][role], "content": _unicode(content), **reasoning}
 
 
 def _unicode(text: str) -> str:
-    """Returns the text, but refuses lone surrogates, which JSON may hold but no tokenizer accepts."""
+    """Returns the text unchanged. Refuses lone surrogates, which JSON allows but tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConversationRefused("text that is no valid Unicode") from None
+        raise ConversationRefused("text that is not valid Unicode") from None
     return text
 
 
 def _reasoning(message: Row) -> dict[str, str]:
-    """Returns the reasoning of a message by the key that chat templates read."""
+    """Returns the reasoning of a message under `reasoning_content`, the key that chat templates read."""
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
     if not isinstance(reasoning, str):
-        raise ConversationRefused(f"reasoning is no text but {type(reasoning).__name__}")
+        raise ConversationRefused(f"reasoning must be text, but is {type(reasoning).__name__}")
     return {"reasoning_content": _unicode(reasoning)} if reasoning else {}
 
 
 def _check_schema(row: Row, schema: ConversationSchema, location: str) -> None:
-    """Raises if the first row of a file shows an unknown format. Later odd rows are only counted as refused."""
+    """Raises ValueError if the first row of a file has an unknown format. Later rows like it are only refused."""
     listed = _message_column(row) if isinstance(row, Mapping) else None
     if listed is not None and (not listed or _schema_of(listed[0], schema) is not None):
         return
@@ -200,8 +202,7 @@ def _check_schema(row: Row, schema: ConversationSchema, location: str) -> None:
     known = " or ".join(f"`{name}` (messages with {', '.join(keys)})" for name, keys in MESSAGE_KEYS.items())
     raise ValueError(
         f"{location}: a row must hold its messages in one of {', '.join(COLUMNS)}, in schema "
-        f"{schema if schema != 'auto' else known}, "
-        f"but has {actual}; convert the data or correct prompts.schema"
+        f"{schema if schema != 'auto' else known}, but has {actual}; convert the data or correct prompts.schema"
     )
 
 
@@ -265,9 +266,8 @@ def _read_hub(name: str, split: str) -> Rows:
         rows = load_dataset(name, split=split)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"prompts.paths: must name files or hub data sets, but {name!r} is no file and its split {split!r} cannot "
-            "be loaded "
-            f"from the hub: {str(error).splitlines()[0]}; correct prompts.paths and prompts.split, or download it as "
-            "parquet"
+            f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
+            f"cannot be loaded from the hub: {str(error).splitlines()[0]}; correct prompts.paths and prompts.split, "
+            "or download it as parquet"
         ) from error
     return Rows(name, rows, range(1, len(rows) + 1))

@@ -1,4 +1,4 @@
-"""The inputs of data_prep.hidden_states, read and checked before the long work."""
+"""Reads and checks the inputs of data_prep.hidden_states before extraction starts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from mtptrain.target.hub import resolve_target
 
 @dataclass(frozen=True)
 class Extraction:
-    """The settings and inputs of a run."""
+    """The settings and inputs of an extraction."""
 
     config: PipelineConfig
     target_dir: Path
@@ -33,11 +33,11 @@ class Extraction:
     documents: Documents
     identity: StoreIdentity
     shards: list[range]
-    """Documents of each shard of the store."""
+    """The range of documents in each shard of the store."""
     own: range
-    """Shards of this part."""
+    """Indices of the shards that this part of the extraction writes (`hidden_states.part`)."""
     windows: list[list[int]]
-    """Shards in the order in which training reads them; empty if training does not follow."""
+    """Shards in the order in which training reads them; empty unless training reads the store while it is written."""
 
     @property
     def store_dir(self) -> Path:
@@ -49,12 +49,12 @@ class Extraction:
         return self.target_config.hidden_size, len(self.capture_layers), self.config.hidden_states.store_dtype
 
     def select(self, indices: Iterable[int]) -> list[range]:
-        """Returns the documents of some shards."""
+        """Returns the documents of the given shards."""
         return [self.shards[index] for index in indices]
 
 
 def prepare_extraction(config: PipelineConfig) -> Extraction:
-    """Read the prompts and the target's config, and check that they fit each other and the settings."""
+    """Read the prompts and the target's config, and check that they match each other and the settings."""
     settings = config.hidden_states
     prompts_dir = require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts").parent
     prompts_file = require(prompts_dir / f"{Split.train}.safetensors", "data_prep.prompts")
@@ -89,13 +89,11 @@ def check_prompts(documents: Documents, path: Path, vocab_size: int, max_positio
     if longest > max_position_embeddings:
         raise ValueError(
             f"{path}: documents must have at most {max_position_embeddings} tokens, the target's "
-            "max_position_embeddings, "
-            f"but the longest has {longest}; set prompts.max_document_tokens={max_position_embeddings} or less and run "
-            "data_prep.prompts again"
+            f"max_position_embeddings, but the longest has {longest}; set "
+            f"prompts.max_document_tokens={max_position_embeddings} or less and run data_prep.prompts again"
         )
     if largest_id >= vocab_size:
         raise ValueError(
             f"{path}: token ids must be below {vocab_size}, the target's vocab_size, but the largest is {largest_id}; "
-            "the prompts "
-            "were made with another tokenizer: run data_prep.prompts again with this target"
+            "the prompts were made with another tokenizer: run data_prep.prompts again with this target"
         )

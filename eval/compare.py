@@ -2,9 +2,9 @@
 
     python -m eval.compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
 
-Reports that were measured on other prompts, another target or with other settings are refused. Tokens/s are shown if
-batches, ranks and devices are the same too. Later turns of conversations contain the target's own answers, which differ
-from run to run at a temperature above 0 or in bf16.
+The reports must have the same prompts, target and settings. Tokens/s are shown only if batches, ranks and devices are
+the same too. Later turns of conversations contain the target's own answers, which differ from run to run at a
+temperature above 0 or in bf16.
 """
 
 import argparse
@@ -20,8 +20,7 @@ from .report_page import UNREADABLE, drafters_of, have_equal_speeds, length_inte
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k",
-    "sample_drafts",
-    "max_new_tokens", "dtype",
+    "sample_drafts", "max_new_tokens", "dtype",
 )  # fmt: skip
 
 
@@ -40,11 +39,11 @@ def main() -> None:
 
 
 def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Returns reports by the parts of their paths that differ.
+    """Reads the reports and names each by the part of its path that differs from the others.
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: a file is not a report, occurs twice, or was measured in another way than the first.
+        ValueError: a file is not a report, is given twice, or was not measured as the first one was.
     """
     reports: dict[str, dict[str, Any]] = {}
     for path in paths:
@@ -80,8 +79,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             if report[name] != first[name]:
                 raise ValueError(
                     f"{other_path}: {name} must be {first[name]!r} as in {first_path}, but is {report[name]!r}; "
-                    "measure one of them "
-                    "again with the other's setting"
+                    "measure one of them again with the other's setting"
                 )
     return dict(zip(short_names(list(reports)), reports.values(), strict=True))
 
@@ -91,7 +89,7 @@ def refuse_constant(name: str) -> None:
 
 
 def short_names(paths: list[str]) -> list[str]:
-    """Returns paths without the folders that all of them share, or whole paths if the rest is not unique."""
+    """Strips the leading and trailing parts that all paths share; returns the whole paths if the rest is not unique."""
     parts = [Path(path).parts for path in paths]
     start = next((i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
     end = next(

@@ -13,19 +13,18 @@ NUM_BINS = 10
 
 @dataclass
 class QualityFigures:
-    """Means over the rounds that reach a position, which are those that accepted all earlier drafts."""
+    """Means by draft position. A round counts at a position if it accepted the drafts at all earlier positions."""
 
     overlap_at: list[float]
-    """Mean of sum min(p, q) over the vocabulary, with the target's distribution p and the head's q: the probability
-    that a sampled draft is accepted."""
+    """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
     accepted_at: list[float]
-    """Share of these rounds that accepted the draft at the position."""
+    """Share of these rounds that accepted the draft at this position."""
     rounds_at: list[int]
     calibration: list[dict[str, float]]
-    """By tenths of the head's probability for its draft: the number of drafts, the mean of that probability, and the
-    share accepted. Empty for sampled drafts, which are accepted by another rule."""
+    """Drafts in ten bins of confidence, the head's probability for its draft. Each non-empty bin has the number of
+    drafts, their mean confidence and the share accepted. Empty for sampled drafts, which another rule accepts."""
     calibration_error: float | None
-    """Mean over drafts of the distance between the two."""
+    """Distance between mean confidence and share accepted, averaged over drafts. None for sampled drafts."""
     temperature: float
     """Temperature of the distributions; 1 if the output is greedy."""
 
@@ -49,7 +48,7 @@ class DraftQuality:
 
     def __call__(self, seen: Round) -> None:
         draft = seen.draft
-        assert draft.logits is not None, "drafts of a head"
+        assert draft.logits is not None, "only drafts of a head have logits"
         depths = torch.arange(self.num_depths, device=draft.tokens.device)
         draft_probs = self.head.target_probs(
             self.sampler.probs(torch.stack(draft.logits, 1)), self.vocab_size
@@ -69,14 +68,13 @@ class DraftQuality:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def sums(self) -> torch.Tensor:
-        """Returns rounds, overlap, accepted and confidence by position, then by tenth of the confidence, f64[K + bins,
-        4]."""
+        """Returns sums f64[K + bins, 4] of rounds, overlap, accepted and confidence, by position and by bin."""
         return (
             torch.zeros(self.num_depths + NUM_BINS, 4, dtype=torch.float64) if self._sums is None else self._sums.cpu()
         )
 
     def figures(self, sums: torch.Tensor) -> QualityFigures:
-        """Computes the figures from sums that were added over all ranks."""
+        """Computes the figures from `sums` that were added up over all ranks."""
         by_depth, by_bin = sums[: self.num_depths], sums[self.num_depths :]
         means, bin_means = by_depth / by_depth[:, :1].clamp(min=1), by_bin / by_bin[:, :1].clamp(min=1)
         distances = (bin_means[:, 2] - bin_means[:, 3]).abs() * by_bin[:, 0]

@@ -40,7 +40,7 @@ from .report_page import write_run_page
 from .study_figures import RunResult, draw, print_tables
 
 STUDY_SETTINGS = ("study", "run_dir", "seed", "plan")
-"""Sections of the config that the study sets itself and does not pass on to variants."""
+"""Config sections that the study sets itself and does not pass on to the variants."""
 STAGES = {
     "prompts": "data_prep.prompts",
     "hidden_states": "data_prep.hidden_states",
@@ -84,27 +84,26 @@ class Study:
         self.directory = config.stage_dir("study") / config.study.name
 
     def check(self) -> None:
-        """Raises ValueError if no study was chosen, or if it cannot be run."""
+        """Raises ValueError if no study was chosen, or if it cannot run."""
         settings, answers = self.settings, self.config.acceptance
         if not settings.variants or not settings.seeds or not settings.prompt_tokens:
             names = sorted(path.stem for path in (Path(RECIPES) / "study").glob("*.yaml"))
             raise ValueError(
                 f"study: must have variants, seeds and prompt_tokens, but has {len(settings.variants)}, "
-                f"{len(settings.seeds)} and "
-                f"{len(settings.prompt_tokens)}; choose one of recipes/study ({', '.join(names)}), for example "
-                f"study={names[0]}"
+                f"{len(settings.seeds)} and {len(settings.prompt_tokens)}; choose one of recipes/study "
+                f"({', '.join(names)}), for example study={names[0]}"
             )
         for name, variant in self.variants.items():
             if not re.fullmatch(r"[\w-]+", name) or name in ("data", "held_out"):
                 raise ValueError(
-                    "study.variants: names must be letters, digits, - and _, and not data or held_out, but one is "
-                    f"{name!r}; rename it"
+                    "study.variants: names must consist of letters, digits, - and _, and must not be data or "
+                    f"held_out, but one is {name!r}; rename it"
                 )
             if variant.target != self.config.target or variant.prompts.source is PromptSource.responses:
                 raise ValueError(
-                    f"study.variants.{name}: must be of the study's target and take prompts from files or "
-                    "conversations, but has target "
-                    f"{variant.target.path} and prompts.source={variant.prompts.source}; make it a separate study"
+                    f"study.variants.{name}: must have the study's target and take its prompts from files or "
+                    f"conversations, but has target {variant.target.path} and "
+                    f"prompts.source={variant.prompts.source}; make it a separate study"
                 )
             source = self.config.prompts
             lengths_of = {
@@ -113,19 +112,20 @@ class Study:
             }
             if asdict(variant.prompts) | lengths_of != asdict(source):
                 raise ValueError(
-                    f"study.variants.{name}: must take its documents from where the study's prompts are held out, but "
-                    "differs in "
-                    "settings of prompts other than max_document_tokens and max_train_tokens; make it a separate study"
+                    f"study.variants.{name}: must have the study's settings of prompts, except max_document_tokens "
+                    "and max_train_tokens, but has others; make it a separate study"
                 )
             if variant.acceptance != answers:
                 raise ValueError(
-                    f"study.variants.{name}: must be measured as the others are, but has other settings of acceptance; "
-                    "set them for all"
+                    f"study.variants.{name}: must have the study's settings of acceptance, but has others; set them "
+                    "for all variants"
                 )
         if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
             raise ValueError(f"study.seeds: must be different and at least 0, but are {settings.seeds}; correct them")
         if not re.fullmatch(r"[\w-]+", settings.name):
-            raise ValueError(f"study.name: must be letters, digits, - and _, but is {settings.name!r}; rename it")
+            raise ValueError(
+                f"study.name: must have only letters, digits, - and _, but is {settings.name!r}; rename it"
+            )
         if self.config.seed != 0:
             raise ValueError(f"seed: must be left out, but is {self.config.seed}; set study.seeds")
         context_tokens, lengths = target_config_of(self.config).max_position_embeddings, settings.prompt_tokens
@@ -135,13 +135,12 @@ class Study:
             or max(lengths) + answers.max_new_tokens > context_tokens
         ):
             raise ValueError(
-                f"study.prompt_tokens: must be different, at least 4, and fit the target's context of {context_tokens} "
-                "with "
-                f"{answers.max_new_tokens} new ones, but are {lengths}; correct them"
+                f"study.prompt_tokens: must be different, at least 4, and leave room for {answers.max_new_tokens} new "
+                f"tokens in the target's context of {context_tokens}, but are {lengths}; correct them"
             )
 
     def prompts_file(self) -> Path:
-        """Writes the prompts: for each length, that many tokens before the same positions of held-out documents."""
+        """Writes prompts of every length. All lengths end at the same positions of held-out documents."""
         lengths, directory, answers = self.settings.prompt_tokens, self.directory / "held_out", self.config.acceptance
         longest = [*self.common, f"prompts.max_document_tokens={max(lengths)}"]
         self._run(
@@ -162,10 +161,9 @@ class Study:
         prompts = {document: tokens for document, tokens in prompts.items() if len(tokens) >= max(lengths)}
         if len(prompts) < self.settings.num_prompts:
             raise ValueError(
-                f"study.num_prompts: must be at most {len(prompts)}, the prompts of {max(lengths)} tokens in held-out "
-                "documents, "
-                f"but is {self.settings.num_prompts}; lower it, lower study.prompt_tokens, or raise "
-                "prompts.validation_fraction"
+                f"study.num_prompts: must be at most {len(prompts)}, the number of prompts of {max(lengths)} tokens "
+                f"in held-out documents, but is {self.settings.num_prompts}; lower it, lower study.prompt_tokens, or "
+                "raise prompts.validation_fraction"
             )
         lines = (
             {"id": f"{document} {length}", "category": str(length), "input_ids": prompts[document][-length:]}
@@ -177,7 +175,7 @@ class Study:
         return path.rename(directory / f"prompts_{file_sha256(path)[:8]}.jsonl")
 
     def measure(self, variant: str, seed: int, prompts_file: Path) -> RunResult | None:
-        """Train a variant and measure it on the prompts; returns None if the training diverged."""
+        """Train a variant and measure it on the prompts. Returns None if training diverged."""
         config, data, directory = self.variants[variant], self._data(variant), self.directory / variant / f"seed_{seed}"
         directory.mkdir(parents=True, exist_ok=True)
         for stage in STAGES:
@@ -207,8 +205,7 @@ class Study:
         return result_of(output_dir / "generations.jsonl", self.settings.prompt_tokens)
 
     def _data(self, variant: str) -> Path:
-        """Run the stages before training, once for all variants with the same settings for them, and return their
-        folder."""
+        """Run the stages before training, and return their folder. Variants with equal settings share it."""
         needs = {name: needed_data(config) for name, config in self.variants.items()}
         first = next(name for name in needs if needs[name] == needs[variant])
         directory, programs = self.directory / "data" / first, list(STAGES.values())
@@ -225,11 +222,13 @@ class Study:
         settings: Mapping[str, Any],
         record: str = "made.json",
     ) -> bool:
-        """Run programs with `directory` as their run_dir, unless they have run there; returns False if training
-        diverged.
+        """Run programs with `directory` as their run_dir, unless they have already run there.
+
+        Returns:
+            False if training diverged, otherwise True.
 
         Raises:
-            ValueError: they have run there with other settings.
+            ValueError: they have already run there with other settings.
             RuntimeError: a program failed.
         """
         path, wanted = directory / record, json.loads(json.dumps(settings))
@@ -240,8 +239,7 @@ class Study:
             if different:
                 raise ValueError(
                     f"{path}: {different[0]} must be {wanted[different[0]]}, but was "
-                    f"{recorded['settings'].get(different[0])}; remove "
-                    "the folder, or set study.name"
+                    f"{recorded['settings'].get(different[0])}; remove the folder, or set study.name"
                 )
             state = recorded["state"]
         if state == "begun":
@@ -281,10 +279,10 @@ def needed_data(config: PipelineConfig) -> dict[str, Any]:
 
 
 def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Path) -> bool:
-    """Run a program; returns False if it is training and diverged.
+    """Run a program. Returns False if it is the training and diverged.
 
     Raises:
-        RuntimeError: the program failed in another way; the message has the last error of its log.
+        RuntimeError: the program failed in another way. The message contains the last error in its log.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     uses_ranks = num_ranks > 1 and program not in ("data_prep.prompts", "data_prep.draft_vocab")
@@ -298,11 +296,11 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
     errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line] or ["see the log"]
     if program == "mtptrain.train" and "must be finite" in errors[-1]:
         return False
-    raise RuntimeError(f"{program}: must end with 0, but ended with {ended.returncode}: {errors[-1]}; see {log}")
+    raise RuntimeError(f"{program}: must end with status 0, but ended with {ended.returncode}: {errors[-1]}; see {log}")
 
 
 def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
-    """Computes the result of a run from the counts of its answers. A prompt length without rounds has None."""
+    """Computes the result of a run from the counts of its answers. It is None for a prompt length without rounds."""
     lines = [json.loads(line) for line in generations.read_text().splitlines()]
     names = ("tokens", "rounds", "empty_rounds", "drafted", "accepted_at")
     answers = [

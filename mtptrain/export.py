@@ -1,9 +1,9 @@
-"""Stage 5: write the head as a directory that a serving engine loads.
+"""Stage 5: writes the head to a directory that a serving engine can load.
 
 Reads `run_dir/train/best/` (or the head of `head.init_from`, if nothing was trained), the target's embeddings, final
 norm and lm_head, and `run_dir/hidden_states/` and `run_dir/acceptance/report.json` if they exist. Writes
-`run_dir/export/<engine>/`: weights,
-`config.json`, a README with the launch command and the measured acceptance, and `serving.json` for programs.
+`run_dir/export/<engine>/`: weights, `config.json`, a README with the launch command and the measured acceptance, and
+`serving.json` for programs.
 
     python -m mtptrain.export recipe=quickstart export.engine=vllm
 """
@@ -32,8 +32,10 @@ from mtptrain.target.hub import DEMO, resolve_target
 from mtptrain.utils.files import save_tensors, write_json
 
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""The method that vLLM chooses if none is given, by the first of these names that the path contains
-(vllm/config/speculative.py, 0.32)."""
+"""How vLLM infers the method if none is given: by the first of these names that the head's path contains.
+
+Source: vllm/config/speculative.py in vLLM 0.32.
+"""
 
 
 @program
@@ -54,8 +56,7 @@ def export(config: PipelineConfig) -> None:
         config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu")
     )
 
-    # Write to a temporary directory next to the final one, so that a directory with the final name is always whole and
-    # verified.
+    # Write to a temporary directory first, so that a directory with the final name is always complete and verified.
     temporary = output_dir.with_name(output_dir.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     write_head(temporary, form, trained.head.state_dict())
@@ -74,14 +75,12 @@ def export(config: PipelineConfig) -> None:
 
 
 def check_directory_name(output_dir: Path, method: str) -> None:
-    """Refuse a path from which vLLM would derive another method. The launch command names the method, but users may
-    shorten it."""
+    """Refuse a path from which vLLM would infer another method, in case users omit the method on the command line."""
     name = next((each for each in METHODS_BY_NAME if each in str(output_dir.resolve()).lower()), None)
     if name is not None and METHODS_BY_NAME[name] != method:
         raise ValueError(
-            f"export.output_dir: the path must not contain {' or '.join(METHODS_BY_NAME)}, by which vLLM chooses a "
-            "method on its own, "
-            f"unless it is {method}, but {output_dir.resolve()} contains {name!r}; set export.output_dir"
+            f"export.output_dir: vLLM must not infer a method other than {method} from the path, but "
+            f"{output_dir.resolve()} contains {name!r}; choose another path"
         )
 
 
@@ -104,7 +103,7 @@ def write_head(directory: Path, form: Format, state: Tensors) -> None:
 
 
 def check_tensors(directory: Path, form: Format) -> None:
-    """Check names and shapes of all tensors: engines silently leave a tensor random if the file does not have it.
+    """Check the names and shapes of all tensors, because engines silently keep random values for a missing tensor.
 
     Raises:
         ValueError: a tensor is missing, unknown to the engine, or of another shape.
@@ -118,8 +117,7 @@ def check_tensors(directory: Path, form: Format) -> None:
         if expected.get(name) != actual.get(name):
             raise ValueError(
                 f"{path}: {name} must be {_shape(expected.get(name))}, but is {_shape(actual.get(name))}; the engine "
-                "would serve random "
-                "weights: export again"
+                "would serve random weights; export again"
             )
 
 
@@ -145,9 +143,8 @@ def readme(config: PipelineConfig, form: Format, found: RunHead, target_dir: Pat
         rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
         measured = (
             f"Acceptance length {report['acceptance_length']:.3f} (bonus token included), rate by position {rates}: K "
-            "= "
-            f"{report['num_speculative_tokens']}, temperature {report['temperature']:g}, {report['prompts']} prompts, "
-            f"{report['dtype']}."
+            f"= {report['num_speculative_tokens']}, temperature {report['temperature']:g}, {report['prompts']} "
+            f"prompts, {report['dtype']}."
         )
     parts = [
         f"# Draft head for `{config.target.path}`",
@@ -163,7 +160,7 @@ def print_summary(weights: Path, proof: int) -> None:
     table = Table(title="mtptrain.export", show_header=False)
     table.add_row("directory", str(weights.parent))
     table.add_row("weights", f"{weights.stat().st_size:,} bytes")
-    table.add_row("proposals equal after reloading", f"{proof:,} tokens")
+    table.add_row("equal proposals after reloading", f"{proof:,} tokens")
     table.add_row("serve", "see README.md there")
     Console().print(table)
 

@@ -1,4 +1,4 @@
-"""Reads `prompts.paths` once before the long work: the turns to generate, and hashes of the sources."""
+"""Reads `prompts.paths` once before generation starts, to count the turns to generate and to hash the sources."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from ..prompts_report import group_refusals
 from .dialogue import questions
 
 QUIET_ROWS = 10_000
-"""Fewer rows are read without a progress bar."""
+"""With fewer rows than this, no progress bar is shown."""
 
 
 @dataclass
@@ -22,21 +22,21 @@ class Survey:
     lengths: dict[int, int] = field(default_factory=dict)
     """Characters before the first response, by row."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Hash of the conversations of each path or name."""
+    """Hash of the conversations in each path of `prompts.paths`."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Reason by location, for rows that cannot be used."""
+    """Why a row cannot be used, by its location."""
 
     def batches(self, batch_size: int) -> list[list[int]]:
         """Returns batches of rows with the same number of turns and prompts of similar length.
 
-        Batches depend only on the data, not on what is already done, because responses may depend on their batch.
+        Batches depend only on the data, not on what is already done, because a response may depend on its batch.
         """
         order = sorted(self.turns, key=lambda row: (self.turns[row], self.lengths[row], row))
         return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
 def hash_sources(conversations: Conversations, paths: Sequence[str]) -> dict[str, str]:
-    """Returns the hash of the conversations of each path or name, as in `Survey.sources`."""
+    """Returns the hash of the conversations in each path, as in `Survey.sources`."""
     digests = {path: hashlib.sha256() for path in paths}
     for row, name in enumerate(conversations.names):
         digests[conversations.origins[row][0].path].update(_line(name, conversations.messages(row)))
@@ -49,7 +49,7 @@ def _line(name: str, messages: Sequence[Message]) -> bytes:
 
 
 def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> Survey:
-    """Read all conversations once.
+    """Reads all conversations once.
 
     Raises:
         ValueError: none of them can be used.
@@ -72,8 +72,7 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
     if not survey.turns:
         reasons = "".join(f", {group.count} refused ({group.reason})" for group in group_refusals(survey.refused))
         raise ValueError(
-            f"prompts.paths: must hold at least one conversation with a user turn, but {', '.join(paths)} holds "
-            f"none{reasons}; correct the "
-            "paths or the data"
+            "prompts.paths: must hold at least one conversation with a user turn, but there is none in "
+            f"{', '.join(paths)}{reasons}; correct the paths or the data"
         )
     return survey

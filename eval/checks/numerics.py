@@ -1,5 +1,4 @@
-"""Compares attention and loss on this device with their definitions, and decoding with the training forward, on random
-tensors."""
+"""Compares attention and loss with their definitions, and decoding with the training forward, on random tensors."""
 
 from collections.abc import Sequence
 
@@ -19,11 +18,10 @@ from ..bench.train_steps import Case, case_of, dense_attention, random_batch, ra
 from .rows import Finding, at_most
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-"""The largest relative error allowed, by the dtype of the arithmetic. bf16 rounds to 2^-9, and several roundings add
-up."""
+"""Maximum relative error by dtype. bf16 rounds with a relative error of 2^-9, and several roundings add up."""
 DEPTHS = 3
 LENGTHS, PROMPTS = [129, 40, 300], [30, 0, 100]
-"""Tokens of each document, and of its prompt."""
+"""Number of tokens of each document, and of the prompt at its start."""
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -31,7 +29,7 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
-    """Compares the attention of a depth and its gradients with one softmax over a dense mask in fp32."""
+    """Compares attention at one depth and its gradients with a single softmax over a dense mask in fp32."""
     generator = torch.Generator(device).manual_seed(0)
     spans = [(i, prompt, length - prompt) for i, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True))]
     packing = map_tensors(Packing.of(LENGTHS, spans), lambda x: x.to(device))
@@ -60,7 +58,7 @@ def dense_depth_attention(
     own_values: Sequence[torch.Tensor],
     packing: Packing,
 ) -> torch.Tensor:
-    """Computes `depth_attention` by its definition."""
+    """Computes the same as `depth_attention`, directly from its definition."""
     document = (packing.positions == 0).cumsum(0)  # [N]
     tokens = torch.arange(len(key), device=key.device)
     is_seen = (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])  # [M, N]
@@ -70,8 +68,7 @@ def dense_depth_attention(
 
 
 def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:
-    """Returns a small target's case, a head for it, the target's frozen parts with random weights, and a packed
-    batch."""
+    """Returns a case with a small target, a head, the target's frozen parts with random weights, and a packed batch."""
     torch.manual_seed(0)
     case = case_of(hidden_size=256, vocab_size=512, depths=DEPTHS, head=head)
     settings = {"capture_layers": [2, 4, 6]} if head == "eagle3" else {}
@@ -84,8 +81,7 @@ def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Ca
 
 @torch.no_grad()
 def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding:
-    """Compares the states of serving, computed draft by draft over a cache, with those of the packed training
-    forward."""
+    """Compares the states of decoding with a cache, one draft at a time, with those of the packed training forward."""
     _, built, parts, batch = random_case(head, device, dtype)
     embeddings = parts.embed(batch.next_ids)  # [N, H]
     reads = parts.final_norm(batch.hidden_states) if batch.aux_hidden_states is None else batch.aux_hidden_states
@@ -106,8 +102,7 @@ def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding
 
 
 def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
-    """Compares the blockwise KL loss and its gradient with respect to the states with the formula over all logits in
-    fp32."""
+    """Compares the blockwise KL loss and its gradient with a single fp32 computation over all logits."""
     _, _, parts, batch = random_case("mtp", device, dtype)
     is_draft = batch.is_draft
     states = torch.randn(*is_draft.shape, parts.embed_tokens.shape[1], device=device).to(dtype)

@@ -30,8 +30,7 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
         engines = [served for served, name in FORMATS if name == head.name]
         raise ValueError(
             f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class "
-            "for it; "
-            f"set export.engine={engines[0]}"
+            f"for it; set export.engine={engines[0]}"
         )
     check_served(engine, head, target)
     return FORMATS[engine, head.name](head, target)

@@ -1,5 +1,4 @@
-"""The export format of transformers 5.23 for `generate(use_mtp=True)`: one more decoder layer in the target's
-checkpoint.
+"""Export for `generate(use_mtp=True)` in transformers 5.23: the head is one more layer in the target's checkpoint.
 
 Sources: `MTPCandidateGenerator` in generation/candidate_generator.py, `MtpModel` in modeling_layers.py.
 """
@@ -18,13 +17,13 @@ from mtptrain.target.hub import weight_files
 from mtptrain.utils.files import write_json
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-"""Model classes of the families whose decoder layer equals the head's, from which transformers builds the head."""
+"""Model classes of the families whose decoder layer is the same as the head's; transformers builds the head from it."""
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 """Files of the target's tokenizer and generation settings."""
 
 
 class TransformersMtp(Format):
-    """`mtp` as a layer after the target's last one, in a directory with the target's weights.
+    """Head `mtp` as a layer after the target's last one, in a directory with the target's weights.
 
     One layer drafts one token. K copies of the head would draft K tokens, but copy k would attend to the keys of depth
     k of all rows instead of the keys of depth 0 that the head was trained with.
@@ -48,7 +47,7 @@ class TransformersMtp(Format):
         return f"""\
 from transformers import AutoTokenizer, {self.architecture}
 
-# Which tensors of the checkpoint are the head's: without it, use_mtp does not find them.
+# This pattern tells use_mtp which tensors of the checkpoint belong to the head.
 {self.architecture}._keys_to_ignore_on_load_unexpected = [r"model\\.layers\\.{self.target.num_hidden_layers}\\."]
 tokenizer = AutoTokenizer.from_pretrained("{directory}")
 model = {self.architecture}.from_pretrained("{directory}", dtype="auto")
@@ -56,8 +55,7 @@ prompt = tokenizer("def main", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, max_new_tokens=64)[0]))"""
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's weights (as hard links if the file system has them), its tokenizer, and the index of all
-        tensors."""
+        """Add the target's weights (as hard links, if possible), its tokenizer, and the index of all tensors."""
         names = {}
         for path in weight_files(target_dir):
             # transformers would load a file of this name instead of the index.
@@ -77,10 +75,9 @@ print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, m
 
     def notes(self) -> list[str]:
         return [
-            "For transformers 5.23, one sequence at a time. It drafts one token a round, whatever K was measured: of "
-            "the rates by "
-            "position the first is the one to expect.",
-            "The target's weights here are hard links to the files of the target where the file system allows it.",
+            "For transformers 5.23, one sequence at a time. It always drafts one token per round, so expect the "
+            "acceptance rate of the first position only.",
+            "The target's weights here are hard links to the target's files, or copies on another file system.",
         ]
 
 

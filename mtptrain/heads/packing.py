@@ -15,11 +15,13 @@ Indices = slice | torch.Tensor
 
 @dataclass(frozen=True)
 class Segments:
-    """Input of one attention kernel: the queries of segment i see the keys of segment i."""
+    """Input of one attention kernel. The queries of a segment see only the keys of the same segment."""
 
-    queries: Indices  # Q of the M draft positions
-    keys: Indices  # S of the N keys, draft positions first, then prompt tokens
-    lengths: tuple[tuple[int, int], ...]  # queries and keys of each segment
+    queries: Indices
+    """The draft positions in this kernel, as indices into all M."""
+    keys: Indices
+    """The keys in this kernel, as indices into all N: draft positions first, then prompt tokens."""
+    lengths: tuple[tuple[int, int], ...]  # number of queries and of keys in each segment
     query_offsets: torch.Tensor  # i32[segments + 1]
     key_offsets: torch.Tensor  # i32[segments + 1]
     is_causal: bool
@@ -27,7 +29,13 @@ class Segments:
 
     @staticmethod
     def of(spans: Sequence[tuple[range, range]], key_indices: NDArray[np.int64], is_causal: bool) -> "Segments":
-        """Build segments from their draft positions and tokens, and the index of each token among the keys i64[N]."""
+        """Build the segments of a kernel.
+
+        Args:
+            spans: draft positions and visible tokens of each segment.
+            key_indices: index of each token in the order of the keys i64[N].
+            is_causal: see `Segments.is_causal`.
+        """
         lengths = tuple((len(rows), len(tokens)) for rows, tokens in spans)
         return Segments(
             queries=_as_indices(_concatenated([rows for rows, _ in spans])),
@@ -41,20 +49,20 @@ class Segments:
 
 @dataclass(frozen=True)
 class Packing:
-    """N packed tokens, of which M are draft positions: consecutive tokens of each span, spans in order."""
+    """N packed tokens, of which M are draft positions.
+
+    The draft positions form spans of consecutive tokens in one document, in the order of the tokens.
+    """
 
     positions: torch.Tensor  # i64[N], position of each token in its document
     rows: torch.Tensor  # i64[M], tokens that are draft positions
-    prompts: (
-        torch.Tensor
-    )  # i64[N - M], all other tokens, which only provide keys and values; those that nothing sees come last
-    key_indices: (
-        torch.Tensor
-    )  # i64[N], index of each token in the order of the keys: draft positions, then prompt tokens
+    prompts: torch.Tensor
+    """i64[N - M], all other tokens. They only provide keys and values; those that no draft position sees come last."""
+    key_indices: torch.Tensor
+    """i64[N], index of each token in the order of the keys: draft positions first, then prompt tokens."""
     segments: tuple[Segments, ...]
-    """First the causal segments inside each span; then, for spans that do not start their document, segments over all
-    tokens of the document before the span. Each of the latter `Segments` has one span per document, so that no kernel
-    reads more than N keys."""
+    """The first `Segments` holds every span with its own tokens, causally. The others hold spans with the tokens before
+    them in their document. None of them has two spans of the same document, so no kernel reads more than N keys."""
 
     @property
     def num_pairs(self) -> float:
@@ -67,12 +75,13 @@ class Packing:
 
         Args:
             lengths: tokens of each document.
-            spans: (document, first token in it, number of tokens) of the draft positions, in order; by default all.
+            spans: (document, first token in the document, number of tokens) of each span of draft positions, in order;
+                by default every token is a draft position.
         """
         spans = [(i, 0, length) for i, length in enumerate(lengths)] if spans is None else spans
         starts = [0, *accumulate(lengths)]
         first_rows = [0, *accumulate(count for *_, count in spans)]
-        # 1. For each span, its draft positions with its own tokens, and with the tokens of its document before it.
+        # 1. Pair each span's draft positions with the tokens of the span, and with the earlier tokens of its document.
         inside, before = [], defaultdict[int, list[tuple[range, range]]](list)
         num_before = Counter[int]()  # spans of each document that have tokens before them
         is_row, is_seen = np.zeros((2, starts[-1]), dtype=bool)
@@ -84,7 +93,7 @@ class Packing:
                 before[num_before[document]].append((rows, range(starts[document], token)))
                 num_before[document] += 1
                 is_seen[starts[document] : token] = True
-        # 2. The order of keys: draft positions, prompt tokens that some span sees, prompt tokens that none sees.
+        # 2. Order the keys: draft positions, prompt tokens that some span sees, prompt tokens that no span sees.
         row_tokens, *prompt_tokens = (np.flatnonzero(part) for part in (is_row, is_seen & ~is_row, ~is_seen & ~is_row))
         key_indices = np.concatenate([row_tokens, *prompt_tokens]).argsort()
         return Packing(
@@ -120,7 +129,7 @@ def _as_indices(indices: NDArray[np.int64]) -> Indices:
 
 
 class _Reorder(torch.autograd.Function):
-    """x[order] for a permutation. Its gradient is gathered, while that of plain indexing is added up row by row."""
+    """Computes x[order] for a permutation. The backward pass gathers rows; that of plain indexing would add them up."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Counts memory, FLOPs, bytes moved and host-device synchronisations of operators, on tensors with or without data."""
+"""Counts memory, FLOPs, bytes moved and host-device synchronisations of operators, on real or fake tensors."""
 
 import traceback
 import weakref
@@ -27,9 +27,9 @@ SYNCING = frozenset(
         "unique_consecutive",
     )
 )
-"""Operators after which the host must read the result or its shape."""
+"""Operators whose result, or its shape, the host must read."""
 MASKED = frozenset(("index", "index_put", "index_put_"))
-"""Operators after which the host must read a shape if an index is a boolean mask."""
+"""Operators whose result has a shape that the host must read if an index is a boolean mask."""
 WRITING = frozenset(
     ("fill", "fill_", "zero_", "zeros_like", "full_like", "ones_like", "zeros", "full", "ones", "arange")
 )
@@ -39,23 +39,20 @@ FLASH_OF_CPUS = frozenset(
 )
 ATTENTION = FLASH_OF_CPUS | {"_flash_attention_forward", "_flash_attention_backward"}
 PART_READING = frozenset(("index", "index_select", "gather", "embedding"))
-"""Operators that read only as many bytes of their first tensor as they write."""
+"""Operators that read only part of their first tensor: as many bytes as they write."""
 
 
 class Meter(TorchDispatchMode):
     """Counts the operators that are dispatched inside its `with` block.
 
-    Each operator counts as reading its inputs and writing its outputs once, as eager kernels do. Views and `empty` move
-    nothing.
+    Each operator is assumed to read its inputs and write its outputs once, as eager kernels do. Views and `empty` move
+    no bytes.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = Counter[str]()
-        """The most memory alive at once on each device.
-
-        Counts the outputs of operators and the tensors passed to `hold`.
-        """
+        """Peak memory of each device: the outputs of operators, and the tensors passed to `hold`."""
         self.matmul_flops = 0
         self.matmul_bytes = 0
         self.attention_flops = 0
@@ -63,7 +60,7 @@ class Meter(TorchDispatchMode):
         self.elementwise_bytes = 0
         """Bytes moved by operators that are neither matrix products nor flash attention."""
         self.bytes_of = Counter[str]()
-        """`elementwise_bytes` by the operator's name, without the operators inside `fused`."""
+        """`elementwise_bytes` by operator name. Operators inside `fused` are not included."""
         self.num_calls = Counter[str]()
         self.syncs = Counter[str]()
         """How often the host waits for a CUDA device, by operator and calling line."""
@@ -73,13 +70,13 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_composite(func):  # inference mode dispatches `linear`, `matmul` and the like undivided
+        if _is_composite(func):  # in inference mode, `linear`, `matmul` etc. arrive undecomposed
             with self:
                 return func.decompose(*args, **kwargs)
         name = func._overloadpacket.__name__
         self.num_calls[name] += 1
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if _waits(name, args, kwargs, inputs):  # before the call, which raises for a tensor without data
+        if _waits(name, args, kwargs, inputs):  # before the call, which raises for a fake tensor
             self.syncs[f"{name} at {_caller()}"] += 1
         if name == "_flash_attention_backward":
             self._count_peak(args[1].device, flash_scratch_bytes(args))
@@ -108,10 +105,10 @@ class Meter(TorchDispatchMode):
     def fused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function and count the bytes that compiled kernels would move.
 
-        Used with `mtptrain.utils.compile.fused_through`.
+        It is used with `mtptrain.utils.compile.fused_through`.
 
-        Compiled kernels read the arguments and write the results, in the forward and in the backward pass, and move the
-        inputs and outputs of matrix products. Other intermediate tensors never reach memory.
+        In both passes, compiled kernels read the arguments and write the results. Among intermediate tensors, only the
+        inputs and outputs of matrix products reach memory.
         """
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, torch.Tensor)):
@@ -126,7 +123,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def fusing(self) -> Iterator[None]:
-        """Inside this context, all operators count as one kernel."""
+        """Counts all operators inside this context as one kernel."""
         self._is_fused = True
         try:
             yield
@@ -204,8 +201,8 @@ class _Fused(torch.autograd.Function):
 def attention_flops(name: str, args: Any) -> int:
     """Returns the FLOPs of a flash kernel.
 
-    For each query and each key that it sees, these are two products in the forward pass and five in the backward pass.
-    If the segment offsets have no data, every segment counts as being as long as the longest one.
+    Each pair of a query and a visible key costs two dot products in the forward pass and five in the backward pass. If
+    the segment offsets are fake tensors, all segments are assumed to be as long as the longest one.
     """
     products, tensors = (2, args) if "backward" not in name else (5, args[1:])
     query, key = tensors[:2]
@@ -222,12 +219,11 @@ def attention_flops(name: str, args: Any) -> int:
 
 
 def flash_scratch_bytes(args: Any) -> int:
-    """Returns the memory that flash attention's backward pass allocates: its results, and scratch that the dispatcher
-    does not see.
+    """Returns the bytes that flash attention's backward pass allocates, including scratch that the dispatcher misses.
 
     The scratch is the query's gradient in fp32 and one sum per row, both padded by 128 rows per segment. With fewer key
-    heads than query heads it also holds gradients of keys and values for each query head (`mha_varlen_bwd` of
-    FlashAttention 2).
+    heads than query heads, it also holds gradients of keys and values for each query head. Source: `mha_varlen_bwd` in
+    FlashAttention 2.
     """
     query, key, offsets = args[1], args[2], args[6]
     num_heads, head_dim = query.shape[1:]
@@ -235,7 +231,7 @@ def flash_scratch_bytes(args: Any) -> int:
     grads_per_query_head = (
         2 * key.shape[0] * num_heads * head_dim * key.element_size() if key.shape[1] != num_heads else 0
     )
-    # At the end of the kernel the results are allocated too.
+    # The results are allocated while the scratch is still alive.
     results = num_bytes_of(query) + 2 * num_bytes_of(key)
     return int(padded_rows * num_heads * (-(-head_dim // 32) * 32 + 1) * 4 + grads_per_query_head + results)
 
@@ -261,7 +257,7 @@ def _moved(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -
 
 
 def num_bytes_of(x: torch.Tensor) -> int:
-    """Returns the bytes of a tensor; expanded dimensions count once."""
+    """Returns the size of a tensor in bytes. Expanded dimensions count once."""
     count = x.element_size()
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride else 1
@@ -269,8 +265,7 @@ def num_bytes_of(x: torch.Tensor) -> int:
 
 
 def _waits(name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-    """Returns whether the host waits for a CUDA device: to read a value or a shape, or for a copy that is not
-    `non_blocking`."""
+    """Returns whether the host waits for a CUDA device: for a value, a shape, or a copy that is not `non_blocking`."""
     devices = {x.device.type for x in inputs}
     if name in ("_to_copy", "copy_"):
         is_free = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])

@@ -1,4 +1,4 @@
-"""Prints the plan of a run as a table, and warns of everything that will not fit.
+"""Prints the plan of a run as a table, and warns about everything that will not fit.
 
 It reads the target's config.json (the only file downloaded for a hub name) and, if data_prep.prompts has been run, its
 documents. It loads no weights and writes nothing. `plan=true` prints the plan instead of running the program:
@@ -16,7 +16,7 @@ from mtptrain.planning.speed import Speed
 
 
 def print_plan(config: PipelineConfig) -> Plan:
-    """Print the plan of a run, and warn of everything that will not fit.
+    """Print the plan of a run, and warn about everything that will not fit.
 
     Raises:
         FileNotFoundError: the target does not exist.
@@ -26,10 +26,8 @@ def print_plan(config: PipelineConfig) -> Plan:
     table = Table(title=f"plan of {config.run_dir}: estimates, except where a measurement is named", show_header=False)
     for name, value in plan_rows(plan, config):
         table.add_row(name, value)
-    table.add_row("free disk", f"{_gb(plan.free_bytes)} where run_dir is")
-    table.add_row(
-        "export", f"{_gb(plan.export_bytes)} of host memory, which does not depend on the target's decoder layers"
-    )
+    table.add_row("free disk", f"{_gb(plan.free_bytes)} on the disk of run_dir")
+    table.add_row("export", f"{_gb(plan.export_bytes)} of host memory; the target's decoder layers are not loaded")
     console = Console()
     console.print(table, markup=False)
     for warning in plan_warnings(plan, config):
@@ -38,7 +36,7 @@ def print_plan(config: PipelineConfig) -> Plan:
 
 
 def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
-    """Returns the plan as names and texts, except the rows that depend on the local disk."""
+    """Returns the rows of the plan, except those that depend on the local machine."""
     chosen, memory = config.hidden_states.store_dtype, plan.memory
     sizes = {
         dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)"
@@ -62,7 +60,7 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
         ("hidden states", f"{sizes.pop(chosen)}; " + "; ".join(sizes.values())),
         *([("streamed", f"{_gb(streamed_bytes(plan, config))} at a time")] * config.train.stream),
         *(
-            [("scratch", f"{plan.scratch_bytes_per_token:,} bytes/token of vLLM's files, gone with each shard")]
+            [("scratch", f"{plan.scratch_bytes_per_token:,} bytes/token in vLLM's files, deleted after each shard")]
             * is_vllm
         ),
         ("target", f"{target}, {config.hidden_states.backend}"),
@@ -85,15 +83,14 @@ def _describe_workload(plan: Plan, config: PipelineConfig) -> str:
     if work.is_counted:
         share = work.supervised_tokens / max(1, work.tokens)
         return (
-            f"{work.documents:,} with {work.tokens:,} tokens, {work.supervised_tokens:,} supervised ({share:.0%}); the "
-            "longest "
-            f"{work.longest_tokens:,}"
+            f"{work.documents:,} with {work.tokens:,} tokens, {work.supervised_tokens:,} supervised ({share:.0%}); "
+            f"the longest has {work.longest_tokens:,}"
         )
     bounds = (
-        f"each of {work.longest_tokens:,} and every token supervised, as bounds: data_prep.prompts has not been run"
+        f"in documents of up to {work.longest_tokens:,}, all supervised (bounds: data_prep.prompts has not been run)"
     )
-    what = "at most {:,} tokens" if config.prompts.max_train_tokens else "for each {:,} tokens"
-    return f"{what.format(work.tokens)}, {bounds}"
+    what = "at most {:,} tokens" if config.prompts.max_train_tokens else "an assumed {:,} tokens"
+    return f"{what.format(work.tokens)} {bounds}"
 
 
 def _describe_memory(memory: TrainMemory) -> str:
@@ -142,13 +139,12 @@ def _disk_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
         smaller += "a lower train.stream_shards, "
     return [
         f"run_dir: {_gb(size)} must be free for the hidden states, but {config.run_dir} has {_gb(plan.free_bytes)}; "
-        f"set {smaller}"
-        "run_dir to a larger disk, or a lower prompts.max_train_tokens"
+        f"set {smaller}run_dir to a larger disk, or a lower prompts.max_train_tokens"
     ]
 
 
 def streamed_bytes(plan: Plan, config: PipelineConfig) -> int:
-    """Returns the largest size of the store with `train.stream`, that of its open windows."""
+    """Returns the peak size of the store with `train.stream`: the size of its open windows."""
     settings = config.hidden_states
     window_tokens = OPEN_WINDOWS * config.train.stream_shards * settings.shard_tokens
     return min(plan.store_bytes[settings.store_dtype], window_tokens * plan.bytes_per_token[settings.store_dtype])
@@ -161,25 +157,21 @@ def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     if plan.target_bytes_per_gpu > available:
         with_vllm = f"set hidden_states.tensor_parallel_size={engine_gpus} with hidden_states.backend=vllm, or "
         warnings.append(
-            f"target.path: weights must fit {_gb(available)} of each GPU in extraction, but take "
-            f"{_gb(plan.target_bytes_per_gpu)}; "
-            f"{with_vllm * (engine_gpus is not None)}use more GPUs in one machine"
+            f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take "
+            f"{_gb(plan.target_bytes_per_gpu)}; {with_vllm * (engine_gpus is not None)}use more GPUs in one machine"
         )
     elif settings.backend is Backend.vllm:
         warnings += _states_warnings(plan, config)
     elif plan.is_spread and engine_gpus is not None and engine_gpus <= config.planner.num_gpus:
         warnings.append(
-            f"target.path: weights must fit {_gb(available)} of one GPU for all GPUs to work at once, but take "
-            f"{_gb(plan.target_bytes)}; "
-            "start data_prep.hidden_states as one process, over which accelerate spreads them, or set "
-            "hidden_states.backend=vllm "
-            f"hidden_states.tensor_parallel_size={engine_gpus}"
+            f"target.path: weights must fit into {_gb(available)} of one GPU for all GPUs to work at once, but take "
+            f"{_gb(plan.target_bytes)}; start data_prep.hidden_states as one process, in which accelerate spreads "
+            f"them over all GPUs, or set hidden_states.backend=vllm hidden_states.tensor_parallel_size={engine_gpus}"
         )
     if settings.backend is Backend.vllm and config.planner.num_gpus % settings.tensor_parallel_size:
         warnings.append(
             f"hidden_states.tensor_parallel_size: must divide the {config.planner.num_gpus} GPUs of planner.num_gpus, "
-            "but is "
-            f"{settings.tensor_parallel_size}; change one of them"
+            f"but is {settings.tensor_parallel_size}; change one of them"
         )
     return warnings
 
@@ -192,19 +184,16 @@ def _states_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     has_enough_gpus = engine_gpus is not None and engine_gpus <= config.planner.num_gpus
     more_gpus = f"set hidden_states.tensor_parallel_size={engine_gpus}, " if has_enough_gpus else "set "
     return [
-        f"hidden_states.batch_tokens: weights and states in flight must fit {_gb(available)} of each GPU with vLLM, "
-        "but take "
-        f"{_gb(plan.target_bytes_per_gpu + states)}, {_gb(states)} of them for the states of two batches of "
-        f"{settings.batch_tokens:,} tokens and a document of {plan.workload.longest_tokens:,}, which tensor "
-        "parallelism does not divide; "
-        f"{more_gpus}a lower hidden_states.batch_tokens, a lower prompts.max_document_tokens, or "
-        "hidden_states.backend=transformers"
+        f"hidden_states.batch_tokens: weights and states in flight must fit into {_gb(available)} of each GPU with "
+        f"vLLM, but take {_gb(plan.target_bytes_per_gpu + states)}, {_gb(states)} of them for the states of two "
+        f"batches of {settings.batch_tokens:,} tokens and a document of {plan.workload.longest_tokens:,}, which "
+        f"tensor parallelism does not divide; {more_gpus}a lower hidden_states.batch_tokens, a lower "
+        "prompts.max_document_tokens, or hidden_states.backend=transformers"
     ]
 
 
 def _least_engine_gpus(plan: Plan, config: PipelineConfig) -> int | None:
-    """Returns the smallest power of two of GPUs that holds vLLM's weights and states in flight; None if no number
-    does."""
+    """Returns the number of GPUs, a power of two, that vLLM needs for weights and states; None if none is enough."""
     memory = config.planner.gpu_memory_gb * 1e9
     left = min(FITTING_SHARE * memory, ENGINE_SHARE * memory - plan.states_in_flight_bytes)
     return _power_of_two(plan.target_bytes / left) if left > 0 else None
@@ -218,27 +207,24 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     advice = "" if config.train.activation_checkpointing else "set train.activation_checkpointing=true, or "
     if without_target > available:
         warnings.append(
-            f"train.batch_tokens: training must fit {_gb(available)} of each GPU, but takes {_gb(without_target)}, "
-            f"{_gb(memory.activations)} of them for activations; {advice}lower it from {config.train.batch_tokens}, "
-            "with "
-            f"prompts.max_document_tokens, or head.ttt_steps from {config.head.ttt_steps}"
+            f"train.batch_tokens: training must fit into {_gb(available)} of each GPU, but takes "
+            f"{_gb(without_target)}, {_gb(memory.activations)} of them for activations; {advice}lower it from "
+            f"{config.train.batch_tokens} (and prompts.max_document_tokens with it), or lower head.ttt_steps from "
+            f"{config.head.ttt_steps}"
         )
     elif without_target + memory.validation_target > available:
         bf16 = "" if config.acceptance.dtype is Dtype.bfloat16 else "acceptance.dtype=bfloat16, "
         left, needed = _gb(available - without_target), _gb(memory.validation_target)
         warnings.append(
-            "train.validation_prompts: the target must fit next to training on every GPU, for validation, but takes "
-            f"{needed}, and {left} "
-            f"are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 and choose the head "
-            "with eval.choose_head after training, or use GPUs with more memory"
+            "train.validation_prompts: for validation, the target must fit on every GPU next to training, but takes "
+            f"{needed}, and only {left} are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 "
+            "and choose the head with eval.choose_head after training, or use GPUs with more memory"
         )
     elif with_validation > available:
         warnings.append(
-            f"acceptance.batch_tokens: validation must fit {_gb(available)} of each GPU, but takes "
-            f"{_gb(with_validation)}, "
-            f"{_gb(memory.validation)} of them for keys, values and prompts; lower it from "
-            f"{config.acceptance.batch_tokens:,}, lower "
-            "acceptance.batch_size, or set train.validation_prompts=0"
+            f"acceptance.batch_tokens: validation must fit into {_gb(available)} of each GPU, but takes "
+            f"{_gb(with_validation)}, {_gb(memory.validation)} of them for keys, values and prompts; lower it from "
+            f"{config.acceptance.batch_tokens:,}, lower acceptance.batch_size, or set train.validation_prompts=0"
         )
     return warnings
 
@@ -254,20 +240,17 @@ def _setting_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     if longest > plan.max_position_embeddings:
         warnings.append(
             f"prompts.max_document_tokens: documents must have at most {plan.max_position_embeddings:,} tokens, the "
-            "target's "
-            f"max_position_embeddings, but have up to {longest:,}; lower it{again}"
+            f"target's max_position_embeddings, but have up to {longest:,}; lower it{again}"
         )
     if longest > config.train.batch_tokens:
         warnings.append(
             f"train.batch_tokens: must be at least the longest document, up to {longest:,} tokens, but is "
-            f"{config.train.batch_tokens:,}; "
-            f"raise it, or lower prompts.max_document_tokens{again}"
+            f"{config.train.batch_tokens:,}; raise it, or lower prompts.max_document_tokens{again}"
         )
     if per_step % num_gpus:
         warnings.append(
             f"train.micro_batches_per_step: must be a multiple of the {num_gpus} GPUs of planner.num_gpus, but is "
-            f"{per_step}; set it to "
-            f"{-(-per_step // num_gpus) * num_gpus}"
+            f"{per_step}; set it to {-(-per_step // num_gpus) * num_gpus}"
         )
     return warnings
 

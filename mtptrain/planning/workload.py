@@ -1,4 +1,4 @@
-"""The documents of a run, and the steps that training them takes."""
+"""Counts the documents of a run, and the steps needed to train on them."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.training.step_packing import pack_documents, shuffled
 
 UNKNOWN_TOKENS = 1_000_000
-"""Planned tokens if neither the recipe nor data_prep.prompts tells how many there are."""
+"""Tokens assumed if the recipe sets no limit and data_prep.prompts has not been run."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Workload:
     supervised_tokens: int
     longest_tokens: int
     mean_tokens: float
-    """Length of a token's document, averaged over tokens; the cost of attention is proportional to it."""
+    """Document length averaged over tokens, so that long documents weigh more; proportional to attention costs."""
 
 
 def read_workload(config: PipelineConfig) -> Workload:
-    """Returns the documents of stage 1 if it has been run, otherwise upper bounds from the recipe."""
+    """Counts the documents of stage 1 if it has been run; otherwise returns upper bounds from the recipe."""
     path = config.stage_dir("prompts") / f"{Split.train}.safetensors"
     if not path.exists():
         tokens, longest = config.prompts.max_train_tokens or UNKNOWN_TOKENS, config.prompts.max_document_tokens
@@ -46,14 +46,16 @@ def read_workload(config: PipelineConfig) -> Workload:
 
 
 def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
-    """Returns the tokens of all training steps, for a training set of `tokens`."""
+    """Returns the number of tokens in all training steps, if the training set has `tokens` tokens."""
     step_tokens = config.train.batch_tokens * config.train.micro_batches_per_step
     return config.train.max_steps * step_tokens or config.train.epochs * tokens
 
 
 def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
-    """Returns the number of steps: as training packs the documents of stage 1, or with full steps if it has not been
-    run."""
+    """Returns the number of training steps.
+
+    The documents of stage 1 are packed as in training. If it has not been run, all steps are assumed to be full.
+    """
     train, path = config.train, config.stage_dir("prompts") / f"{Split.train}.safetensors"
     if train.max_steps:
         return train.max_steps

@@ -8,9 +8,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 @dataclass(frozen=True)
 class TreeRows:
-    """The rows of a forward that continue a sequence as a tree.
+    """A tree of drafts that continues a sequence: where the rows of a forward are stored, and what they see.
 
-    Rows may share a position, but each has its own slot.
+    Several rows may have the same position, but each has its own slot.
     """
 
     root: torch.Tensor
@@ -59,7 +59,7 @@ class PositionCache(Cache):
         self._written = {positions.device: written}
         highest = positions.shape[1] - 1 if is_prompt else int(written.max())
         self._used_slots = max(self._used_slots, highest + 1)
-        assert self._used_slots <= self.num_slots, "positions beyond the cache"
+        assert self._used_slots <= self.num_slots, "positions exceed the slots of the cache"
         if is_prompt:
             return None
         slots = torch.arange(self._used_slots, device=positions.device)
@@ -83,8 +83,7 @@ class PositionCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes keys and values [B, heads, S, head_dim] into the slots that `begin` set, and returns all slots in
-        use."""
+        """Writes keys and values [B, heads, S, head_dim] to the slots set by `begin`; returns all slots in use."""
         if layer_idx not in self._keys:
             batch, heads = key_states.shape[:2]
             self._keys[layer_idx] = key_states.new_zeros(batch, heads, self.num_slots, key_states.shape[-1])

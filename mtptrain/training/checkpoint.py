@@ -1,10 +1,9 @@
-"""Checkpoints of a training run: head, optimizer, schedule, RNG and the step, which is the position in the data.
+"""Checkpoints of a training run: head, optimizer, schedule, RNG and step, which gives the position in the data.
 
-`checkpoints/step_00000100/state.safetensors` holds whole fp32 tensors, whatever the number of ranks and the ZeRO stage:
-each weight and its two Adam moments. Rank 0 writes `complete.json` last, with the size and sha256 of the state. A
-checkpoint without it is
-ignored; one whose state does not match it is torn, and the run resumes from the checkpoint before. The best head by
-acceptance is in `best/` and is never deleted.
+`checkpoints/step_00000100/state.safetensors` holds each weight and its two Adam moments as unpartitioned fp32 tensors,
+whatever the number of ranks and the ZeRO stage. Rank 0 writes `complete.json` last, with the size and sha256 of the
+state. A checkpoint without that file is ignored. If the state does not match it, the checkpoint is torn, and the run
+resumes from the one before. The head with the best acceptance is in `best/` and is never deleted.
 """
 
 import json
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
 MARKER = "complete.json"
 STATE = "state.safetensors"
 STATE_FILE = "state_file"
-"""Key of the marker for the size and sha256 of the state."""
+"""Key in the marker whose value is the size and sha256 of the state."""
 TORN = "torn_"
-"""Prefix that is added to the name of a torn checkpoint."""
+"""Prefix that the folder of a torn checkpoint gets."""
 RUN = ("run.rng", "run.step", "run.best_acceptance_length")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run."""
+    """How far a run has come."""
 
     step: int = 0
     best_acceptance_length: float = 0.0
@@ -54,10 +53,10 @@ def save_checkpoint(
     Args:
         engine: the engine to save.
         directory: the folder of all checkpoints.
-        progress: the step that has just been made.
-        facts: settings by name that must be the same when a run resumes.
+        progress: the step that has just finished, and the best acceptance length so far.
+        facts: settings, by name, that must not change when the run resumes.
         keep: number of checkpoints to keep.
-        ranks: this process among all.
+        ranks: the rank of this process, and the number of ranks.
     """
     folder = directory / f"step_{progress.step:08d}"
     state = gather_state(engine, keep_here=ranks.is_first)
@@ -76,9 +75,7 @@ def save_checkpoint(
         write_json(folder / MARKER, facts | {STATE_FILE: describe_file(folder / STATE)})
         sync(directory)  # the new folder must be on the disk before an old one is removed
         for old in complete_checkpoints(directory)[:-keep]:
-            (
-                old / MARKER
-            ).unlink()  # first, so that a kill in between leaves no half-deleted checkpoint that looks complete
+            (old / MARKER).unlink()  # first: a kill in between must not leave a checkpoint that looks complete
             shutil.rmtree(old)
     ranks.barrier()
 
@@ -88,9 +85,9 @@ def describe_file(path: Path) -> dict[str, object]:
 
 
 def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
-    """Returns the checkpoint to resume from, the same on all ranks, or None if there is none.
+    """Returns the newest whole checkpoint, the same on all ranks, or None if there is no checkpoint.
 
-    Rank 0 verifies them, newest first. It warns about each torn one and renames it, so that it is ignored from then on.
+    Rank 0 verifies the checkpoints, newest first. It warns about each torn one, and renames it so that it is ignored.
 
     Raises:
         RuntimeError: every checkpoint is torn.
@@ -100,12 +97,11 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
     if faults and chosen is None:
         raise RuntimeError(
             f"{directory}: at least one checkpoint must be whole, but none is ({'; '.join(faults.values())}); restore "
-            "one, or remove "
-            "the folder to start again from step 0"
+            "one, or remove the folder to start again from step 0"
         )
     if ranks.is_first:
         for folder, fault in faults.items():
-            print(f"WARNING {fault}; training goes on from {chosen}", flush=True)
+            print(f"WARNING {fault}; training resumes from {chosen}", flush=True)
             folder.rename(folder.with_name(TORN + folder.name))
     return chosen
 
@@ -122,7 +118,7 @@ def _newest_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def find_fault(folder: Path) -> str | None:
-    """Returns what is wrong with the files of a checkpoint, or None. Reads every byte.
+    """Returns what is wrong with the files of a checkpoint, or None. It reads every byte.
 
     Markers of older versions have no hash. For those, only the file's length is compared with its header.
     """
@@ -163,13 +159,13 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     ]
     if different:
         raise ValueError(
-            f"{folder}: to go on from this checkpoint, {'; '.join(different)}; set it as it was, or start anew in "
-            "another run_dir"
+            f"{folder}: to go on from this checkpoint, {'; '.join(different)}; set it back, or start anew in another "
+            "run_dir"
         )
 
 
 def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
-    """Load a checkpoint, with any number of ranks.
+    """Load a checkpoint, which may have been written by another number of ranks.
 
     Raises:
         RuntimeError: it does not hold the tensors of this head.
@@ -181,8 +177,7 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
         if held != wanted:
             raise RuntimeError(
                 f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; "
-                "remove the folder "
-                "to go on from an older one"
+                "remove the folder to go on from an older one"
             )
         rng, step, best = (file.get_tensor(name) for name in RUN)
         torch.set_rng_state(rng)

@@ -1,7 +1,7 @@
 """Losses of a head against the target's distribution, as sums and counts; the trainer divides once.
 
-The teacher's logits are recomputed from the target's hidden states, once per target token for all depths. The gradient
-of the head's states is computed in the forward pass, so that no logits outlive their block of rows.
+The teacher's logits are recomputed from the target's hidden states, once per target token for all depths. The forward
+pass also computes the gradient with respect to the head's states, so that the logits of a block can be freed at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,7 @@ class LossSettings:
     kind: LossKind = LossKind.kl
     lk_eta: float = 3.0
     feature_weight: float = 0.0
-    """Weight of the smooth L1 distance between the head's and the target's post-norm state, mean over H, in the
-    loss."""
+    """Weight in the loss of the smooth L1 distance between the post-norm states of head and target, mean over H."""
     chunk_rows: int = 1536
     """Rows of one block of logits [rows, V]: all depths of the same target tokens together."""
 
@@ -37,9 +36,8 @@ class LossSums:
     losses: torch.Tensor  # f32[T]
     kl: torch.Tensor  # f32[T], nats
     top1_accuracy: torch.Tensor  # f32[T], drafts whose most likely token is the target's
-    overlap: (
-        torch.Tensor
-    )  # f32[T], sum min(target_probs, draft_probs): the probability that a sampled draft is accepted
+    overlap: torch.Tensor
+    """f32[T], sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
 
 
 def draft_losses(
@@ -54,21 +52,21 @@ def draft_losses(
 ) -> LossSums:
     """Compare every draft with the target's distribution.
 
-    Depth k of row i has the same target token as depth 0 of row i + k, because the rows of a span are consecutive. If
-    the head has its own vocabulary, the target's probabilities are not renormalised: the mass that the head cannot
-    draft is added to the KL, and
-    a target token outside the vocabulary is a miss.
+    Depth k of row i has the same target token as depth 0 of row i + k, because the rows of a span are consecutive.
+
+    If the head has its own vocabulary, the target's probabilities are not renormalised to it: the probability mass
+    outside it is added to the KL, and a target token outside it counts as a wrong top-1 prediction.
 
     Args:
         states: the head's states [T, M, H].
-        lm_head: the head's [D, H] or the target's frozen [V, H].
+        lm_head: the head's own lm_head [D, H], or the target's frozen one [V, H].
         target_states: the target's post-norm states for depth 0 of each row [M, H].
         target_logits: returns the target's logits [C, V] for its states [C, H].
-        is_draft: whether depth k of row i counts, bool [T, M]; a row that counts at some depth counts at all
-            smaller ones.
+        is_draft: whether depth k of row i counts, bool [T, M]. If a row counts at a depth, it counts at all smaller
+            depths.
         scale: weight of each depth's sum in the loss [T].
-        settings: the loss.
-        draft_token_ids: the target's ids of the head's own vocabulary i64[D], or None.
+        settings: which loss, and how it is computed.
+        draft_token_ids: the target's token ids of the head's own vocabulary i64[D]; None if it has none.
     """
     loss, sums = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         states, lm_head, target_states, target_logits, is_draft, scale, settings, draft_token_ids
@@ -128,25 +126,21 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         grad_states, *grad_lm_head = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_own = (grad_lm_head[0] * grad_loss).to(grad_states.dtype) if grad_lm_head else None
-        return (
-            grad_states.mul_(grad_loss.to(grad_states.dtype)),
-            grad_own,
-            *[None] * 6,
-        )  # torch refuses a second backward pass
+        # In place, because torch refuses a second backward pass.
+        return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 6
 
 
 def rows_of_block(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:
-    """Returns for each depth the rows whose target tokens are in the block that begins at `first`, and their slots in
-    the block.
+    """Returns, for each depth, the rows whose target tokens are in the block at `first`, and their slots in it.
 
-    A depth that has fewer rows than the block has slots uses the last slots.
+    If a depth has fewer rows than the block has slots, its rows take the last slots.
     """
     rows = [(max(0, first - depth), max(0, first + num_positions - depth)) for depth in range(num_depths)]
     return [(slice(start, stop), slice(num_positions - (stop - start), num_positions)) for start, stop in rows]
 
 
 def at_targets(x: torch.Tensor, slots: Sequence[tuple[slice, slice]], num_positions: int) -> torch.Tensor:
-    """Returns the rows [T, M, ...] of a block, aligned by target token [T, C, ...]; slots without a row are zero."""
+    """Moves the rows [T, M, ...] of a block to the slots of their target tokens [T, C, ...]; empty slots are 0."""
     block = x.new_zeros(len(x), num_positions, *x.shape[2:])
     for depth, (rows, in_block) in enumerate(slots):
         block[depth, in_block] = x[depth, rows]
@@ -214,14 +208,15 @@ def _rows_and_grad(
     kind: LossKind,
     lk_eta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns for each row, with e = exp(x - max x): the largest logit, the sums of e and of p log e, and the overlap,
-    each f32[T * C]; and the gradient of the weighted loss [T * C, D]. If the teacher holds logits, the third is the sum
-    of
-    p (log e - log p).
+    """Computes what `compare` needs from the full width of the logits, in one compiled function.
 
-    A row stays in the cache as in `_softmax`, except with `LossKind.lk`, whose gradient needs a weight computed from
-    the overlap. T is an argument because the compiler does not guard on a quotient of sizes when it reuses the code for
-    another T.
+    With e = exp(logits - largest logit), it returns for each row f32[T * C]: the largest logit, sum e, the sum of
+    target_probs * log e (or of target_probs * (log e - log target_probs) if the teacher holds logits), and the overlap.
+    The last value is the gradient of the weighted loss [T * C, D].
+
+    A row stays in a CPU core's cache as in `teacher._softmax`, except with `LossKind.lk`, whose gradient depends on the
+    overlap of the whole row. `num_depths` is an argument because the compiler does not check a quotient of sizes before
+    it reuses the code for another number of depths.
     """
     values = teacher_values.expand(num_depths, -1, -1).reshape(logits.shape)
     if teacher_log_total is None:
@@ -243,9 +238,8 @@ def _rows_and_grad(
         grad = (drafted if mass is None else drafted * mass[:, None]) - probs
     if kind == LossKind.lk:
         weight = torch.exp(-lk_eta * overlap)[:, None]
-        short = torch.where(
-            drafted < probs, drafted, 0.0
-        )  # where the draft falls short, min(target_probs, draft_probs) is draft_probs
+        # Where draft_probs < target_probs, the overlap depends on draft_probs.
+        short = torch.where(drafted < probs, drafted, 0.0)
         grad = weight * grad + (1 - weight) * (drafted * short.sum(-1, keepdim=True) - short)
     product = (probs * (shifted if log_probs is None else shifted - log_probs)).sum(-1)
     return largest[:, 0], total[:, 0], product, overlap, (grad * weights[:, None]).to(logits.dtype)
@@ -254,8 +248,12 @@ def _rows_and_grad(
 def compare_features(
     states: torch.Tensor, counts: torch.Tensor, target_states: torch.Tensor, scale: torch.Tensor, weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weighted sums [T] of the smooth L1 distance of states [T, C, H] to the target's [C, H], mean over H,
-    and the gradient of their sum with each depth scaled."""
+    """Compare the head's states [T, C, H] with the target's states [C, H] by smooth L1 distance, mean over H.
+
+    Returns:
+        The distances of each depth, summed over rows and times `weight` [T], and the gradient with respect to the
+        head's states, in which each depth is also multiplied by its `scale`.
+    """
     difference = states.float() - target_states.float()
     distance = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").mean(-1)  # [T, C]
     grad = difference.clamp(-1, 1) * (counts * scale[:, None] * (weight / states.shape[-1]))[..., None]

@@ -1,4 +1,4 @@
-"""Bounds of settings, declared at their field and checked by one loop.
+"""Bounds of settings, which are declared in the dataclass fields and checked by `check_bounds`.
 
 epochs: int = at_least(1, default=1)
 """
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 BOUND = "bound"
-"""Key of a field's metadata."""
+"""Key of the bound in a field's metadata."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Bound:
 
 
 def at_least(least: float, *, default: T) -> T:
-    """Declare a finite number of at least `least`."""
+    """Declare a finite number that is at least `least`."""
     return _bounded(
         lambda value: least <= value < math.inf,
         f"be a number of at least {least}",
@@ -43,12 +43,12 @@ def each_at_least(least: int) -> dict[str, Bound]:
 
 def share(*, default: float, hint: str) -> float:
     """Declare a share above 0 and at most 1."""
-    return _bounded(lambda value: 0.0 < value <= 1.0, "lie above 0 and at most at 1", hint, default)
+    return _bounded(lambda value: 0.0 < value <= 1.0, "be above 0 and at most 1", hint, default)
 
 
 def proper_share(*, default: float, hint: str) -> float:
     """Declare a share strictly between 0 and 1."""
-    return _bounded(lambda value: 0.0 < value < 1.0, "lie between 0 and 1", hint, default)
+    return _bounded(lambda value: 0.0 < value < 1.0, "be between 0 and 1", hint, default)
 
 
 def _bounded(holds: Callable[[Any], bool], requirement: str, hint: str, default: Any) -> Any:
@@ -56,8 +56,7 @@ def _bounded(holds: Callable[[Any], bool], requirement: str, hint: str, default:
 
 
 def bounded_settings(settings: Any, prefix: str = "") -> dict[str, tuple[Bound, Any]]:
-    """Returns the bound and the value of every bounded field of a dataclass and of the dataclasses in it, by dotted
-    name."""
+    """Returns the bound and value of every bounded field, by dotted name, including those of nested dataclasses."""
     bounded: dict[str, tuple[Bound, Any]] = {}
     for each in fields(settings):
         value = getattr(settings, each.name)

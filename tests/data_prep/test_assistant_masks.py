@@ -188,7 +188,7 @@ def test_a_tokenizer_that_cannot_relate_tokens_to_text_does_not_pass_the_check()
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = GENERATION_TEMPLATE
     with pytest.raises(
-        ValueError, match=r"the tokenizer must be a fast one \(tokenizer\.json\) to make masks, but that of .* is not"
+        ValueError, match=r"loss masks must be made with a fast tokenizer \(tokenizer\.json\), but .* has a slow one"
     ):
         check_chat_template(tokenizer)
 

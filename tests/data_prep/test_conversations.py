@@ -28,7 +28,7 @@ def test_reasoning_in_its_own_key_is_kept_under_the_name_that_templates_read(key
     question, answer = MESSAGES["messages"]
     row = {"messages": [{**question, key: None}, {**answer, key: "it is"}, question, {**answer, key: ""}]}
     assert parse_row(row) == [question, {**answer, "reasoning_content": "it is"}, question, answer]
-    with pytest.raises(ConversationRefused, match="reasoning is no text but list"):
+    with pytest.raises(ConversationRefused, match="reasoning must be text, but is list"):
         parse_row({"messages": [question, {**answer, key: ["it is"]}]})
 
 
@@ -75,10 +75,13 @@ def test_copies_without_an_id_have_one_name_in_either_schema() -> None:
         ({"messages": [{"role": "narrator", "content": "hi"}]}, "unknown role 'narrator'"),
         ({"conversations": [{"from": "bing", "value": "hi"}]}, "unknown role 'bing'"),
         ({"messages": [{"role": ["user"], "content": "hi"}]}, r"unknown role \['user'\]"),
-        ({"messages": [{"role": "user", "content": "bad \ud83d"}]}, "text that is no valid Unicode"),
-        ({"messages": [{"role": "assistant", "content": "", "thinking": "\ud83d"}]}, "text that is no valid Unicode"),
-        ({"messages": [{"role": "user", "content": None}]}, "content is no text but NoneType"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, "content is no text but list"),
+        ({"messages": [{"role": "user", "content": "bad \ud83d"}]}, "text that is not valid Unicode"),
+        ({"messages": [{"role": "assistant", "content": "", "thinking": "\ud83d"}]}, "text that is not valid Unicode"),
+        ({"messages": [{"role": "user", "content": None}]}, "content must be text, but is NoneType"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+            "content must be text, but is list",
+        ),
         (
             {"messages": [{"role": "user", "content": "hi"}, {"from": "gpt", "value": "yes"}]},
             "messages of different schemas",
@@ -109,7 +112,7 @@ def test_refused_rows_are_listed_by_line_and_usable_ones_are_kept(tmp_path: Path
     assert found.refused == {
         f"{path}:3": "unknown role 'narrator'",
         f"{path}:5": "no messages",
-        f"{path}:6": "text that is no valid Unicode",
+        f"{path}:6": "text that is not valid Unicode",
     }
 
 
@@ -195,7 +198,7 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
 def test_a_hub_name_that_cannot_be_loaded_is_named_with_the_hubs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     match = (
-        r"'nobody/no-such-set' is no file and its split 'test' cannot be loaded from the hub: .*; correct "
+        r"'nobody/no-such-set' is not a file, and its split 'test' cannot be loaded from the hub: .*; correct "
         r"prompts\.paths"
     )
     with pytest.raises(FileNotFoundError, match=match):

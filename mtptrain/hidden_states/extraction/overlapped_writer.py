@@ -1,5 +1,7 @@
-"""Writes shards while the next states are computed: several threads check, encode and write, and one syncs and hashes
-full shards."""
+"""Writes shards in threads while the next states are computed.
+
+Several threads check, encode and write documents. One thread syncs and hashes full shards.
+"""
 
 import threading
 from collections import deque
@@ -11,20 +13,20 @@ import torch
 from mtptrain.hidden_states.writer import ShardFile
 
 MAX_PENDING_BYTES = 2**30
-"""The most bytes of states that may wait to be written; `OverlappedWriter.write` then blocks."""
+"""Maximum size of the states that wait to be written. `OverlappedWriter.write` blocks until they fit."""
 
 
 class OverlappedWriter:
     """Writes documents to one shard after another.
 
-    The next call, or the end of the context, raises the error of a thread.
+    An error in a thread is raised by a later call or at the end of the context.
     """
 
     def __init__(self, num_threads: int = 1) -> None:
         """Start the threads.
 
         Args:
-            num_threads: number of documents that are written at a time. It does not change the bytes on the disk.
+            num_threads: number of documents written at a time. The bytes on disk do not depend on it.
         """
         self._writing = ThreadPoolExecutor(num_threads)
         self._finishing = ThreadPoolExecutor(max_workers=1)
@@ -36,7 +38,7 @@ class OverlappedWriter:
         self._thread_local = threading.local()
 
     def begin(self, file: ShardFile) -> None:
-        """Write to this shard from now on."""
+        """Start a shard. `write` adds documents to it until `finish`."""
         self._file = file
         self._unfinished.add(file)
 

@@ -1,5 +1,4 @@
-"""Extracts residual streams with transformers: whole documents are packed without padding, and each attends only to
-itself."""
+"""Extracts residual streams with transformers, from whole documents that are packed without padding."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,19 +17,19 @@ PACKED = "mtptrain_packed"
 
 
 class TransformersStreams:
-    """Extraction by the target in this process."""
+    """Extracts residual streams with a target in this process."""
 
     def __init__(
         self, target: Target, layers: tuple[int, ...], batch_tokens: int, compile_layers: bool = False
     ) -> None:
-        """Give a target packed attention.
+        """Replace the target's attention by packed attention.
 
         Args:
             target: the frozen target, which is changed in place.
-            layers: k for the stream after k decoder layers; 0 for the embeddings, the number of layers for the state
-                before the final norm.
-            batch_tokens: the most tokens in one forward, which reads whole documents.
-            compile_layers: compile each decoder layer except its attention.
+            layers: streams to extract: k is the stream after k decoder layers, so 0 is the embeddings and the number of
+                layers is the state before the final norm.
+            batch_tokens: maximum number of tokens in one forward, unless a single document is longer.
+            compile_layers: whether to compile each decoder layer, except its attention.
         """
         self.target, self.layers, self.batch_tokens = target, layers, batch_tokens
         target.model.set_attn_implementation(PACKED)
@@ -39,12 +38,10 @@ class TransformersStreams:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """Yields an iterator for each shard in order.
+        """Yields for each shard, in order, an iterator over its prompts, in any order.
 
-        It yields a prompt's index in the shard and its states [n, L, H], in any order.
-
-        Batches never span shards, so that the bits of a shard depend only on its own prompts. The states are on the
-        target's device and their computation has finished.
+        The iterator yields a prompt's index in the shard and its states [n, L, H], which are on the target's device and
+        fully computed. No batch spans two shards, so a shard is bit-identical whatever the other shards hold.
         """
         for prompts in shards:
             yield self._extract_shard(prompts)
@@ -53,17 +50,16 @@ class TransformersStreams:
         for batch in token_budget_batches([len(prompt) for prompt in prompts], self.batch_tokens):
             streams = residual_streams(self.target, [torch.from_numpy(prompts[i]) for i in batch], self.layers)
             if streams.is_cuda:
-                torch.cuda.current_stream(
-                    streams.device
-                ).synchronize()  # because other threads copy the states on their own CUDA streams
+                # Other threads copy the states on their own CUDA streams.
+                torch.cuda.current_stream(streams.device).synchronize()
             yield from zip(batch, streams.split([len(prompts[i]) for i in batch]), strict=True)
 
 
 def token_budget_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Yields batches of document indices, longest documents first, with at most `batch_tokens` tokens or a single
-    document each.
+    """Yields batches of document indices, longest documents first.
 
-    This puts documents of equal length next to each other, which attention handles in one call.
+    A batch has at most `batch_tokens` tokens, unless it is a single longer document. Documents of equal length are next
+    to each other, so that attention handles them in one call.
     """
     batch: list[int] = []
     room = batch_tokens
@@ -78,15 +74,15 @@ def token_budget_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[
 
 
 def residual_streams(target: Target, documents: Sequence[torch.Tensor], layers: tuple[int, ...]) -> torch.Tensor:
-    """Returns the residual streams of documents, which are computed in one forward.
+    """Computes the residual streams of documents in one forward.
 
     Args:
-        target: a target with the attention `PACKED`.
+        target: a target whose attention implementation is `PACKED`.
         documents: token ids [n] of each document.
-        layers: k for the stream after k decoder layers.
+        layers: k is the stream after k decoder layers.
 
     Returns:
-        The streams [N, L, H] of the N tokens of all documents, in the target's dtype, on the device of its embeddings.
+        The streams [N, L, H] of all N tokens, in the target's dtype and on the device of its embeddings.
     """
     with target.capturing(layers) as streams:
         packed_forward(target, documents)
@@ -95,7 +91,7 @@ def residual_streams(target: Target, documents: Sequence[torch.Tensor], layers: 
 
 @torch.inference_mode()
 def packed_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
-    """Run a target with packed attention over documents, given as token ids [n] each."""
+    """Run a target with packed attention over documents; each is a tensor of token ids [n]."""
     packed = PackedDocuments.of([len(document) for document in documents], target.device)
     input_ids = torch.cat(list(documents)).long()[None].to(target.device)  # [1, N]
     target.model.model(
@@ -175,7 +171,7 @@ def _varlen(
     documents: PackedDocuments,
     window: int | None,
 ) -> torch.Tensor:
-    """Returns attention by one flash kernel over all documents. The order of its sums does not depend on the batch."""
+    """Computes attention in one flash kernel. The order of its sums does not depend on the other documents."""
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
 
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, head_dim]

@@ -151,4 +151,4 @@ def test_the_program_that_is_written_for_the_user_runs(tmp_path: Path, capsys: p
     finally:
         transformers.LlamaForCausalLM._keys_to_ignore_on_load_unexpected = before
     assert capsys.readouterr().out.startswith("def main")
-    assert "one token a round" in form.notes()[0]
+    assert "one token per round" in form.notes()[0]

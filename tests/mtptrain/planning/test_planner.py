@@ -110,7 +110,7 @@ def test_without_any_bound_a_million_tokens_are_planned(
     plan = print_plan(config_for("prompts.max_train_tokens=0", "prompts.max_document_tokens=100"))
     assert plan.workload.tokens == 1_000_000
     printed = capsys.readouterr().out
-    assert "for each 1,000,000 tokens" in printed and "of host memory" in printed
+    assert "an assumed 1,000,000 tokens" in printed and "of host memory" in printed
 
 
 @pytest.mark.parametrize(
@@ -353,27 +353,27 @@ LARGE = (
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["planner.num_gpus=1"], "weights must fit 64 GB of each GPU in extraction, but take 141 GB; set "
+        (["planner.num_gpus=1"], "weights must fit into 64 GB of each GPU in extraction, but take 141 GB; set "
             "hidden_states.tensor_parallel_size=8 with hidden_states.backend=vllm, or use more GPUs"),
-        ([], "weights must fit 64 GB of one GPU for all GPUs to work at once, but take 141 GB; start "
+        ([], "weights must fit into 64 GB of one GPU for all GPUs to work at once, but take 141 GB; start "
              "data_prep.hidden_states as one"),
         ([], "set hidden_states.backend=vllm hidden_states.tensor_parallel_size=8"),
-        (["hidden_states.backend=vllm"], "weights must fit 64 GB of each GPU in extraction, but take 141 GB"),
+        (["hidden_states.backend=vllm"], "weights must fit into 64 GB of each GPU in extraction, but take 141 GB"),
         (["planner.num_gpus=1", "prompts.max_document_tokens=65536"],
-            "weights must fit 64 GB of each GPU in extraction, but take 141 GB; use more GPUs in one machine"),
+            "weights must fit into 64 GB of each GPU in extraction, but take 141 GB; use more GPUs in one machine"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4", "prompts.max_document_tokens=1024"],
-            "weights and states in flight must fit 72 GB of each GPU with vLLM, but take 79.6 GB, 44.3 GB of them for "
-            "the states of two "
-            "batches of 16,384 tokens and a document of 1,024, which tensor parallelism does not divide; set "
+            "weights and states in flight must fit into 72 GB of each GPU with vLLM, but take 79.6 GB, 44.3 GB of them "
+            "for the states of two batches of 16,384 tokens and a document of 1,024, "
+            "which tensor parallelism does not divide; set "
             "hidden_states.tensor_parallel_size=8, a lower hidden_states.batch_tokens, a lower "
             "prompts.max_document_tokens, or "
             "hidden_states.backend=transformers"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=8", "hidden_states.batch_tokens=32768"],
             "which tensor parallelism does not divide; set a lower hidden_states.batch_tokens"),
-        ([], "the target must fit next to training on every GPU, for validation, but takes 141 GB"),
+        ([], "for validation, the target must fit on every GPU next to training, but takes 141 GB"),
         ([], "or train.validation_prompts=0 and choose the head with eval.choose_head after training"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"],
-            "train.batch_tokens: training must fit 80 GB of each GPU, but takes"),
+            "train.batch_tokens: training must fit into 80 GB of each GPU, but takes"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"], "set train.activation_checkpointing=true, "
                                                                             "or lower it"),
     ],

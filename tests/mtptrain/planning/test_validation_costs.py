@@ -134,7 +134,7 @@ def test_the_plan_prints_validation_and_warns_of_it(config_for: Callable[..., Pi
     assert not any("acceptance.batch_tokens" in warning for warning in plan_warnings(plan, config))
     plan.memory.__dict__["validation"] = 2 * GB  # a frozen dataclass: a batch that is too large for this GPU
     assert any(
-        warning.startswith("acceptance.batch_tokens: validation must fit 1 GB of each GPU, but takes 2")
+        warning.startswith("acceptance.batch_tokens: validation must fit into 1 GB of each GPU, but takes 2")
         for warning in plan_warnings(plan, config)
     )
     without = config_for("train.validation_prompts=0")

@@ -65,7 +65,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(
     assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
     printed = capsys.readouterr().out
     assert re.search(
-        rf"WARNING {re.escape(str(newest))}/{message}.*; training goes on from {re.escape(str(older))}", printed
+        rf"WARNING {re.escape(str(newest))}/{message}.*; training resumes from {re.escape(str(older))}", printed
     )
     assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
     assert capsys.readouterr().out == "", "the torn one counts no longer"
