@@ -30,7 +30,7 @@ GROUPS = sorted(path.name for path in Path(RECIPES).iterdir() if path.is_dir() a
 # Of each setting that has a range, values just outside it, and what the message must say.
 OUT_OF_RANGE = {
     "distributed_timeout_hours": {"0": "at least 0.0002777777777777778, but is 0.0"},
-    "train.betas": {"[0.9,1.0]": "below 1, but is [0.9, 1.0]"},
+    "train.betas": {"[0.9,1.0]": "in [0, 1), but is [0.9, 1.0]"},
     "train.lk_eta": {"-1": "at least 0.0, but is -1"},
     "train.feature_weight": {"-0.1": "at least 0.0, but is -0.1"},
     "bench.vocab_size": {"1": "at least 2, but is 1"},
