@@ -159,7 +159,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Spent:
-    """What decoding took, summed over batches."""
+    """Tokens, rounds and seconds of decoding, summed over batches."""
 
     tokens: int = 0
     """New tokens, without the first of each answer."""

@@ -124,7 +124,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Round:
-    """What happened in one round, for observers."""
+    """The draft of a round and its outcome, for observers."""
 
     draft: Draft
     accepted: Accepted
