@@ -380,8 +380,8 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     assert reasons[8].startswith(
         "the server's answer is not a completion (TypeError: text must be a string, token_ids integers)"
     )
-    assert all("no completion (ValueError: token_ids must be in [0, " in reasons[row] for row in (9, 10))
-    assert "no completion (UnicodeEncodeError: " in reasons[11]
+    assert all("not a completion (ValueError: token_ids must be in [0, " in reasons[row] for row in (9, 10))
+    assert "not a completion (UnicodeEncodeError: " in reasons[11]
     tokenizer = load_tokenizer(speaking_target)
     asked = Counter(
         word

@@ -129,6 +129,6 @@ def test_a_prompt_without_a_chat_template_is_refused() -> None:
 def test_messages_that_the_template_refuses_are_refused_in_its_words() -> None:
     tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(
-        ValueError, match=r"messages: must be ones that the chat template .* answers: roles must alternate"
+        ValueError, match=r"messages: must be accepted by the chat template .*, but it reports: roles must alternate"
     ):
         render_prompt(tokenizer, [{"role": "user", "content": "hi"}])
