@@ -91,7 +91,7 @@ def _loss_mask(rendering: Rendering, offsets: NDArray[np.int64], is_special: NDA
 
 
 def _num_generated(text: str, ends: NDArray[np.int64], is_special: NDArray[np.bool_]) -> int:
-    """Returns how many tokens of a span the assistant generates: white space after the end-of-turn token is not."""
+    """Returns how many tokens of a span the assistant generates, without white space after its end-of-turn token."""
     specials = np.flatnonzero(is_special)
     if len(specials) and not text[ends[specials[-1]] :].strip():
         return int(specials[-1]) + 1

@@ -115,7 +115,8 @@ def count_drafted(documents: Documents, vocab_size: int) -> NDArray[np.int64]:
 def is_drafted(documents: Documents) -> NDArray[np.bool_]:
     """Returns which tokens the first draft of a round can predict, bool[N]; later drafts predict a subset of them.
 
-    As in `make_batch`, the token and its predecessor are generated, and the target has a hidden state before both.
+    As in `make_batch`, a token counts if the assistant generates it and the token before it, and if the target has a
+    hidden state before both.
     """
     generated = documents.loss_mask.astype(bool)
     drafted = generated & np.roll(generated, 1)

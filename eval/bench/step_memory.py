@@ -40,7 +40,7 @@ def resident_bytes(step: Callable[[], object]) -> int:
     """Returns the peak growth of the process's resident memory during a step. Works on Linux only.
 
     This depends on the allocator: glibc before 2.38 does not reuse freed aligned blocks of the same size and may hold
-    twice the memory of the tensors; jemalloc holds about the same.
+    twice the memory of the tensors; jemalloc holds about as much as the tensors.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory, so that only the step counts

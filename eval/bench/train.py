@@ -1,5 +1,5 @@
-"""Compares the training step with its plain formula and with another trainer, and measures its MFU and the cost of
-prompts and long documents.
+"""Compares the training step with an unoptimised implementation of the same loss and with another trainer, and measures
+its MFU and the cost of prompts and long documents.
 
     python -m eval.bench.train recipe=quickstart
     python -m eval.bench.train recipe=quickstart bench.target=8b          # on a GPU
@@ -9,7 +9,8 @@ Documents have 512 random tokens and random states. A step is forward, loss, bac
 fp32 master weights. Candidates take turns:
 
 - *ours*: the trainer's step in its DeepSpeed engine; *eager*: the same without torch.compile;
-- *plain*: the plain formula, which runs every row at every depth over dense masks and keeps all logits, eagerly;
+- *plain*: the unoptimised implementation, which runs every row at every depth over dense masks and keeps all logits,
+  eagerly;
 - *peer*: EAGLE-3 of vLLM Speculators, eager on a CPU.
 
 Memory is the peak of the step's tensors beyond those that exist before it: activations, gradients and the optimizer's
@@ -167,9 +168,9 @@ def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[st
 
 
 def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2) -> tuple[float, int]:
-    """Returns seconds of the fastest of a few steps, and the peak bytes of the tensors of one.
+    """Returns the seconds of the fastest of `repeats` steps, and the peak tensor bytes of one more step.
 
-    Three steps come first: compilation takes time and memory, first for fixed shapes and then for dynamic ones.
+    Three warm-up steps come first, because torch.compile may compile twice: for fixed shapes, then for dynamic ones.
     """
     for _ in range(3):
         step()

@@ -34,7 +34,7 @@ class VllmFormat(Format):
 
 
 class VllmMtp(VllmFormat):
-    """`mtp` as vLLM's class for DeepSeek's heads, without experts and latent attention.
+    """Exports `mtp` for vLLM's class of DeepSeek's MTP heads, with experts and latent attention switched off.
 
     Embeddings and lm_head are left out, so that vLLM shares the target's. Query, key and value projections are one
     tensor.
@@ -82,7 +82,10 @@ class VllmEagle(VllmFormat):
 
 
 class VllmEagle3(VllmFormat):
-    """`eagle3` under its public names. vLLM refuses d2t and t2d unless the draft vocabulary is smaller."""
+    """Exports `eagle3` under the tensor names of published EAGLE-3 heads.
+
+    vLLM refuses d2t and t2d unless the draft vocabulary is smaller than the target's.
+    """
 
     architecture = "LlamaForCausalLMEagle3"
     method = "eagle3"

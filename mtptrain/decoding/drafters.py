@@ -143,7 +143,8 @@ class TreeDrafter(HeadDrafter):
     def _likeliest(self, logits: torch.Tensor, sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns log-probabilities and target ids of the `top_k` likeliest tokens [..., W], from logits [..., D].
 
-        Each depth costs a little extra, so that a child never ranks before its parent, even if its probability is 1.
+        Each log-probability is lowered by 1e-9, so that a child always ranks after its parent, even if the child has
+        probability 1.
         """
         logprobs = logits.double() if sampler.is_greedy else logits.double() / sampler.temperature
         scores, tokens = logprobs.log_softmax(-1).topk(self.top_k)
@@ -201,8 +202,8 @@ class ModelDrafter:
     def _read(self, tokens: torch.Tensor, positions: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """Returns the logits [B, V] after one row of each sequence.
 
-        The target can produce padding ids, for which the model may have no embedding; it reads them as token 0. No text
-        contains them, and the only effect is that the next draft is more likely to be rejected.
+        The target may generate ids that only pad its vocabulary, for which this model may have no embedding. The model
+        reads token 0 instead; the only effect is that the next draft is more likely to be rejected.
         """
         tokens = tokens.masked_fill(tokens >= self.own_vocab_size, 0)
         states = self.model.forward(tokens, positions, self.cache).hidden_states
@@ -228,11 +229,12 @@ class NoDrafter:
 class PromptLookupDrafter:
     """Drafts the tokens that followed an earlier occurrence of the newest tokens: the baseline that needs no training.
 
-    The longest suffix of `max_ngram` .. `min_ngram` tokens that occurs earlier is continued as after its first
-    occurrence, like vLLM's method `ngram`.
+    It finds the longest suffix of `min_ngram` to `max_ngram` tokens that occurs earlier, and drafts the tokens after
+    its first occurrence, like vLLM's method `ngram`.
 
     Args:
-        latest: use the latest occurrence that K tokens follow instead; recent text is the better guide.
+        latest: instead of the first occurrence, use the latest one that at least K tokens follow; recent text predicts
+            the next tokens better.
     """
 
     capture_layers: tuple[int, ...] = ()

@@ -92,7 +92,7 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
     is_kept = (sampler.uniform_like(ratio) < ratio) & draft.is_proposed
     num_accepted = is_kept.long().cumprod(1).sum(1)  # [B]
     wanted = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1]))[:, 0]  # [B, V]
-    # Nothing was rejected after the last proposed token: zero draft probabilities leave the target's unchanged.
+    # If all proposed tokens were accepted, the bonus token comes from the target's own distribution: subtract 0 there.
     rejected_probs = torch.cat(
         [draft_probs * draft.is_proposed[..., None], torch.zeros_like(draft_probs[:, :1])], dim=1
     )
@@ -156,7 +156,7 @@ def speculate(
 
     Args:
         num_speculative_tokens: K, the length of the longest branch of a draft.
-        clock: accumulates seconds by the names of `PHASES`, and those of `observe` as `observe`.
+        clock: adds up the seconds of each phase in `PHASES`, and of the calls of `observe` as phase "observe".
         observe: is called with every round.
 
     Raises:
@@ -240,7 +240,7 @@ class _Batch:
 
         Args:
             read: the newest token and the drafts [B, 1+P].
-            positions: of the newest token and of a branch after it [B, K+1].
+            positions: positions of the newest token and of the K tokens after it [B, K+1].
         """
         num_depths = len(self.depths) - 1
         self.tokens.scatter_(1, positions, read.gather(1, accepted.branch))

@@ -50,7 +50,7 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
 
 
 def remove_later_heads(stage_dir: Path, step: int) -> None:
-    """Remove heads kept after `step`, which a resumed run trains again, and a choice that measured one of them."""
+    """Remove heads kept after `step`, which a resumed run trains again, and `choice.json` if it measured one."""
     choice = stage_dir / CHOICE
     if choice.is_file() and any(head["step"] > step for head in json.loads(choice.read_text())["heads"]):
         choice.unlink()

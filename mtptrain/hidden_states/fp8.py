@@ -20,7 +20,8 @@ def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         states: finite states [..., H].
 
     Returns:
-        e4m3 values [..., H] and f32 scales [...]. values * scales differs from the states by at most 1/16 of a value.
+        e4m3 values [..., H] and f32 scales [...]. The relative error of values * scales is at most 1/16, except
+        where a value is subnormal in e4m3 (below 2^-6).
     """
     values = torch.empty(states.shape, dtype=FP8, device=states.device)
     scales = torch.empty(states.shape[:-1], dtype=torch.float32, device=states.device)
@@ -51,8 +52,8 @@ def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
 def decode_into(out: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
     """Decode e4m3 values [..., H] with f32 scales [...] into contiguous bf16 [..., H], all on the CPU.
 
-    This is faster than the CPU's conversion from e4m3: it shifts the bits to their position in bf16 and corrects the
-    exponent by 2^120.
+    This is faster than the CPU's conversion from e4m3: it shifts the bits to their position in bf16 and then
+    multiplies by 2^120, because the exponent biases of the two formats, 127 and 7, differ by 120.
     """
     rows, row_values, row_scales = out.flatten(0, -2), values.flatten(0, -2), scales.flatten()[:, None]
     is_small = bool((scales < 2**7).all())  # otherwise the product of both factors overflows bf16

@@ -1,4 +1,4 @@
-"""Everything that depends on DeepSpeed's internals: its settings, gradients and optimizer state, with reasons."""
+"""Everything that depends on DeepSpeed's internals: its settings, gradients and optimizer state."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -130,7 +130,7 @@ def build_engine(
             "zero_optimization": zero,
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": num_accumulated,
-            "gradient_allreduce_op": "sum",  # the loss is already divided by the drafts of all ranks
+            "gradient_allreduce_op": "sum",  # the loss is already divided by the number of drafts on all ranks
             "gradient_clipping": 0.0,
             "steps_per_print": 2**31,
             "zero_allow_untested_optimizer": True,
@@ -145,8 +145,8 @@ def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = Tr
     Args:
         config: DeepSpeed's config.
         num_accumulated: micro-batches per rank and step.
-        warn: warn about bf16 with ZeRO 1, which accumulates in bf16: with fp32 sums there, DeepSpeed leaves no
-            gradient to clip.
+        warn: warn about bf16 with ZeRO 1, which accumulates in bf16. It cannot accumulate in fp32, because
+            DeepSpeed then gives `GradientClipper` no gradients.
     """
     if num_accumulated == 1 or not config.get("bf16", {}).get("enabled"):
         return config
@@ -238,7 +238,8 @@ def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tenso
         for flat in group["params"]:
             zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
             optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
-    # 2. Map parameters to their part of that state, as setting it requires. DeepSpeed does so only in its first step.
+    # 2. Map parameters to their part of that state, which the safe_set_* functions of step 3 need. DeepSpeed does so
+    # only in its first step.
     if engine.optimizer is not optimizer:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     # 3. Copy weights and moments.

@@ -126,7 +126,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         grad_states, *grad_lm_head = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_own = (grad_lm_head[0] * grad_loss).to(grad_states.dtype) if grad_lm_head else None
-        # In place, because torch refuses a second backward pass.
+        # Overwriting the saved gradient is safe, because torch refuses a second backward pass.
         return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 6
 
 
@@ -183,7 +183,7 @@ def compare(
     cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product
     kl = cross + log_total
     if mass is not None:
-        kl = kl + (1 - mass) * (1 - log_total)  # add the mass that cannot be drafted
+        kl = kl + (1 - mass) * (1 - log_total)  # drafted target_probs sum to mass, not 1; add the rest
     agrees = (at_token == largest) & (tokens >= 0)
     if kind == LossKind.ce:
         loss = torch.where(tokens >= 0, largest + log_total - at_token, 0.0)
@@ -215,8 +215,8 @@ def _rows_and_grad(
     The last value is the gradient of the weighted loss [T * C, D].
 
     A row stays in a CPU core's cache as in `teacher._softmax`, except with `LossKind.lk`, whose gradient depends on the
-    overlap of the whole row. `num_depths` is an argument because the compiler does not check a quotient of sizes before
-    it reuses the code for another number of depths.
+    overlap of the whole row. `num_depths` is an argument because torch.compile does not guard on a quotient of sizes:
+    computed from the shapes, it would be wrong when compiled code is reused for another number of depths.
     """
     values = teacher_values.expand(num_depths, -1, -1).reshape(logits.shape)
     if teacher_log_total is None:

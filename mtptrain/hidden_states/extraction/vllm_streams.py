@@ -32,7 +32,7 @@ LOG = "vllm.log"
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds until an engine that was told to end is killed.
 
-Only one that is still importing vLLM takes so long; it has no workers yet.
+Only an engine that is still importing vLLM takes so long. It has no workers yet, so killing it leaves none running.
 """
 FULL_BYTES = 2**16
 """A disk with fewer free bytes counts as full."""
@@ -88,8 +88,8 @@ def _default_head_size(config: PreTrainedConfig) -> int:
 class VllmStreams:
     """Extraction by vLLM, which runs in its own Python. A context manager, like every backend.
 
-    A window is a shard. The engine runs one window at a time, so that its batches and the bits of the states depend
-    only on the shard. It runs the next window while the files of the last one are read.
+    The engine runs one shard at a time, so that its batches and the bits of the states depend only on the shard. It
+    runs the next shard while the files of the last one are read.
     """
 
     def __init__(
