@@ -276,7 +276,7 @@ PROMPT = np.array([5, 6, 7], dtype=np.int32)
         (
             (3, 2, 4),
             [5, 6, 8],
-            r"document 1 of the 2 in shard 7 .* must have the states of its own 3 tokens, but has those of other tokens",
+            r"document 1 of the 2 in shard 7 .* must have the states of its own 3 tokens, but has those of other",
         ),
     ],
 )
