@@ -164,7 +164,7 @@ class Slurm:
         while not is_reached():
             state = self.state(job)
             assert state not in {"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}, f"{job} is {state}\n{self.logs()}"
-            assert time.monotonic() < end, f"{job} is {state} after {timeout_s} s\n{self.run('squeue')}\n{self.logs()}"
+            assert time.monotonic() < end, f"{job} is {state} after {timeout_s} s\n{self.report()}"
             time.sleep(0.05)
 
     def wait_completed(self, job: str) -> None:
@@ -174,6 +174,10 @@ class Slurm:
         return "\n".join(
             f"{path}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.directory.rglob("*.out"))
         )
+
+    def report(self) -> str:
+        """Returns the queue with its steps, and the end of every job's output."""
+        return "\n".join((self.run("squeue"), self.run("squeue", "--steps"), self.logs()))
 
     def add_node(self, name: str) -> None:
         """Start a node that slurm.conf names, and connect it to the switch."""
@@ -292,10 +296,10 @@ def make_devices(directory: Path) -> None:
         pytest.skip(f"{SKIPPED} device files must be made, which is not permitted here ***")
 
 
-def wait_for(is_reached: Callable[[], bool], timeout_s: float = 120) -> None:
+def wait_for(is_reached: Callable[[], bool], timeout_s: float = 120, report: Callable[[], str] = str) -> None:
     end = time.monotonic() + timeout_s
     while not is_reached():
-        assert time.monotonic() < end, f"not reached in {timeout_s} s"
+        assert time.monotonic() < end, f"not reached in {timeout_s} s\n{report()}"
         time.sleep(0.1)
 
 

@@ -100,8 +100,13 @@ def test_a_task_of_an_extraction_that_dies_leaves_the_rest_and_the_printed_comma
         dead,
         lambda: slurm.run("squeue", "--steps", "--noheader", f"--jobs={dead}", "--format=%i %j").count("python") > 0,
     )
-    slurm.run("scancel", "--signal=KILL", f"{dead}.0")
-    wait_for(lambda: slurm.state(jobs["train"]) == "CANCELLED")
+
+    def is_dead() -> bool:
+        slurm.try_to_run("scancel", "--signal=KILL", f"{dead}.0")  # again and again: a step in its start may miss one
+        return slurm.state(dead) == "FAILED"
+
+    wait_for(is_dead, report=slurm.report)
+    wait_for(lambda: slurm.state(jobs["train"]) == "CANCELLED", report=slurm.report)
     slurm.wait_completed(other)
 
     assert slurm.state(dead) == "FAILED"
