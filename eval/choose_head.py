@@ -65,7 +65,7 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
 
 
 def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dict[int, Acceptance]:
-    """Returns the acceptance of every head by step; the target is loaded once, after all heads have been checked.
+    """Returns the acceptance of every head by step. All heads must belong to the target, which is loaded once.
 
     Raises:
         ValueError: a head has other settings or belongs to another target, or no prompt fits.

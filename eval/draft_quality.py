@@ -50,9 +50,9 @@ class DraftQuality:
         draft = seen.draft
         assert draft.logits is not None, "only drafts of a head have logits"
         depths = torch.arange(self.num_depths, device=draft.tokens.device)
-        draft_probs = self.head.target_probs(
+        draft_probs = self.head.target_probs(  # [B, K, V]
             self.sampler.probs(torch.stack(draft.logits, 1)), self.vocab_size
-        )  # [B, K, V]
+        )
         overlap = torch.minimum(self.sampler.probs(seen.target_logits[:, :-1]), draft_probs).sum(-1)  # [B, K]
         confidence = draft_probs.gather(2, draft.tokens[..., None])[..., 0]
         is_reached = (depths <= seen.accepted.count[:, None]) & seen.is_active[:, None]

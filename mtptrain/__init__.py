@@ -10,6 +10,5 @@ if "OMP_WAIT_POLICY" not in os.environ:
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # before any import of DeepSpeed, which looks for its accelerator then
+    # DeepSpeed looks for its accelerator when it is imported.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -82,9 +82,9 @@ def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: 
         return None
     per_source = ([(each.rounds, each.empty_rounds, *each.accepted_at) for each in answers] for answers in sources)
     counts = np.array([np.sum(rows, axis=0) for rows in per_source], dtype=np.float64)  # [S, 2 + K]
-    weights = np.random.default_rng(seed).multinomial(
+    weights = np.random.default_rng(seed).multinomial(  # [draws, S]
         len(counts), np.full(len(counts), 1 / len(counts)), draws
-    )  # [draws, S]
+    )
     rounds, empty_rounds, *accepted_at = (weights @ counts).T
     accepted = np.sum(accepted_at, axis=0)
 

@@ -53,12 +53,12 @@ class HeadDrafter:
         """Run depth 0 over the rows that the target has read. This rebuilds the head's keys there."""
         next_tokens = verified.tokens.gather(1, verified.positions + 1)  # [B, S]
         aux_hidden_states = verified.states.aux_hidden_states
-        fused = self.head.fuse(
+        fused = self.head.fuse(  # [B, S, H]
             verified.states.hidden_states if aux_hidden_states is None else aux_hidden_states
-        )  # [B, S, H]
-        states, recycled = self.head.decode(
+        )
+        states, recycled = self.head.decode(  # [B, S, H]
             fused, self.parts.embed(next_tokens), verified.positions, self.cache
-        )  # [B, S, H]
+        )
         rows = torch.arange(len(states), device=states.device)
         logits = self.head.logits(states[rows, verified.last_row], self.parts)
         return FirstDepth(logits, recycled[rows, verified.last_row], verified.num_tokens - 2)

@@ -25,6 +25,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache, TreeRows
 from mtptrain.utils.clock import PhaseClock
+from mtptrain.utils.compile import eager
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ moving the accepted branch of a tree in the cache."""
 
 
 @torch.no_grad()
+@eager()  # every round has other shapes, each of which would be compiled
 def speculate(
     target: Target,
     drafter: Drafter,

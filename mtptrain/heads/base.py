@@ -125,9 +125,9 @@ class Head(nn.Module, ABC):
             # 3. Depth 0 provides the keys of all tokens; each later depth one more key per draft position.
             if depth == 0:
                 prompts = self._run(self._keys_values, prompt_states, prompt_embeddings, prompt_positions)
-                key, value = (
+                key, value = (  # [N, kv heads, head_dim]
                     torch.cat(parts) for parts in zip((own_key, own_value), prompts, strict=True)
-                )  # [N, kv heads, head_dim]
+                )
             else:
                 own_keys.append(own_key)
                 own_values.append(own_value)

@@ -3,7 +3,6 @@
 Shard boundaries depend only on the prompts. A run that is killed leaves every shard either complete or absent.
 """
 
-import json
 import os
 import shutil
 import socket
@@ -39,7 +38,7 @@ from mtptrain.hidden_states.store import (
     has_length,
     read_json,
 )
-from mtptrain.utils.files import file_sha256, publish, write_text
+from mtptrain.utils.files import file_sha256, publish, write_json
 
 TEMPORARY = ("shard_*.tmp", f"{PLAN}.*.tmp", f"{MANIFEST}.*.tmp", "mtptrain_*.tmp")
 """Patterns of temporary files: shards, plan, manifest, and the folders of backends."""
@@ -327,7 +326,7 @@ def _temporary_path(path: Path) -> Path:
 
 
 def _write_json(path: Path, content: object) -> None:
-    write_text(path, json.dumps(content, indent=2) + "\n", _temporary_path(path))
+    write_json(path, content, _temporary_path(path))
 
 
 def _remove(directory: Path, *patterns: str) -> None:

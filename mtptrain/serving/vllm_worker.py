@@ -69,9 +69,9 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             self._req_copy_events[pending.req_id] = _SecondQuery(self._req_copy_events[pending.req_id])
             return
         blocks = torch.tensor(pending.block_ids)
-        states = (
+        states = (  # [S, L, H]
             self._kv_cache.transpose(1, 2).index_select(0, blocks).flatten(0, 1)[: len(pending.token_ids)]
-        )  # [S, L, H]
+        )
         save_file({"hidden_states": states, "token_ids": pending.token_ids}, pending.filename)
         self._req_copy_events[pending.req_id] = _Done()
 

@@ -92,9 +92,9 @@ class Target:
             slot_positions.scatter_(
                 1, tree.root[:, None] + torch.arange(positions.shape[1], device=mask.device), positions
             )
-        in_window = mask & (
+        in_window = mask & (  # [B, 1, S, slots]
             slot_positions[:, None, None] > positions[:, None, :, None] - self.window
-        )  # [B, 1, S, slots]
+        )
         if self.config.model_type in WINDOW_IN_ALL_LAYERS:
             return in_window
         return {"full_attention": mask, "sliding_attention": in_window}

@@ -152,9 +152,9 @@ def make_batch(
     assert kept, "no document has a draft"
     packing = Packing.of(used, spans)
     ends = torch.tensor([count for *_, count in spans], dtype=torch.long).cumsum(0)
-    of_row = torch.repeat_interleave(
+    of_row = torch.repeat_interleave(  # [M], span of each row
         torch.arange(len(spans)), ends.diff(prepend=torch.zeros(1, dtype=torch.long))
-    )  # [M], span of each row
+    )
     rows_left = ends[of_row] - torch.arange(len(of_row))  # in the span, including the row itself
     hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, buffers)
     aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, buffers)

@@ -38,9 +38,9 @@ class StepFlops:
         }
         hidden_size = int(head.self_attn.o_proj.out_features)
         own_vocab = weights.pop("lm_head", None)
-        first = sum(
+        first = sum(  # of `combine` or `fuse`
             weights.pop(name) for name in list(weights) if not name.startswith(("self_attn.", "mlp."))
-        )  # of `combine` or `fuse`
+        )
         keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
         is_fused = bool(head.capture_layers)  # the input projection runs at depth 0 only
         has_bare_input = not any(

@@ -81,9 +81,9 @@ class Trainer:
     def step(self, batches: Sequence[Batch]) -> StepMetrics:
         """Make one optimizer step with this rank's batches."""
         # 1. Count the drafts of all ranks and batches, by which the loss is divided once.
-        num_drafts = (
+        num_drafts = (  # f32[T]
             torch.stack([batch.num_drafts for batch in batches]).sum(0).to(self.ranks.device, non_blocking=True)
-        )  # f32[T]
+        )
         self.ranks.sum(num_drafts)
         scale = self._scale(num_drafts)
         # 2. Accumulate the gradients of all batches. After the last, the engine sums over ranks and steps.

@@ -30,6 +30,17 @@ def fuse(on: bool) -> None:
 
 
 @contextmanager
+def eager() -> Iterator[None]:
+    """Run `fused` functions eagerly inside this context, for example because the shapes change with every call."""
+    before = _is_on
+    fuse(False)
+    try:
+        yield
+    finally:
+        fuse(before)
+
+
+@contextmanager
 def fused_through(call: Callable[..., Any]) -> Iterator[None]:
     """Run `fused` functions as `call(function, *args)` inside this context, for example to count their cost."""
     global _through

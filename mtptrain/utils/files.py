@@ -44,9 +44,9 @@ def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
         raise
 
 
-def write_json(path: Path, content: object) -> None:
-    """Write a JSON file atomically."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+def write_json(path: Path, content: object, temporary: Path | None = None) -> None:
+    """Write a JSON file atomically, as `write_text` does."""
+    write_text(path, json.dumps(content, indent=2) + "\n", temporary)
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

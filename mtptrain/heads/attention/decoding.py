@@ -29,9 +29,9 @@ def cached_attention(
         [B, S, heads, head_dim].
     """
     mask = cache.begin(positions, tree)
-    keys, values = cache.update(
+    keys, values = cache.update(  # [B, kv heads, slots, head_dim]
         key.transpose(1, 2), value.transpose(1, 2), layer_idx=0
-    )  # [B, kv heads, slots, head_dim]
+    )
     if mask is None:
         return causal_attention(query.transpose(1, 2), keys, values).transpose(1, 2)
     out = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True)

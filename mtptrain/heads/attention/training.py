@@ -66,9 +66,9 @@ class _MergedAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         # 1. Attend to the keys of the same span, then merge the keys before the span.
         inside, *before = packing.segments
-        out, lse, row_max = _attend(
+        out, lse, row_max = _attend(  # [M, heads, head_dim], f32[M, heads]
             query, key[inside.keys], value[inside.keys], inside
-        )  # [M, heads, head_dim], f32[M, heads]
+        )
         row_maxes = [row_max]
         for part in before:
             part_out, part_lse, row_max = _attend(query[part.queries], key[part.keys], value[part.keys], part)
@@ -186,10 +186,10 @@ def _own_backward(
     """Return the gradient of the query with the own keys' part added, and the gradients of own keys and values."""
     scores = _own_scores(query, own_keys)  # [k, M, kv heads, groups]
     heads = scores.shape[2:]
-    grad, grouped = (
+    grad, grouped = (  # [M, kv heads, groups, head_dim]
         grad_out.unflatten(1, heads).float(),
         query.unflatten(1, heads).float(),
-    )  # [M, kv heads, groups, head_dim]
+    )
     probs = (scores - lse.unflatten(1, heads)).exp()
     delta = (grad * out.unflatten(1, heads).float()).sum(-1)
     grad_scores = probs * ((grad * own_values[:, :, :, None].float()).sum(-1) - delta) * query.shape[-1] ** -0.5

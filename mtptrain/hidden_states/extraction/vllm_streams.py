@@ -329,9 +329,9 @@ def cpu_cache_bytes(
     Hidden states share a pool of blocks with keys and values. A block has a page in every layer, of which states fill
     only one (`get_kv_cache_groups` in vLLM 0.32).
     """
-    page_bytes: int = (
+    page_bytes: int = (  # keys and values
         CPU_BLOCK_TOKENS * 2 * target_config.num_key_value_heads * _head_size(target_config) * itemsize
-    )  # keys and values
+    )
     num_layers: int = target_config.num_hidden_layers
     state_bytes: int = num_streams * target_config.hidden_size * itemsize
     scale = -(-state_bytes // page_bytes)  # pages grow until one holds the states of a token

@@ -11,6 +11,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import mtptrain.decoding.speculate as speculate_module
+import mtptrain.utils.compile as compile_module
 from mtptrain.decoding.draft import Draft, Drafter, Verified
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
@@ -119,6 +120,18 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
             assert generation.tokens == plain_greedy(target, prompt, 24, eos_token_id=256)
             accepted += sum(generation.accepted_at)
     assert accepted > (300 if kind in ("model", "tree that is often right") else 0), "nothing accepted shows little"
+
+
+def test_nothing_is_compiled_for_the_shapes_of_a_round(target: Target) -> None:
+    """Training compiles the head's functions. Decoding with them would compile most rounds anew."""
+    frames = torch._dynamo.utils.counters["frames"]
+    compile_module.fuse(True)
+    try:
+        before = frames["total"]
+        decode(target, HeadDrafter(random_head(target), target.parts, 3), random_prompts(1), max_new_tokens=4)
+        assert compile_module._is_on and frames["total"] == before
+    finally:
+        compile_module.fuse(False)
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [1, 3, 5])

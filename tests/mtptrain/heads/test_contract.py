@@ -220,7 +220,7 @@ def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_target_gets_no_gradient(name: str) -> None:
+def test_every_parameter_of_the_head_gets_a_gradient(name: str) -> None:
     head = random_head(name)
     hidden_states, embeddings, packing = packed_inputs(head)
     states = run(head, hidden_states, embeddings, packing)

@@ -1,0 +1,30 @@
+"""What importing the package sets for OpenMP."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def openmp_settings(package: str, **variables: str) -> str:
+    """Returns what OpenMP prints of its settings when it is loaded by `import package`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment |= {"OMP_DISPLAY_ENV": "verbose", **variables}
+    command = [sys.executable, "-c", f"import {package}"]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+    ).stderr
+
+
+@pytest.mark.parametrize("package", ["mtptrain", "data_prep", "eval"])
+def test_waiting_threads_give_up_their_core_soon(package: str) -> None:
+    assert "GOMP_SPINCOUNT = '1000'" in openmp_settings(package)
+
+
+def test_what_the_user_sets_stays() -> None:
+    assert "GOMP_SPINCOUNT = '77'" in openmp_settings("mtptrain", GOMP_SPINCOUNT="77")
+    assert "GOMP_SPINCOUNT = '1000'" not in openmp_settings("mtptrain", OMP_WAIT_POLICY="ACTIVE")
