@@ -33,10 +33,7 @@ class Tracking:
         write_text(self.path, "".join(line + "\n" for line in kept))
         self._wandb = None
         if config.train.tracker is Tracker.wandb:
-            os.environ.setdefault("WANDB_MODE", "offline")
-            self._wandb = wandb.init(
-                project="mtptrain", dir=directory, config=asdict(config), settings={"silent": True}
-            )
+            self._wandb = start_wandb(directory, config, "train")
 
     def _lines(self) -> list[str]:
         """Returns the lines of an earlier run, without an incomplete last line that a killed run left."""
@@ -48,11 +45,52 @@ class Tracking:
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self._wandb is not None:
-            self._wandb.log({name: value for name, value in metrics.items()}, step=step)
+            self._wandb.log(curves(metrics), step=step)
 
     def close(self) -> None:
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb.Run:
+    """Start a wandb run in the group of `run_dir`, offline unless WANDB_MODE says otherwise."""
+    os.environ.setdefault("WANDB_MODE", "offline")
+    return wandb.init(
+        project="mtptrain",
+        group=str(config.run_dir),
+        job_type=job_type,
+        dir=directory,
+        config=asdict(config),
+        settings={"silent": True},
+    )
+
+
+def curves(metrics: dict[str, object]) -> dict[str, object]:
+    """Returns the metrics with each list over depths as one number per depth: wandb draws no curves of lists."""
+    numbers: dict[str, object] = {}
+    for name, value in metrics.items():
+        if isinstance(value, list):
+            numbers |= {f"{name.removesuffix('_at')}/depth_{depth}": each for depth, each in enumerate(value)}
+        else:
+            numbers[name] = value
+    return numbers
+
+
+def track_report(directory: Path, config: PipelineConfig, figures: dict[str, object], files: Sequence[Path]) -> None:
+    """Log figures and files of the acceptance report to wandb, in the group of the run's training.
+
+    Args:
+        directory: where wandb keeps its own files.
+        figures: as `Tracking.write` takes them.
+        files: are kept as one artifact of type "report".
+    """
+    run = start_wandb(directory, config, "acceptance")
+    run.log(curves(figures))
+    artifact = wandb.Artifact(f"report-{run.id}", type="report")
+    for file in files:
+        artifact.add_file(str(file))
+    run.log_artifact(artifact)
+    run.finish()
 
 
 class StepMeter:

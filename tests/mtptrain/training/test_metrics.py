@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from mtptrain.training.flops import StepFlops
-from mtptrain.training.metrics import StepMeter
+from mtptrain.training.metrics import StepMeter, Tracking, track_report
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
+from tests.conftest import make_config
 
 
 class BusyClock(PhaseClock):
@@ -59,3 +60,21 @@ def test_the_allocator_is_set_before_training_does_anything_else(given: dict[str
         check=True,
     )
     assert result.stdout.strip() == expected
+
+
+def test_wandb_gets_one_curve_for_each_depth_and_the_report(tmp_path: Path) -> None:
+    config = make_config(f"run_dir={tmp_path}", "train.tracker=wandb")
+    tracking = Tracking(tmp_path, config, first_step=0)
+    tracking.write(10, {"loss": 1.5, "top1_accuracy_at": [0.5, 0.25], "acceptance_length": 2.0})
+    tracking.close()
+    page = tmp_path / "report.html"
+    page.write_text("<p>")
+    (tmp_path / "report").mkdir()
+    track_report(tmp_path / "report", config, {"acceptance_rate_at": [0.75]}, [page])
+    training, report = (
+        next((tmp_path / directory).rglob("*.wandb")).read_bytes() for directory in ("wandb", "report/wandb")
+    )
+    assert all(key in training for key in (b"loss", b"top1_accuracy/depth_0", b"top1_accuracy/depth_1", b"ttt_steps"))
+    assert b"top1_accuracy_at" not in training
+    assert b"acceptance_rate/depth_0" in report and b"report.html" in report
+    assert str(tmp_path).encode() in training and str(tmp_path).encode() in report  # the group
