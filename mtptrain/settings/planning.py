@@ -22,6 +22,8 @@ class PlannerConfig:
     disk_gb_per_s: float = at_least(0.0, default=0.0)
     """Rate of reading or writing states, which limits both estimates; 0 ignores it."""
     hidden_states_tokens_per_s: float = at_least(0.0, default=0.0)
-    """Measured extraction speed of all GPUs together; 0 estimates it from the target's FLOPs and the peak."""
+    """Measured extraction speed of all GPUs together; 0 estimates it from a token's FLOPs, memory traffic,
+    PCIe and disk bytes, the time to write its states, and the rates above."""
     train_tokens_per_s: float = at_least(0.0, default=0.0)
-    """Measured training speed of all GPUs together; 0 estimates it from the head's FLOPs and the peak."""
+    """Measured training speed of all GPUs together; 0 estimates it from a token's FLOPs, memory traffic,
+    PCIe and disk bytes, and the rates above."""

@@ -29,7 +29,7 @@ class FrozenParts:
     has_offset_norm: bool = False
     """Whether the norm multiplies by 1 + weight."""
     logit_softcap: float | None = None
-    """Bound within which tanh keeps the target's own logits; None without soft-capping."""
+    """Soft cap c of the target's own logits, c * tanh(logits / c); None if the target has none."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, weights: Mapping[str, torch.Tensor]) -> "FrozenParts":
@@ -115,7 +115,7 @@ def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
 def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
     """Returns the target's last decoder layer: fp32 tensors by their names inside the layer.
 
-    Norm weights include the 1 of families that multiply by 1 + weight.
+    For families whose norms multiply by 1 + weight, the 1 is already added.
 
     Raises:
         ValueError: a tensor is quantised, or the family is not supported.
