@@ -96,8 +96,8 @@ class PipelineConfig:
     verify: bool = False
     """data_prep.hidden_states compares every byte of the finished store with its hashes, then exits."""
     distributed_timeout_hours: float = at_least(1 / 3600, default=TIMEOUT_HOURS)
-    """How long ranks wait for each other before the run fails. Regardless of the timeout, a rank that fails ends the run
-    at once."""
+    """How long ranks wait for each other before the run fails. A rank that fails ends the run at once, regardless of
+    the timeout."""
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = MISSING
     prompts: PromptsConfig = field(default_factory=PromptsConfig)

@@ -60,7 +60,7 @@ class FrozenParts:
         return self.norm_weight * normed.to(dtype)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the target's own logits, soft-capped if the target does so."""
+        """Returns the target's own logits, soft-capped if the target caps them."""
         logits = F.linear(states, self.lm_head)  # [..., V]
         return logits if self.logit_softcap is None else torch.tanh(logits / self.logit_softcap) * self.logit_softcap
 

@@ -52,8 +52,8 @@ def check_deepspeed(config: dict[str, Any]) -> None:
         )
     if config.get("bf16", {}).get("enabled") and stage == 0:
         raise ValueError(
-            "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: DeepSpeed keeps fp32 masters there "
-            "in a different form; set deepspeed=zero1"
+            "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: without ZeRO, DeepSpeed keeps its "
+            "fp32 weights in a different form; set deepspeed=zero1"
         )
     if config.get("fp16", {}).get("enabled"):
         raise ValueError(
@@ -81,7 +81,7 @@ def check_device(device: torch.device, config: dict[str, Any]) -> None:
     """Raises ValueError if the device has no attention kernel for the dtype."""
     if device.type == "cuda" and not config.get("bf16", {}).get("enabled"):
         raise ValueError(
-            "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention has no fp32; set "
+            "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention does not support fp32; set "
             "deepspeed=zero1"
         )
 
