@@ -1,4 +1,6 @@
-"""Choose the draft vocabulary of a head with `head.draft_vocab_size`: the most frequent tokens of the training prompts.
+"""Choose the draft vocabulary of a head with `head.draft_vocab_size`.
+
+It holds the special tokens and the tokens that occur most often in the training prompts where a draft can predict them.
 
 Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft_vocab.py). Run it between
 `data_prep.prompts` and `mtptrain.train` for heads whose vocabulary is smaller than the target's.
@@ -108,7 +110,7 @@ def special_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> set[
 
 
 def count_drafted(documents: Documents, vocab_size: int) -> NDArray[np.int64]:
-    """Returns how often each token is drafted, i64[V]."""
+    """Returns how often each token occurs where a draft can predict it, i64[V]."""
     return np.bincount(documents.input_ids[is_drafted(documents)], minlength=vocab_size)
 
 
@@ -155,8 +157,8 @@ def print_summary(manifest: DraftVocabManifest) -> None:
     Console().print(table)
     if manifest.filled_up_tokens:
         print(
-            f"{manifest.filled_up_tokens:,} of its tokens are never drafted in the training split: special tokens and "
-            "the lowest ids"
+            f"{manifest.filled_up_tokens:,} of its tokens never occur in the training split where a draft can predict "
+            "them: they are special tokens, or were chosen by lowest id to fill the vocabulary"
         )
 
 

@@ -41,20 +41,22 @@ class Collector:
         self.answers_left_out = 0
         self.beyond_max_train_tokens = 0
         self.copies = 0
-        """Files or conversations with the same tokens as an earlier one."""
+        """Files or conversations with the same tokens and loss mask as an earlier one."""
         self.tokens_read = 0
         self.is_full = False
-        """Whether the training split has reached prompts.max_train_tokens."""
+        """Whether a window would have exceeded prompts.max_train_tokens. The training split then takes no later one."""
         self._prompts = prompts
         self._vocab_size = vocab_size
         self._train_tokens = 0
         self._seen: set[bytes] = set()
 
     def add(self, name: str, group: str, location: str, encodings: Sequence[Encoding]) -> None:
-        """Add the windows of a file or conversation that fit.
+        """Add the windows of a file or conversation that fit within prompts.max_train_tokens.
 
-        A conversation with the same tokens as an earlier one is left out. Files are kept, because they are split by
-        name and the documents of a run must not change.
+        Validation windows always fit.
+
+        A conversation with the same tokens and loss mask as an earlier one is left out. Duplicate files are kept: each
+        is split by its own name, and dropping one would change the documents of existing runs.
 
         Raises:
             ValueError: a token id is beyond the model's vocabulary.
@@ -166,5 +168,6 @@ def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None
     if highest >= vocab_size:
         raise ValueError(
             f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives "
-            f"{highest} in {location}; tokenizer and config.json belong to different models, correct the directory"
+            f"{highest} in {location}; tokenizer and config.json belong to different models; correct target.path "
+            "or its files"
         )

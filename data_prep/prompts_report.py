@@ -58,9 +58,9 @@ class DuplicatesReport:
     same_question: int
     """Conversations beyond the first of each group."""
     dropped: int
-    """Conversations left out because they have the same tokens as another one."""
+    """Conversations left out because they have the same tokens and loss mask as another one."""
     kept: int
-    """Files with the same tokens as another one, which are not left out."""
+    """Files with the same tokens as another one, which are kept."""
 
     @staticmethod
     def of(groups: Sequence[str], copies: int, are_kept: bool) -> "DuplicatesReport":

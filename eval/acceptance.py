@@ -2,8 +2,8 @@
 
 Reads `run_dir/train/best/` (or the head of `head.init_from` if nothing was trained) and the held-out prompts of
 `run_dir/prompts/` (or `acceptance.prompts_file`). Writes `report.json`, `report.html` and `generations.jsonl` to
-`run_dir/acceptance/` and prints a table. The table also has the baselines of `acceptance.baselines` (prompt lookup,
-trees, a small model, plain decoding) and the head at other temperatures.
+`run_dir/acceptance/` and prints a table. The table also has the baselines of `acceptance.baselines` (plain decoding,
+prompt lookup, a small model, trees, and the head combined with prompt lookup) and the head at other temperatures.
 
     python -m eval.acceptance recipe=quickstart acceptance.num_speculative_tokens=5
     python -m eval.acceptance recipe=quickstart "acceptance.baselines=[none,tree,hybrid]" acceptance.batch_size=1
@@ -69,7 +69,7 @@ def main(cfg: DictConfig) -> None:
     measured = Measurement(settings, target, tokenizer, prompts, ranks).run(candidates)
     if ranks.is_first:
         write_provenance(output_dir, config)
-        for name in read_report(output_dir / "report.json").get("baselines", {}):  # of an earlier measurement
+        for name in read_report(output_dir / "report.json").get("baselines", {}):  # left by an earlier measurement
             generations_file(output_dir, name).unlink(missing_ok=True)
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)
@@ -79,7 +79,7 @@ def main(cfg: DictConfig) -> None:
         write_run_page(config)
         print(f"plots: {output_dir / 'report.html'}")
         if not found.is_trained:
-            print(f"head: {found.directory}, as it was published (head.init_from); this run has trained no head")
+            print(f"head: {found.directory}, unchanged from head.init_from; this run has not trained a head")
 
 
 def candidates_of(
@@ -181,7 +181,7 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 
 def write_generations(path: Path, measured: Measured) -> None:
-    """Write one line per answer with its tokens and counts, from which every figure of the report can be recomputed."""
+    """Write one line per answer, with its tokens and the counts behind every pooled acceptance figure of the report."""
     with path.open("w") as file:
         for (prompt_id, turn), answer in measured.answers.items():
             loops = has_loop(answer.generation.tokens)
@@ -224,7 +224,7 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     console.width = max(console.width, 75 + 8 * len(depths) + max(map(len, measured)))
     console.print(table)
     if len(measured["head"].sources) == 1:
-        console.print("no intervals: all prompts are from one file or conversation; measure on several")
+        console.print("no confidence intervals: all prompts come from one file or question; use at least two")
 
 
 if __name__ == "__main__":

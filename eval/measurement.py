@@ -51,7 +51,7 @@ class DecodedPrompt:
     prompt_tokens: int
     category: str | None
     source: str
-    """File or conversation of the prompt."""
+    """File or question that the prompt was cut from; the prompt's id if it comes from a file of prompts."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Measured:
 
     @property
     def sources(self) -> dict[str, list[Generation]]:
-        """Generations by the file or conversation of their prompt."""
+        """Generations by the source of their prompt."""
         by_source: dict[str, list[Generation]] = {}
         for answer in self.answers.values():
             by_source.setdefault(answer.source, []).append(answer.generation)

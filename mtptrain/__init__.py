@@ -2,8 +2,8 @@
 
 import os
 
-# OpenMP reads this when torch is loaded. By default a thread that waits for another one keeps its core busy for
-# milliseconds, which the other one may need when further programs run. docs/performance.md has measurements.
+# OpenMP reads this when torch is loaded. By default a waiting OpenMP thread spins for milliseconds; when other programs
+# run, it may hold the core that the thread it waits for needs. docs/performance.md has measurements.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -96,7 +96,8 @@ class PipelineConfig:
     verify: bool = False
     """data_prep.hidden_states compares every byte of the finished store with its hashes, then exits."""
     distributed_timeout_hours: float = at_least(1 / 3600, default=TIMEOUT_HOURS)
-    """How long ranks wait for each other before the run fails. A rank that fails ends the run at once in any case."""
+    """How long ranks wait for each other before the run fails. A rank that fails ends the run at once, regardless of
+    the timeout."""
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = MISSING
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
@@ -104,7 +105,7 @@ class PipelineConfig:
     hidden_states: HiddenStatesConfig = field(default_factory=HiddenStatesConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's config file: `bf16`, `zero_optimization`, ...; the trainer adds what `train` sets."""
+    """The contents of a DeepSpeed config file: `bf16`, `zero_optimization`, ...; the trainer adds what `train` sets."""
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
@@ -148,7 +149,7 @@ def _check_relations(config: PipelineConfig) -> None:
         )
     if len(config.train.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.train.betas):
         raise ValueError(
-            f"train.betas: must be two numbers in [0, 1), but is {config.train.betas}; AdamW's are (0.9, 0.95)"
+            f"train.betas: must be two numbers in [0, 1), but is {config.train.betas}; the default is (0.9, 0.95)"
         )
 
 

@@ -1,9 +1,9 @@
 """Stage 3: fit a head to the stored hidden states.
 
 Reads `run_dir/hidden_states/`, `run_dir/prompts/` for validation, and `run_dir/draft_vocab/` if the head has its own
-vocabulary. Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `best/` (the head with the highest measured
-acceptance length) and `last/`. With `train.validation_prompts=0` it also writes `heads/`, from which `eval.choose_head`
-chooses the best.
+vocabulary. Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `last/` and `best/` (the head with the highest
+measured acceptance length, or the newest head as long as none has been measured). With `train.validation_prompts=0` and
+`train.validate_every` above 0 it also writes `heads/`, from which `eval.choose_head` chooses the best.
 
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
@@ -179,13 +179,15 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
 def check_one_start(config: HeadConfig) -> None:
     if config.start_from_target and config.init_from is not None:
         raise ValueError(
-            "head.start_from_target: must be false where head.init_from says where to start, but is true with "
-            f"{config.init_from}; choose one"
+            "head.start_from_target: must be false when head.init_from is set, but is true and head.init_from is "
+            f"{config.init_from}; unset one of them"
         )
 
 
 def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: Path, prompts_sha256: str) -> None:
-    """Initialise a head's own lm_head with the target's rows, those of its draft vocabulary if it has one.
+    """Copy the target's lm_head rows into the head's own lm_head: all of them, or only those of its draft vocabulary.
+
+    The draft vocabulary, if the head has one, is read from `draft_vocab_dir` first.
 
     Raises:
         FileNotFoundError: the draft vocabulary has not been chosen.
@@ -246,7 +248,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             if run.releases is not None:
                 run.releases.release(progress.step, is_last, ranks.is_first)
             run.meter.restart()
-        # 7. Wait for the states of the next step. This follows the release, for which extraction may be waiting.
+        # 7. Wait for the next step's states. Wait only after the release: extraction may itself be waiting for it.
         stopped_by = stopped_by or wait_for_states(run, progress.step, ranks, stop)
         if stopped_by and not is_saved:
             run.trainer.check_weights(progress.step, batches)
@@ -263,7 +265,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
 
 
 def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-    """Wait for the states of step `step` (from 0) if they are streamed; return a signal that a rank got meanwhile."""
+    """Wait for the states of step `step` (from 0) if they are streamed; return a signal that a rank received meanwhile."""
     if run.releases is None or step >= run.num_steps:
         return None
     return run.releases.wait_for(step, ranks, stop)
@@ -281,7 +283,9 @@ def is_due(step: int, every: int) -> bool:
 def validate(
     config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
 ) -> tuple[Progress, dict[str, str]]:
-    """Measure the head's acceptance on all ranks; rank 0 saves it as `last`, and as `best` if it is.
+    """Measure the head's acceptance on all ranks; rank 0 saves it as `last`.
+
+    Rank 0 also saves it as `best` if its acceptance length is the highest so far.
 
     Returns:
         The run's progress, and what the progress bar shows.
@@ -311,7 +315,10 @@ def validate(
 def keep_unmeasured(
     config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
 ) -> tuple[Progress, dict[str, str]]:
-    """Save the head on rank 0: as `last`, in `heads` to measure later, and as `best` if none was measured."""
+    """Save the head on rank 0: as `last`, and as `best` if no head has been measured.
+
+    With `train.validate_every` above 0, also save it in `heads`, to be measured later.
+    """
     if tracking is not None:
         stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
         is_measured = progress.best_acceptance_length > 0 or (stage_dir / CHOICE).is_file()

@@ -1,10 +1,10 @@
 """Regenerates one conversation: makes the prompt of each turn and adds each response to the messages.
 
 Every assistant turn is generated from a history of regenerated turns; all other messages stay as they are. Prompts are
-rendered here with the target's own chat template, and responses are read as tokens, so no parser of a server can change
-them. A conversation stores responses as text. `texts_kept` says whether rendering gives the same text again, since a
-response that is rendered differently must not be supervised; `tokens_changed` counts responses whose text is the same
-but whose tokens differ.
+rendered here with the target's own chat template, and responses are read as tokens, so no server-side parser can change
+them; of a server that returns only text, the text is taken. A conversation stores responses as text. `texts_kept` says
+whether rendering gives the same text again, since a response that is rendered differently must not be supervised;
+`tokens_changed` counts responses whose text is the same but whose tokens differ.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ class Limits:
 
     max_new_tokens: int
     context_tokens: int
-    """Longest prompt and response together."""
+    """Maximum tokens of prompt plus response."""
     seed: int
 
 
@@ -109,7 +109,8 @@ def questions(messages: Sequence[Message]) -> list[list[Message]]:
     """Returns the messages before each assistant turn, and those after the last one if they still need a response.
 
     Raises:
-        ConversationRefused: no user turn, or an assistant turn that does not follow a user or tool message.
+        ConversationRefused: there is no user or tool message, or another message comes last before an assistant turn or
+            at the end.
     """
     groups: list[list[Message]] = [[]]
     for message in messages:
@@ -120,9 +121,9 @@ def questions(messages: Sequence[Message]) -> list[list[Message]]:
     if not groups[-1]:
         groups.pop()
     if not any(message["role"] in ASKING_ROLES for message in messages):
-        raise ConversationRefused("no user turn")
+        raise ConversationRefused("no user or tool message")
     if not all(group and group[-1]["role"] in ASKING_ROLES for group in groups):
-        raise ConversationRefused("an assistant turn that does not answer a user turn")
+        raise ConversationRefused("a response that would not follow a user or tool message")
     return groups
 
 
@@ -189,7 +190,10 @@ def turn_seed(seed: int, name: str, turn: int) -> int:
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response: Response) -> str:
-    """Returns the text of a response, decoded after its prompt: some tokenizers decode a first token differently."""
+    """Returns the text of a response.
+
+    It is decoded together with its prompt, since some tokenizers decode a token differently at the start of a text.
+    """
     if response.token_ids is None:
         return response.text
     prompt = _decode(tokenizer, prompt_ids)

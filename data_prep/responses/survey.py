@@ -70,9 +70,9 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
         survey.turns[row], survey.lengths[row] = len(groups), sum(len(message["content"]) for message in groups[0])
     survey.sources = {path: digest.hexdigest() for path, digest in digests.items()}
     if not survey.turns:
-        reasons = "".join(f", {group.count} refused ({group.reason})" for group in group_refusals(survey.refused))
+        reasons = ", ".join(f"{group.count} refused: {group.reason}" for group in group_refusals(survey.refused))
         raise ValueError(
-            "prompts.paths: must hold at least one conversation with a user turn, but there is none in "
-            f"{', '.join(paths)}{reasons}; correct the paths or the data"
+            "prompts.paths: must hold at least one conversation that the target can answer, but there is none in "
+            f"{', '.join(paths)}{f' ({reasons})' if reasons else ''}; correct the paths or the data"
         )
     return survey

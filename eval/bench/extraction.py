@@ -1,4 +1,4 @@
-"""Compares the speed of extraction with the target's bare forward, and measures how fast hidden states are read.
+"""Compares the speed of extraction with that of a bare forward pass, and measures how fast hidden states are read.
 
 - *bare forward*: the target over packed documents, without keeping states;
 - *ours*: the transformers backend writing a store to disk, in bf16 and fp8, and with the writer stubbed out;
@@ -7,8 +7,9 @@
 - *vLLM*: its backend writing a store, if `serving.python` or `.venv-vllm` has vLLM;
 - *reading*: packed training batches from disk, compared with a plain copy of the memory-mapped shards.
 
-All candidates take turns, except vLLM, which needs its own process. They use one thread, as a rank does on a CPU.
-Documents have random tokens and log-normal lengths.
+All candidates take turns, except vLLM, which needs its own process. Torch computes with one thread, as in a rank on a
+CPU. The writer adds two threads, and reading fp8 without decoding adds one that reads ahead. Extraction runs over
+documents of random tokens with log-normal lengths; the stores that are read have documents of 2,048 tokens.
 
     python -m eval.bench.extraction recipe=quickstart
     python -m eval.bench.extraction recipe=quickstart bench.target=8b bench.documents=256     # on a GPU, random weights
@@ -125,7 +126,7 @@ def load_bench_target(config: PipelineConfig, device: torch.device) -> Target:
 
 
 def fastest(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Returns seconds of the fastest of several runs of each candidate.
+    """Returns the seconds of each candidate's fastest run.
 
     Candidates take turns, so that other load on the machine affects all of them.
     """
@@ -245,9 +246,10 @@ def bench_vllm(
 
 
 def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
-    """Returns GB/s of reading states as training does, and of copying memory-mapped shards.
+    """Returns GB/s of reading states as training does, GB/s of copying memory-mapped shards, and `bench_opening`.
 
-    Both count the bytes of bf16 states."""
+    GB/s count the bytes of bf16 states, also for fp8 stores.
+    """
     stores = {
         dtype: random_store(directory / dtype.value, dtype, bench.read_tokens, 2048, READ_HIDDEN_SIZE)
         for dtype in (StoreDtype.bfloat16, StoreDtype.fp8)
@@ -266,7 +268,7 @@ def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
 
 
 def bench_opening(num_tokens: int, directory: Path) -> ExtractionFigures:
-    """Returns seconds and anonymous memory to open a store, with all that training reads from it at the start."""
+    """Returns the time and anonymous memory it takes to open a store and read what training reads at startup."""
     random_store(directory, StoreDtype.bfloat16, num_tokens, 500, 64)
 
     def open_whole() -> HiddenStore:
@@ -306,7 +308,7 @@ def read_batches(schedule: BatchSchedule) -> None:
 
 
 def print_table(config: PipelineConfig, device: torch.device, figures: ExtractionFigures) -> None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one torch thread"
     title = (
         f"Extraction, {config.bench.target or config.target.path}, head {config.head.name}, "
         f"{config.hidden_states.dtype}, {name}"
@@ -321,15 +323,15 @@ def print_table(config: PipelineConfig, device: torch.device, figures: Extractio
             writing.add_row(label, f"{value:,.0f}", f"{value / bare:.3f}", f"{value / plain:.2f}")
     writing.caption = f"MFU of the bare forward: {figures['mfu']:.1%} of the measured matmul peak"
     reading = Table(
-        "", "GB/s of bf16", "of the mapped copy", title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one thread"
+        "", "GB/s of bf16", "of the mapped copy", title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one torch thread"
     )
     for key, value in figures.items():
         if key.endswith("_gb_per_s"):
             reading.add_row(key.removesuffix("_gb_per_s").replace("_", " "), f"{value:.2f}", f"{value / copy:.2f}")
     reading.caption = (
         f"a store of {config.bench.open_tokens:,} tokens opens in {figures['open_seconds']:.3f} s and takes "
-        f"{figures['open_anonymous_mb']:.1f} MB; a token costs {figures['bytes_per_token_beyond_states']:.2f} bytes "
-        "more than its states"
+        f"{figures['open_anonymous_mb']:.1f} MB; each token takes {figures['bytes_per_token_beyond_states']:.2f} bytes "
+        "on disk beyond its states"
     )
     Console().print(writing, reading)
 

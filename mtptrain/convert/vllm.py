@@ -29,7 +29,7 @@ class VllmFormat(Format):
             return []
         return [
             f"vLLM gives the head the target's sliding window of {window} tokens too (`CacheConfig.sliding_window`); "
-            "it was trained and measured without one. Texts of up to that length are drafted alike."
+            "it was trained and measured without one. Drafts for texts of at most that length are not affected."
         ]
 
 

@@ -34,11 +34,12 @@ class DraftVocabManifest:
     draft_vocab_sha256: str
     """Hash of draft_vocab.safetensors."""
     distinct_tokens: int
-    """Distinct tokens that are drafted in the training split."""
+    """Distinct tokens of the training split that a draft can predict."""
     filled_up_tokens: int
-    """Tokens never drafted in the training split: special tokens, and the lowest ids if too few others occur."""
+    """Chosen tokens that never occur in the training split where a draft can predict them: special tokens, and the
+    lowest ids if too few others occur."""
     coverage: dict[str, float]
-    """Share of the drafted tokens that the vocabulary contains, by split."""
+    """Share of the tokens that a draft can predict that the vocabulary contains, by split."""
 
 
 def offsets(token_ids: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Segments:
 class Packing:
     """N packed tokens, of which M are draft positions.
 
-    The draft positions form spans of consecutive tokens in one document, in the order of the tokens.
+    The draft positions form spans, each a run of consecutive tokens of one document; spans are in token order.
     """
 
     positions: torch.Tensor  # i64[N], position of each token in its document
@@ -129,7 +129,7 @@ def _as_indices(indices: NDArray[np.int64]) -> Indices:
 
 
 class _Reorder(torch.autograd.Function):
-    """Computes x[order] for a permutation. The backward pass gathers rows; that of plain indexing would add them up."""
+    """Computes x[order] for a permutation. Its backward gathers rows; plain indexing's backward would scatter-add."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Estimates the time of a stage from given tokens/s, or else from its costs per token and the hardware's rates."""
+"""Estimates a stage's time from a given tokens/s, or otherwise from its costs per token and the hardware's rates."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class TokenCosts:
     pcie_bytes: float
     disk_bytes: float
     writer_s: float = 0.0
-    """Seconds in which a rank's CPU threads check, encode, write and hash the token's states; 0 without writing."""
+    """Writer seconds per token: a rank's CPU threads check, encode, write and hash its states; 0 without writing."""
 
 
 def estimate(
@@ -109,4 +109,4 @@ def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -
             f"{gpus_at_work} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}",
         )
     peak = matmul_peak(torch.device("cpu"), dtype)
-    return peak, f"{peak / 1e12:.2f} TFLOP/s measured on this CPU (planner.gpu_tflops plans for GPUs)"
+    return peak, f"{peak / 1e12:.2f} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"

@@ -14,10 +14,10 @@ UNKNOWN_TOKENS = 1_000_000
 
 @dataclass(frozen=True)
 class Workload:
-    """The documents of stage 1, or upper bounds from the recipe."""
+    """The documents of stage 1, or upper bounds from the recipe; without a limit there, UNKNOWN_TOKENS are assumed."""
 
     is_counted: bool
-    """Whether data_prep.prompts has been run; otherwise the numbers are upper bounds."""
+    """Whether data_prep.prompts has been run; otherwise the numbers are bounds or assumed."""
     documents: int
     """0 if unknown."""
     tokens: int
@@ -28,7 +28,7 @@ class Workload:
 
 
 def read_workload(config: PipelineConfig) -> Workload:
-    """Counts the documents of stage 1 if it has been run; otherwise returns upper bounds from the recipe."""
+    """Counts the documents of stage 1 if it has been run; otherwise returns what the recipe allows."""
     path = config.stage_dir("prompts") / f"{Split.train}.safetensors"
     if not path.exists():
         tokens, longest = config.prompts.max_train_tokens or UNKNOWN_TOKENS, config.prompts.max_document_tokens

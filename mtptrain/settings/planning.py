@@ -12,7 +12,7 @@ class PlannerConfig:
     num_gpus: int = at_least(1, default=8)
     gpu_memory_gb: float = at_least(1, default=80.0)
     gpu_tflops: float = at_least(0.0, default=0.0)
-    """Dense bf16 peak of one GPU; 0 measures that of the present device."""
+    """Dense bf16 peak of one GPU; 0 measures the peak of this machine's GPU or CPU."""
     gpu_memory_gb_per_s: float = at_least(0.0, default=0.0)
     """Memory bandwidth of one GPU. With 0, estimates ignore the limits of memory traffic, PCIe and CPU."""
     hidden_states_peak_share: float = share(default=0.4, hint="1 is the whole peak")
@@ -22,6 +22,8 @@ class PlannerConfig:
     disk_gb_per_s: float = at_least(0.0, default=0.0)
     """Rate of reading or writing states, which limits both estimates; 0 ignores it."""
     hidden_states_tokens_per_s: float = at_least(0.0, default=0.0)
-    """Measured extraction speed of all GPUs together; 0 estimates it from the target's FLOPs and the peak."""
+    """Measured extraction speed of all GPUs together; 0 estimates it from a token's FLOPs, memory traffic,
+    PCIe and disk bytes, the time to write its states, and the rates above."""
     train_tokens_per_s: float = at_least(0.0, default=0.0)
-    """Measured training speed of all GPUs together; 0 estimates it from the head's FLOPs and the peak."""
+    """Measured training speed of all GPUs together; 0 estimates it from a token's FLOPs, memory traffic,
+    PCIe and disk bytes, and the rates above."""

@@ -29,7 +29,7 @@ class FrozenParts:
     has_offset_norm: bool = False
     """Whether the norm multiplies by 1 + weight."""
     logit_softcap: float | None = None
-    """Bound within which tanh keeps the target's own logits; None without soft-capping."""
+    """Soft cap c of the target's own logits, c * tanh(logits / c); None if the target has none."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, weights: Mapping[str, torch.Tensor]) -> "FrozenParts":
@@ -60,7 +60,7 @@ class FrozenParts:
         return self.norm_weight * normed.to(dtype)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the target's own logits, soft-capped if the target does so."""
+        """Returns the target's own logits, soft-capped if the target caps them."""
         logits = F.linear(states, self.lm_head)  # [..., V]
         return logits if self.logit_softcap is None else torch.tanh(logits / self.logit_softcap) * self.logit_softcap
 
@@ -115,7 +115,7 @@ def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
 def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
     """Returns the target's last decoder layer: fp32 tensors by their names inside the layer.
 
-    Norm weights include the 1 of families that multiply by 1 + weight.
+    For families whose norms multiply by 1 + weight, the 1 is already added.
 
     Raises:
         ValueError: a tensor is quantised, or the family is not supported.

@@ -25,10 +25,11 @@ STATE_SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
 """Suffixes of a parameter's name: the weight itself and its Adam moments."""
 
 REFUSED_ZERO_SETTINGS = {
-    "offload_optimizer": "the trainer takes the norm of the gradients that the optimizer reads, which DeepSpeed does "
-    "not allow there",
-    "round_robin_gradients": "DeepSpeed then saves the weights of other parameters in a checkpoint",
-    "compute_grad_norm": "the trainer takes the gradient's norm itself",
+    "offload_optimizer": "the trainer computes the gradient norm itself (compute_grad_norm=false), which DeepSpeed "
+    "does not support with an offloaded optimizer",
+    "round_robin_gradients": "DeepSpeed may then return the fp32 weights of the wrong parameters, and checkpoints "
+    "would store them",
+    "compute_grad_norm": "the trainer computes the gradient norm itself",
 }
 SET_BY_TRAINER = (
     "train_batch_size",
@@ -51,8 +52,8 @@ def check_deepspeed(config: dict[str, Any]) -> None:
         )
     if config.get("bf16", {}).get("enabled") and stage == 0:
         raise ValueError(
-            "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: DeepSpeed keeps fp32 masters there "
-            "in a different form; set deepspeed=zero1"
+            "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: without ZeRO, DeepSpeed keeps its "
+            "fp32 weights in a different form; set deepspeed=zero1"
         )
     if config.get("fp16", {}).get("enabled"):
         raise ValueError(
@@ -67,7 +68,7 @@ def check_deepspeed(config: dict[str, Any]) -> None:
     if stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
         raise ValueError(
             "deepspeed.data_types.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: DeepSpeed supports it "
-            "only with ZeRO 2 if the trainer takes the gradient's norm; set deepspeed=zero2"
+            "only with ZeRO 2 if the trainer computes the gradient norm; set deepspeed=zero2"
         )
     for name in SET_BY_TRAINER:
         if name in config:
@@ -80,7 +81,7 @@ def check_device(device: torch.device, config: dict[str, Any]) -> None:
     """Raises ValueError if the device has no attention kernel for the dtype."""
     if device.type == "cuda" and not config.get("bf16", {}).get("enabled"):
         raise ValueError(
-            "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention has no fp32; set "
+            "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention does not support fp32; set "
             "deepspeed=zero1"
         )
 
@@ -155,8 +156,8 @@ def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = Tr
     if warn:
         warnings.warn(
             f"deepspeed.zero_optimization.stage: the gradients of the {num_accumulated} micro-batches that each rank "
-            "adds must be summed in fp32 to lose nothing, but ZeRO 1 sums them in bf16; set deepspeed=zero2, or start "
-            "as many ranks as there are micro-batches",
+            "adds must be summed in fp32 to avoid rounding, but ZeRO 1 sums them in bf16; set deepspeed=zero2, or "
+            "start as many ranks as there are micro-batches",
             stacklevel=2,
         )
     return config

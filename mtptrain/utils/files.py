@@ -29,8 +29,8 @@ def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
     """Write a text file atomically.
 
     Args:
-        temporary: path of the incomplete file, `path`.tmp by default. Processes that write the same file need different
-            ones.
+        temporary: path of the incomplete file, `path`.tmp by default. Processes that write the same file at the same
+            time must each pass a different path.
 
     Raises:
         OSError: the file could not be written, for example because the disk is full. The temporary file is removed.
@@ -57,7 +57,7 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file with the permissions of the umask; safetensors itself lets only the owner read it."""
+    """Write a safetensors file with the permissions that the umask gives; safetensors lets only the owner read it."""
     path.touch()
     mode = path.stat().st_mode
     save_file(

@@ -274,15 +274,15 @@ def test_rows_that_cannot_be_answered_are_refused_with_the_reason(
     assert respond(config).refused == 3
     reasons = {Path(item["place"]).name: item["reason"] for item in failures(config)}
     assert reasons == {
-        "chats.jsonl:2": "no user turn",
-        "chats.jsonl:3": "an assistant turn that does not answer a user turn",
+        "chats.jsonl:2": "no user or tool message",
+        "chats.jsonl:3": "a response that would not follow a user or tool message",
         "chats.jsonl:4": "unknown role 'nobody'",
     }
-    assert "1 left out: no user turn; first: " in capsys.readouterr().out
+    assert "1 left out: no user or tool message; first: " in capsys.readouterr().out
     assert [row["id"] for row in answered(config)] == ["good"]
     with pytest.raises(
         ValueError,
-        match=r"prompts\.paths: must hold at least one conversation with a user turn, .*, 1 refused \(no user turn",
+        match=r"prompts\.paths: must hold at least one conversation that .* \(1 refused: no user or tool message\); ",
     ):
         respond(by_server(rows=rows[1:2], run="none"))
 

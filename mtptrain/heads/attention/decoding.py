@@ -17,6 +17,8 @@ def cached_attention(
 ) -> torch.Tensor:
     """Write keys and values to the cache, then attend to all cached positions up to each query's own.
 
+    With `tree`, a query attends to all slots before the tree and to those of the tree that its mask allows.
+
     Args:
         query: rotated queries [B, S, heads, head_dim].
         key: rotated keys [B, S, kv heads, head_dim].

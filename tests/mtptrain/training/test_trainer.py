@@ -117,8 +117,8 @@ def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
         ),
         (
             {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
-            r"deepspeed\.zero_optimization\.round_robin_gradients: must not be set, but is True: .* weights of other "
-            r"parameters",
+            r"deepspeed\.zero_optimization\.round_robin_gradients: must not be set, but is True: .* weights of the "
+            r"wrong parameters",
         ),
         (
             {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
