@@ -265,7 +265,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
 
 
 def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-    """Wait for the states of step `step` (from 0) if they are streamed; return a signal that a rank received."""
+    """Wait for the states of step `step` (from 0) if they are streamed; return a signal that a rank has received."""
     if run.releases is None or step >= run.num_steps:
         return None
     return run.releases.wait_for(step, ranks, stop)
