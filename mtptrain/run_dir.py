@@ -26,6 +26,22 @@ def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
     write_json(stage_dir / "provenance.json", provenance)
 
 
+def output_directory(path: Path, setting: str) -> Path:
+    """Creates the directory that a setting names, and returns it.
+
+    Raises:
+        ValueError: the path, or a part of it, is a file.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(each for each in (path, *path.parents) if each.exists())
+        raise ValueError(
+            f"{setting}: must be a directory or a new path, but {file} is a file; choose another"
+        ) from error
+    return path
+
+
 def require(path: Path, program: str) -> Path:
     """Returns `path`, the output of an earlier stage.
 
