@@ -17,8 +17,9 @@ def drawing(path: Path, figures: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # matplotlib and jinja2 may raise anything, but the measurement has succeeded
+        reason = str(error).strip().partition("\n")[0]
         warnings.warn(
-            f"{path}: must show the figures of {figures}, but cannot be drawn ({type(error).__name__}: {error}); read "
+            f"{path}: must show the figures of {figures}, but cannot be drawn ({type(error).__name__}: {reason}); read "
             "them in the file, which is complete",
             stacklevel=3,
         )

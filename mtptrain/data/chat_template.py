@@ -69,8 +69,8 @@ def render_prompt(
         text = render_text(tokenizer, messages, is_prompt=True)
     except TemplateError as error:
         raise ValueError(
-            f"{where}: must be accepted by the chat template of {tokenizer.name_or_path}, but it reports: {error}; "
-            "correct them"
+            f"{where}: must be accepted by the chat template of {tokenizer.name_or_path}, but it reports: "
+            f"{' '.join(str(error).split())}; correct them, or the template"
         ) from error
     except EndlessTemplate as error:
         raise EndlessTemplate(f"{where}: {error}") from error

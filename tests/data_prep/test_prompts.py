@@ -481,8 +481,8 @@ def test_conversations_without_an_answer_are_not_blamed_on_the_template(
 ) -> None:
     rows = [chat(f"chat{i}", f"hello {i}?") for i in range(20)]
     match = (
-        r"^prompts\.paths: conversations must have an assistant turn to learn from, but none of 20 has one, for example "
-        r".*\.jsonl:\d+; choose data with answers, or let the target answer: run data_prep\.responses"
+        r"^prompts\.paths: conversations must have an assistant turn to learn from, but none of 20 has one, for "
+        r"example .*\.jsonl:\d+; choose data with answers, or let the target answer: run data_prep\.responses"
     )
     with pytest.raises(ValueError, match=match):
         prepare_prompts(chat_config(rows))

@@ -50,7 +50,7 @@ def test_messages_that_the_template_refuses_are_refused_in_its_words() -> None:
         ("{{ 'a' * 2 ** 62 }}", "MemoryError; correct"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError: "),
         ("{{ range(10 ** 9) }}", "OverflowError: Range too big"),
-        ("{{ messages[5].role }}", "'list object' has no element 5"),
+        ("{{ messages[5].role }}", "list object has no element 5"),
         ("{% if %}", "Expected an expression"),
     ],
 )
@@ -59,9 +59,11 @@ def test_a_template_that_fails_is_refused_by_name(template: str, reported: str) 
     tokenizer.name_or_path = "some/target"
     with pytest.raises(TemplateError):
         render_text(tokenizer, QUESTION)
-    with pytest.raises(ValueError, match="^prompts.jsonl:3: must be accepted by the chat template of some/target") as e:
-        render_prompt(tokenizer, QUESTION, "prompts.jsonl:3")
-    assert f"it reports: {reported}" in str(e.value)
+    with pytest.raises(
+        ValueError, match=r"^a\.jsonl:3: must be accepted by the chat template of some/target,"
+    ) as error:
+        render_prompt(tokenizer, QUESTION, "a.jsonl:3")
+    assert f"it reports: {reported}" in str(error.value)
 
 
 def test_a_template_that_never_ends_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +72,7 @@ def test_a_template_that_never_ends_is_refused_by_name(monkeypatch: pytest.Monke
     tokenizer.name_or_path = "some/target"
     with pytest.raises(
         EndlessTemplate,
-        match=r"^a.jsonl:3: the chat template of some/target must render a conversation within 0\.1 s, .* \(user: 'hi'\)",
+        match=r"^a\.jsonl:3: the chat template of some/target must render .* within 0\.1 s, .* \(user: 'hi'\);",
     ):
         render_prompt(tokenizer, QUESTION, "a.jsonl:3")
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)

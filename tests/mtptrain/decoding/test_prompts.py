@@ -199,7 +199,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
         ('{"text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
         (
             '{"id": 1, "text": "a", "category": "\\ud83d"}',
-            r":1: text must be valid Unicode, but holds .*, \\ud83d; correct",
+            r":1: text must be valid Unicode, .*, \\ud83d; correct",
         ),
         ('{"id": 1, "text": "a", "other": ' + "[" * 100_000, r":1: a line must be JSON, but is not \(.*recursion"),
         ("[1]", r":1: a line must have `id` .* but has list"),
