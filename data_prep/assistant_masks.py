@@ -49,8 +49,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     except TemplateError as error:
         raise ValueError(
             f"target.path: the chat template of {tokenizer.name_or_path} must render a question and its answer, but "
-            f"for the test conversation {_PROBE[0]['content']!r} it reports: {' '.join(str(error).split())}; correct the "
-            "template in the target's directory, or choose another target"
+            f"for the test conversation {_PROBE[0]['content']!r} it reports: {' '.join(str(error).split())}; correct "
+            "the template in the target's directory, or choose another target"
         ) from error
     try:
         [encoding] = encode_renderings(tokenizer, render_conversation(tokenizer, _PROBE))
