@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.prompt_files import require_chat_template
+from mtptrain.data.chat_template import render_text, require_chat_template
 
 from .conversations import ConversationRefused, Message
 from .renderings import Rendering, render_conversation
@@ -33,8 +34,9 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Render a short conversation, to find errors before the real ones are processed.
 
     Raises:
-        ValueError: there is no template, the tokenizer cannot map tokens to characters, or the mask of the assistant
-            turn is empty.
+        ValueError: there is no template, it fails, the tokenizer cannot map tokens to characters, or the mask of the
+            assistant turn is empty.
+        EndlessTemplate: the template takes too long.
     """
     require_chat_template(tokenizer)
     if not tokenizer.is_fast:
@@ -42,6 +44,14 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             "target.path: loss masks must be made with a fast tokenizer (tokenizer.json), but "
             f"{tokenizer.name_or_path} has a slow one; convert it"
         )
+    try:
+        render_text(tokenizer, _PROBE)
+    except TemplateError as error:
+        raise ValueError(
+            f"target.path: the chat template of {tokenizer.name_or_path} must render a question and its answer, but "
+            f"for the test conversation {_PROBE[0]['content']!r} it reports: {' '.join(str(error).split())}; correct "
+            "the template in the target's directory, or choose another target"
+        ) from error
     try:
         [encoding] = encode_renderings(tokenizer, render_conversation(tokenizer, _PROBE))
     except ConversationRefused as refusal:

@@ -10,12 +10,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PromptsConfig, PromptSource
+from mtptrain.data.chat_template import EndlessTemplate, render_text
 from mtptrain.data.identity import TargetIdentity
 
 from .assistant_masks import Encoding, check_chat_template, encode_renderings
 from .conversations import ConversationRefused, Conversations, Message, Row, read_conversations
 from .renderings import Rendering, render_conversation
-from .responses.dialogue import Ending, render_text
+from .responses.dialogue import Ending
 from .responses.manifest import read_responses
 from .text_files import TextFiles, read_text_files
 
@@ -81,6 +82,8 @@ class ConversationSource:
             return render_conversation(self._tokenizer, self._conversations.messages(index))
         except ConversationRefused as refusal:
             return str(refusal)
+        except EndlessTemplate as error:
+            raise EndlessTemplate(f"{self.location(index)}: {error}") from error
 
 
 class ResponsesSource(ConversationSource):

@@ -27,6 +27,7 @@ from .assistant_masks import empty_mask_error
 from .prompt_sources import Source, read_source
 from .prompt_windows import Collector, collect_windows
 from .prompts_report import DuplicatesReport, PromptsReport, RewrittenReport, SplitReport, group_refusals, print_report
+from .renderings import NO_ANSWER
 
 
 @program
@@ -92,9 +93,16 @@ def check_names(source: Source, prompts: PromptsConfig) -> None:
 
 def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise if no token is supervised, since training would then have zero loss."""
-    if not collector.windows and not collector.is_full:
-        reason = f"{collector.windows_unsupervised} documents without a generated token{_reasons(collector.refused)}"
-        raise empty_mask_error(tokenizer, reason)
+    if collector.windows or collector.is_full:
+        return
+    if not collector.windows_unsupervised and set(collector.refused.values()) == {NO_ANSWER}:
+        raise ValueError(
+            "prompts.paths: conversations must have an assistant turn to learn from, but none of "
+            f"{len(collector.refused):,} has one, for example {next(iter(collector.refused))}; choose data with "
+            "answers, or let the target answer: run data_prep.responses and set prompts.source=responses"
+        )
+    reason = f"{collector.windows_unsupervised} documents without a generated token{_reasons(collector.refused)}"
+    raise empty_mask_error(tokenizer, reason)
 
 
 def check_splits(splits: Mapping[Split, Documents], collector: Collector, prompts: PromptsConfig) -> None:

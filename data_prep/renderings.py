@@ -18,11 +18,13 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mtptrain.data.prompt_files import require_chat_template
+from mtptrain.data.chat_template import rendering, require_chat_template
 
 from .conversations import ConversationRefused, Message
 
 Span = tuple[int, int]
+NO_ANSWER = "no answer of the assistant"
+"""Reason for refusing a conversation without an assistant turn."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,12 @@ def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
     The longest is first.
 
     Raises:
-        ConversationRefused: the template rejects the messages, or no assistant turn can be located in the text.
+        ConversationRefused: the template rejects the messages or fails, or no assistant turn can be located in the
+            text.
+        EndlessTemplate: the template takes too long.
     """
     if all(message["role"] != "assistant" for message in messages):
-        raise ConversationRefused("no answer of the assistant")
+        raise ConversationRefused(NO_ANSWER)
     template = require_chat_template(tokenizer)
     try:
         whole, blocks, turns = _render_all(tokenizer, messages)
@@ -179,8 +183,9 @@ def _render(
     # apply_chat_template rejects the empty list before an assistant turn without a user turn, and its mask loses the
     # last bytes of a span that ends inside a character of several tokens.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
-    rendered: Any = render_jinja_template(
-        conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables
-    )
+    with rendering(tokenizer, messages):
+        rendered: Any = render_jinja_template(
+            conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables
+        )
     texts, spans = rendered
     return texts[0], spans[0] if spans else []

@@ -36,7 +36,7 @@ from mtptrain.decoding.drafters import (
 )
 from mtptrain.decoding.prompts import Prompts, read_prompts
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import check_output_dir, write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_draft_model, load_target
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
@@ -52,6 +52,8 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
     settings = config.acceptance
+    output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
+    check_output_dir(output_dir, "acceptance.output_dir")
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
@@ -60,7 +62,6 @@ def main(cfg: DictConfig) -> None:
     if settings.draft_model is not None:
         longest = max(map(len, prompts.input_ids.values())) + settings.max_new_tokens + settings.num_speculative_tokens
         model = load_draft_model(settings.draft_model, target_dir, longest, dtype, ranks.device)
-    output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
     output_dir.mkdir(parents=True, exist_ok=True)
     target = load_target(target_dir, dtype, ranks.device)
 
@@ -77,7 +78,6 @@ def main(cfg: DictConfig) -> None:
         write_json(output_dir / "report.json", described)
         print_table(config, measured)
         write_run_page(config)
-        print(f"plots: {output_dir / 'report.html'}")
         if not found.is_trained:
             print(f"head: {found.directory}, unchanged from head.init_from; this run has not trained a head")
 

@@ -8,7 +8,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import AcceptanceConfig
-from mtptrain.data.prompt_files import render_prompt
+from mtptrain.data.chat_template import render_prompt
 from mtptrain.decoding.acceptance import (
     Acceptance,
     Intervals,
@@ -224,7 +224,7 @@ class Measurement:
                 messages.append(
                     {"role": "assistant", "content": str(self.tokenizer.decode(tokens, skip_special_tokens=True))}
                 )
-        return render_prompt(self.tokenizer, messages)
+        return render_prompt(self.tokenizer, messages, f"acceptance.prompts_file: id {prompt_id}, turn {turn + 1}")
 
     def _gather(self, candidate: Candidate, share: Share) -> Measured:
         phases = share.clock.read()

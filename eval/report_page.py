@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mtptrain.config import PipelineConfig
 
+from .drawing import drawing
 from .report_plots import plots_of
 from .study_figures import lengths_table
 
@@ -92,6 +93,12 @@ def write_run_page(config: PipelineConfig) -> None:
     report = read_report(directory / "report.json")
     if "speed" not in report:  # missing, or an older format
         return
+    with drawing(directory / "report.html", directory / "report.json"):
+        write_page(directory / "report.html", {str(directory): report}, sections_of(config, report))
+
+
+def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
+    """Returns what other programs have measured in the same run."""
     sections: list[Section] = []
     builders = {
         Path(config.serving.output_dir or config.stage_dir("serving_check")) / "report.json": served_section,
@@ -101,10 +108,10 @@ def write_run_page(config: PipelineConfig) -> None:
     for path, build in builders.items():
         try:
             section = build(path, report) if path.exists() else None
-        except UNREADABLE as error:  # must not lose the page of the measurement that has just ended
+        except UNREADABLE as error:
             section = Section(path.parent.name, error=f"{path}: cannot be shown, {error!r}; measure it again")
         sections += [] if section is None else [section]
-    write_page(directory / "report.html", {str(directory): report}, sections)
+    return sections
 
 
 def served_section(path: Path, report: ReportFigures) -> Section | None:

@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -30,6 +31,7 @@ def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
     return {title: svg for title, svg in drawn.items() if svg}
 
 
+@matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name does not begin a formula
 def draw(plot: Callable[[Axes, Drafters], bool], drafters: Drafters) -> str:
     """Returns a plot as SVG, or nothing if it has no content."""
     figure, buffer = Figure(figsize=(11, 4), layout="constrained"), io.StringIO()

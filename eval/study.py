@@ -36,6 +36,7 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.utils.files import file_sha256, write_json
 
+from .drawing import drawing
 from .report_page import write_run_page
 from .study_figures import RunResult, draw, print_tables
 
@@ -61,11 +62,11 @@ def main(cfg: DictConfig) -> None:
         measured[variant][seed] = study.measure(variant, seed, prompts_file)
     write_provenance(study.directory, study.config)
     print_tables(study.settings.name, study.settings.prompt_tokens, measured)
-    draw(study.settings.prompt_tokens, measured, study.directory / "study.svg")
     write_json(
         study.directory / "study.json", {"command": command(), "study": asdict(study.settings), "measured": measured}
     )
-    print(f"plot: {study.directory / 'study.svg'}")
+    with drawing(study.directory / "study.svg", study.directory / "study.json"):
+        draw(study.settings.prompt_tokens, measured, study.directory / "study.svg")
     write_run_page(study.config)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -75,6 +76,7 @@ def print_tables(name: str, prompt_tokens: Sequence[int], measured: StudyResults
         console.print(table)
 
 
+@matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name does not begin a formula
 def draw(prompt_tokens: Sequence[int], measured: StudyResults, path: Path) -> None:
     """Plot acceptance length by prompt length, and acceptance by position, with standard deviations over seeds."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from mtptrain.command_line import program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.convert.warm_start import load_init, start_from_target
-from mtptrain.data.draft_vocab import read_draft_vocab
+from mtptrain.data.draft_vocab import read_draft_vocab, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads.base import Head
@@ -106,6 +106,8 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     head = build_head(config.head, read_target_config(target_dir))
     require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts")
     prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
+    if config.head.init_from is None and head.d2t is not None:
+        require_draft_vocab(config.stage_dir("draft_vocab"))
     identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)
     parts = load_frozen_parts(target_dir)
     if config.head.start_from_target:

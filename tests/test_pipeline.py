@@ -295,6 +295,14 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
             "acceptance.tree_top_k: must be at most 260, the tokens that the head can draft, but is 300; lower it",
         ),
         (
+            ("acceptance.num_speculative_tokens=5000",),
+            "acceptance.num_speculative_tokens: the drafts must fit the target's context of",
+        ),
+        (
+            ("acceptance.output_dir=pyproject.toml",),
+            "acceptance.output_dir: must be a directory or a new path, but pyproject.toml is a file; choose another",
+        ),
+        (
             ("head.ttt_steps=2",),
             "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)",
         ),

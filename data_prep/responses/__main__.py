@@ -25,8 +25,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtptrain.command_line import program
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_config
+from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
-from mtptrain.data.prompt_files import render_prompt, require_chat_template
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target

@@ -16,7 +16,7 @@ from os.path import commonprefix
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.prompt_files import render_prompt
+from mtptrain.data.chat_template import render_prompt, render_text
 
 from ..conversations import ConversationRefused, Message
 
@@ -236,19 +236,6 @@ def message_content(
         if token_ids[: len(expected)] == expected:
             return content, True, True
     return kept[0], True, False
-
-
-def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_prompt: bool = False) -> str:
-    """Renders messages with the chat template, followed by the generation prompt if `is_prompt`.
-
-    Raises:
-        TemplateError: the template rejects them.
-    """
-    rendered = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], add_generation_prompt=is_prompt, tokenize=False
-    )
-    assert isinstance(rendered, str)
-    return rendered
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

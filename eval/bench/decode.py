@@ -45,6 +45,7 @@ from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.files import write_json
 
+from ..drawing import drawing
 from ..report_page import write_run_page
 
 DecodingRow = dict[str, Any]
@@ -80,12 +81,12 @@ def main(cfg: DictConfig) -> None:
         "rows": rows,
     }
     write_provenance(output_dir, config)
-    draw(rows, output_dir / "report.svg")
     write_json(output_dir / "report.json", report)
     if config.bench.out:
         write_json(Path(config.bench.out), report)
     print_table(rows)
-    print(f"chart: {output_dir / 'report.svg'}")
+    with drawing(output_dir / "report.svg", output_dir / "report.json"):
+        draw(rows, output_dir / "report.svg")
     write_run_page(config)
 
 

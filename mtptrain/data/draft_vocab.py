@@ -63,6 +63,16 @@ def write_manifest(directory: Path, manifest: DraftVocabManifest) -> None:
     write_json(directory / MANIFEST, asdict(manifest))
 
 
+def require_draft_vocab(directory: Path) -> Path:
+    """Returns the file of a run's draft vocabulary.
+
+    Raises:
+        FileNotFoundError: data_prep.draft_vocab has not been run.
+    """
+    require(directory / MANIFEST, PROGRAM)
+    return require(directory / DRAFT_VOCAB, PROGRAM)
+
+
 def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, prompts_sha256: str) -> torch.Tensor:
     """Returns `d2t` i64[D] of a run.
 
@@ -70,7 +80,7 @@ def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, pr
         FileNotFoundError: data_prep.draft_vocab has not been run.
         ValueError: it has another size, belongs to another vocabulary or other prompts, or the file has changed since.
     """
-    path = require(directory / MANIFEST, PROGRAM)
+    tensors, path = require_draft_vocab(directory), directory / MANIFEST
     manifest = DraftVocabManifest(**json.loads(path.read_text()))
     found = {
         "head.draft_vocab_size": manifest.draft_vocab_size,
@@ -78,10 +88,9 @@ def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, pr
         "the hash of the prompts (train.safetensors)": manifest.prompts_sha256,
         f"the sha256 of {DRAFT_VOCAB}": manifest.draft_vocab_sha256,
     }
-    sha256 = file_sha256(require(directory / DRAFT_VOCAB, PROGRAM))
-    expected = dict(zip(found, (draft_vocab_size, vocab_size, prompts_sha256, sha256), strict=True))
+    expected = dict(zip(found, (draft_vocab_size, vocab_size, prompts_sha256, file_sha256(tensors)), strict=True))
     refuse_different_facts(path, expected, found, f"run {PROGRAM} again with the same recipe and run_dir")
-    d2t: torch.Tensor = load_file(directory / DRAFT_VOCAB)["d2t"]
+    d2t: torch.Tensor = load_file(tensors)["d2t"]
     return d2t
 
 

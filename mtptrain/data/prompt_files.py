@@ -7,19 +7,16 @@ records the tokenizer and the counts.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from jinja2.exceptions import TemplateError
 from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
-from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.utils.files import save_tensors, write_json, write_text
@@ -157,43 +154,3 @@ def name_hash(name: str) -> float:
 def is_held_out(group: str, fraction: float = 0.05) -> bool:
     """Returns whether the files or conversations of `group` are held out; a file's group is its name."""
     return name_hash(group) < fraction
-
-
-def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the chat template of a tokenizer.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "target.path: the tokenizer must have a chat template to render messages, but that of "
-            f"{tokenizer.name_or_path} has none; choose an instruction-tuned target, add chat_template.jinja to its "
-            "directory, or use plain text"
-        )
-    template: str = tokenizer.get_chat_template()
-    return template
-
-
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the token ids of a conversation followed by the generation prompt.
-
-    Args:
-        tokenizer: the target's tokenizer.
-        messages: `{"role": ..., "content": ...}` each; the last is not an assistant message.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or the template rejects the messages.
-    """
-    require_chat_template(tokenizer)
-    try:
-        encoded = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
-        )
-    except TemplateError as error:
-        raise ValueError(
-            f"messages: must be accepted by the chat template of {tokenizer.name_or_path}, but it reports: {error}; "
-            "correct them"
-        ) from error
-    assert not isinstance(encoded, (str, list))
-    return list(encoded["input_ids"])

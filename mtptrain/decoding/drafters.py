@@ -146,7 +146,7 @@ class TreeDrafter(HeadDrafter):
         Each log-probability is lowered by 1e-9, so that a child always ranks after its parent, even if the child has
         probability 1.
         """
-        logprobs = logits.double() if sampler.is_greedy else logits.double() / sampler.temperature
+        logprobs = logits.double() if sampler.is_greedy else sampler.scaled(logits.double())
         scores, tokens = logprobs.log_softmax(-1).topk(self.top_k)
         return scores - 1e-9, self.head.target_tokens(tokens)
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PipelineConfig
-from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash, render_prompt
+from mtptrain.data.chat_template import render_prompt
+from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash
 from mtptrain.data.questions import first_user_turn, text_hash
 from mtptrain.decoding.speculate import check_prompts
 from mtptrain.run_dir import require
@@ -62,6 +63,7 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
     if settings.prompts_file is not None:
         prompts = read_prompts_file(Path(settings.prompts_file), load_tokenizer(target_dir), target_config.vocab_size)
         check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens)
+        check_num_drafts(prompts.input_ids, settings.num_speculative_tokens, context_tokens)
         warn_of_trained_questions(prompts.questions, config.stage_dir("prompts"))
         return prompts
     prompts_dir = config.stage_dir("prompts")
@@ -69,8 +71,20 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
     found = held_out_prompts(
         documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens
     )
+    check_num_drafts(found, settings.num_speculative_tokens, context_tokens)
     entries = DocumentEntry.read_all(prompts_dir)
     return Prompts(found, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in found})
+
+
+def check_num_drafts(prompts: Mapping[str, Sequence[int]], num_speculative_tokens: int, context_tokens: int) -> None:
+    """Raises ValueError if the drafts after the longest prompt do not fit the target's context."""
+    longest = max(map(len, prompts.values()))
+    if longest + num_speculative_tokens > context_tokens:
+        raise ValueError(
+            f"acceptance.num_speculative_tokens: the drafts must fit the target's context of {context_tokens} tokens "
+            f"after the longest prompt of {longest}, but are {num_speculative_tokens}; set at most "
+            f"{context_tokens - longest}"
+        )
 
 
 def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
@@ -211,7 +225,11 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
             f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist; correct the path"
         )
     prompts = Prompts({})
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: must be UTF-8, but is not ({error}); convert it") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         row, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer)
@@ -248,7 +266,13 @@ def _first_turn(row: Mapping[str, Any]) -> str | None:
 def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        surrogate = ascii(error.object[error.start]).strip("'")
+        raise ValueError(
+            f"{where}: text must be valid Unicode, but holds half a surrogate pair, {surrogate}; correct it"
+        ) from error
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
         raise ValueError(f"{where}: a line must be JSON, but is not ({error}); correct it") from error
     kinds = [kind for kind in ("input_ids", "text", "messages", "turns") if isinstance(row, dict) and kind in row]
     if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
@@ -276,11 +300,11 @@ def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tup
             raise ValueError(
                 f"{where}: turns must be a list of at least one string, but is {str(row['turns'])[:40]}; correct it"
             )
-        return row, render_prompt(tokenizer, [{"role": "user", "content": row["turns"][0]}])
+        return row, render_prompt(tokenizer, [{"role": "user", "content": row["turns"][0]}], where)
     if not isinstance(row["messages"], list) or not all(
         isinstance(message, dict) for message in row["messages"] or [0]
     ):
         raise ValueError(
             f"{where}: messages must be a list of at least one message, but is {str(row['messages'])[:40]}; correct it"
         )
-    return row, render_prompt(tokenizer, row["messages"])
+    return row, render_prompt(tokenizer, row["messages"], where)

@@ -20,15 +20,22 @@ class Sampler:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [..., V] divided by the temperature, 0 for the likeliest token, so that none overflows."""
+        limits = torch.finfo(torch.float32)
+        return (logits - logits.amax(-1, keepdim=True)) / min(max(self.temperature, limits.tiny), limits.max)
+
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the distribution [..., V] after top-k and then top-p filtering."""
-        probs = (logits.float() / self.temperature).softmax(-1)
+        probs = self.scaled(logits.float()).softmax(-1)
         if self.top_k == 0 and self.top_p == 1.0:
             return probs
         ordered, order = probs.sort(-1, descending=True)
         ordered[..., self.top_k or ordered.shape[-1] :] = 0.0
         ordered = ordered / ordered.sum(-1, keepdim=True)
-        ordered = torch.where(ordered.cumsum(-1) - ordered < self.top_p, ordered, 0.0)
+        is_kept = ordered.cumsum(-1) - ordered < self.top_p
+        is_kept[..., 0] = True  # a very small top_p, or rounding in the sum, must not leave a row without a token
+        ordered = torch.where(is_kept, ordered, 0.0)
         return torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:

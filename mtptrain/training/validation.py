@@ -10,7 +10,7 @@ import torch
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
+from mtptrain.decoding.prompts import HeldOut, check_num_drafts, held_out_documents, held_out_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, fill_head
@@ -31,13 +31,15 @@ class Validation:
         """
         self.dtype = getattr(torch, config.acceptance.dtype)
         check_placement(target_dir, self.dtype, ranks.device)
+        context_tokens = read_target_config(target_dir).max_position_embeddings
         prompts = held_out_prompts(
             held_out_documents(config.stage_dir("prompts"), HeldOut.choosing),
             num_prompts,
             config.acceptance.prompt_tokens,
             config.train.validation_new_tokens,
-            read_target_config(target_dir).max_position_embeddings,
+            context_tokens,
         )
+        check_num_drafts(prompts, config.acceptance.num_speculative_tokens, context_tokens)
         self.prompts = list(prompts.values())[ranks.rank :: ranks.world_size]
         self.config = config
         self.target_dir = target_dir

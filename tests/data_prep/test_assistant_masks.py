@@ -205,6 +205,15 @@ def test_a_generation_block_without_text_does_not_pass_the_check() -> None:
         check_chat_template(tokenizer)
 
 
+def test_a_template_that_fails_does_not_pass_the_check() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"the chat template of .* must render .* for the test conversation 'What is two and two\?' it reports: "
+        "ZeroDivisionError: ",
+    ):
+        check_chat_template(make_tokenizer("{{ 1 // 0 }}"))
+
+
 def test_a_template_whose_prompt_is_not_what_precedes_an_answer_does_not_pass_the_check() -> None:
     tokenizer = make_tokenizer(PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}"))
     with pytest.raises(

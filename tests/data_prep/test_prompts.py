@@ -10,6 +10,7 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from data_prep.prompts_report import DuplicatesReport, RewrittenReport
 from mtptrain.config import PipelineConfig
+from mtptrain.data import chat_template
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
 from mtptrain.data.questions import question_group
@@ -475,16 +476,40 @@ def test_a_template_that_marks_nothing_is_refused_by_the_name_of_its_target(
         prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
 
 
-def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_target(
-    chat_config: Callable[..., PipelineConfig], tiny_target: Path
+def test_conversations_without_an_answer_are_not_blamed_on_the_template(
+    chat_config: Callable[..., PipelineConfig],
 ) -> None:
     rows = [chat(f"chat{i}", f"hello {i}?") for i in range(20)]
     match = (
-        rf"chat template of {tiny_target} must .* mask is empty: .*20 refused \(no answer of the assistant\); correct "
-        r"the template"
+        r"^prompts\.paths: conversations must have an assistant turn to learn from, but none of 20 has one, for "
+        r"example .*\.jsonl:\d+; choose data with answers, or let the target answer: run data_prep\.responses"
     )
     with pytest.raises(ValueError, match=match):
         prepare_prompts(chat_config(rows))
+
+
+def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_target(
+    tmp_path: Path, chat_config: Callable[..., PipelineConfig]
+) -> None:
+    template = "{% if messages[0]['content'].startswith('hello') %}{{ 1 // 0 }}{% endif %}" + GENERATION_TEMPLATE
+    target_dir = make_target(tmp_path / "target", chat_template=template)
+    rows = [chat(f"chat{i}", f"hello {i}?", "yes") for i in range(20)]
+    match = rf"chat template of {target_dir} must .* mask is empty: .*20 refused \(the chat template answers: ZeroDiv"
+    with pytest.raises(ValueError, match=match):
+        prepare_prompts(chat_config(rows, f"target.path={target_dir}"))
+
+
+def test_a_conversation_that_renders_for_ever_is_named(
+    tmp_path: Path, chat_config: Callable[..., PipelineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.2)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = "{% if messages[0]['content'] == 'hello 7?' %}" + loop + "{% endif %}" + GENERATION_TEMPLATE
+    target_dir = make_target(tmp_path / "target", chat_template=template)
+    rows = [chat(f"chat{i}", f"hello {i}?", "yes") for i in range(20)]
+    match = rf"\.jsonl:8: the chat template of {target_dir} must render a conversation within 0\.2 s"
+    with pytest.raises(chat_template.EndlessTemplate, match=match):
+        prepare_prompts(chat_config(rows, f"target.path={target_dir}"))
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, text_config: ConfigFor) -> None:

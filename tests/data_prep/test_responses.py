@@ -23,7 +23,8 @@ from data_prep.responses import server as completion_server
 from data_prep.responses.__main__ import prepare_responses
 from data_prep.responses.manifest import ResponsesManifest
 from mtptrain.config import PipelineConfig
-from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out, render_prompt
+from mtptrain.data.chat_template import render_prompt
+from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import GENERATION_TEMPLATE, make_config, program_command, run_program

@@ -178,6 +178,22 @@ def test_speed_and_studies_of_the_run_are_shown_on_its_page_with_their_commands(
     assert "serving_check/report.json: cannot be shown, JSONDecodeError(" in page
 
 
+def test_names_with_dollars_are_shown_as_they_are(tmp_path: Path) -> None:
+    category = {"$x_{$ and $y": figures([2, 2])}
+    write_report(tmp_path / "acceptance/report.json", [8, 6], by_category=category)
+    assert "<!-- $x_{$ and $y -->" in page_of(tmp_path)
+
+
+def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
+    path = write_report(tmp_path / "acceptance/report.json", [8, 6], by_category={"\ud83d": figures([2, 2])})
+    before = path.read_bytes()
+    with pytest.warns(
+        UserWarning, match=rf"report\.html: must show the figures of {path}, but cannot be drawn \(.*\); read them in"
+    ):
+        write_run_page(make_config(f"run_dir={tmp_path}"))
+    assert path.read_bytes() == before and not (tmp_path / "acceptance/report.html").exists()
+
+
 def test_a_run_that_has_not_been_measured_gets_no_page(tmp_path: Path) -> None:
     write_run_page(make_config(f"run_dir={tmp_path}"))
     assert not list(tmp_path.iterdir())

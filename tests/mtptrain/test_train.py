@@ -531,10 +531,12 @@ def test_a_whole_vocabulary_of_its_own_starts_from_the_targets_lm_head_without_a
 
 
 def test_a_draft_vocabulary_that_is_missing_stale_or_of_another_size_is_refused(
-    captured_run: Run, tmp_path: Path
+    captured_run: Run, tmp_path: Path, tiny_target: Path
 ) -> None:
     run_dir, overrides = copy_of(captured_run, tmp_path)
-    result = run_program("mtptrain.train", *overrides)
+    # It is told before the weights, which take long to read, are looked at.
+    shutil.copytree(tiny_target, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    result = run_program("mtptrain.train", *overrides, f"target.path={tmp_path / 'bare'}")
     assert (
         "draft_vocab/manifest.json: must exist, but does not; run data_prep.draft_vocab with the same recipe"
         in result.stderr

@@ -14,9 +14,7 @@ from mtptrain.data.prompt_files import (
     Split,
     is_held_out,
     name_hash,
-    render_prompt,
 )
-from tests.conftest import make_tokenizer
 
 MANIFEST = PromptsManifest(2, TokenizerIdentity("a", "b"), 260, 512, 3, 40, 1, 9)
 
@@ -104,31 +102,3 @@ def test_the_held_out_share_is_the_fraction_and_grows_with_it() -> None:
     assert len(small) == pytest.approx(500, abs=100)
     assert len(large) == pytest.approx(2000, abs=200)
     assert 0.0 <= min(map(name_hash, names)) < max(map(name_hash, names)) < 1.0
-
-
-def test_a_prompt_ends_where_the_assistant_begins_to_answer() -> None:
-    tokenizer = make_tokenizer()
-    messages = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "go"},
-    ]
-    assert (
-        tokenizer.decode(render_prompt(tokenizer, messages))
-        == "<user>hi<|end|><assistant>yes<|end|><user>go<|end|><assistant>"
-    )
-
-
-def test_a_prompt_without_a_chat_template_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"the tokenizer must have a chat template .* has none; choose an instruction-tuned"
-    ):
-        render_prompt(make_tokenizer(chat_template=None), [{"role": "user", "content": "hi"}])
-
-
-def test_messages_that_the_template_refuses_are_refused_in_its_words() -> None:
-    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(
-        ValueError, match=r"messages: must be accepted by the chat template .*, but it reports: roles must alternate"
-    ):
-        render_prompt(tokenizer, [{"role": "user", "content": "hi"}])

@@ -11,6 +11,7 @@ from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.data.questions import question_group
 from mtptrain.decoding.prompts import (
     HeldOut,
+    check_num_drafts,
     held_out_documents,
     held_out_prompts,
     read_prompts_file,
@@ -196,6 +197,11 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
             r":1: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has \['id'\]",
         ),
         ('{"text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
+        (
+            '{"id": 1, "text": "a", "category": "\\ud83d"}',
+            r":1: text must be valid Unicode, .*, \\ud83d; correct",
+        ),
+        ('{"id": 1, "text": "a", "other": ' + "[" * 100_000, r":1: a line must be JSON, but is not \(.*recursion"),
         ("[1]", r":1: a line must have `id` .* but has list"),
         ('{"id": 1, "text": "a", "input_ids": [1]}', r"but has \['id', 'input_ids', 'text'\]"),
         ('{"id": 1, "turns": []}', r":1: turns must be a list of at least one string, but is \[\]; correct it"),
@@ -213,6 +219,24 @@ def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path, content: st
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_prompts_file(path, make_tokenizer(), 260)
+
+
+def test_a_prompts_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('{"id": 1, "text": "é"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"^{path}: must be UTF-8, but is not \(.*\); convert it"):
+        read_prompts_file(path, make_tokenizer(), 260)
+
+
+def test_the_drafts_must_fit_the_context_after_the_longest_prompt() -> None:
+    prompts = {"a": [1] * 10, "b": [1] * 100}
+    check_num_drafts(prompts, 28, 128)
+    with pytest.raises(
+        ValueError,
+        match=r"^acceptance\.num_speculative_tokens: the drafts must fit the target's context of 128 tokens after the "
+        "longest prompt of 100, but are 29; set at most 28",
+    ):
+        check_num_drafts(prompts, 29, 128)
 
 
 def test_a_missing_prompts_file_is_named(tmp_path: Path) -> None:

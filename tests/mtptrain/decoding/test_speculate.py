@@ -281,6 +281,18 @@ def test_filters_keep_the_tokens_that_transformers_keeps(filters: Filters) -> No
     torch.testing.assert_close(found, filtered(logits, 0.7, filters))
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 1}, {"top_k": 99}, {"top_p": 1e-9}, {"top_p": 1e-300}])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-9, 1.0, 1e300])
+def test_extreme_settings_keep_the_likeliest_token(temperature: float, filters: Filters) -> None:
+    logits = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    probs = Sampler(temperature, 0, **filters).probs(logits)  # type: ignore[arg-type]
+    torch.testing.assert_close(probs.sum(-1), torch.ones(4))
+    if temperature < 1e300:  # where all tokens are equally likely
+        assert bool((probs.gather(1, logits.argmax(1)[:, None]) == probs.amax(1, keepdim=True)).all())
+    if temperature < 1e-8:
+        assert Sampler(temperature, 0, **filters).choose(logits).tolist() == logits.argmax(1).tolist()  # type: ignore[arg-type]
+
+
 def joint_distribution(target: Target, temperature: float, filters: Filters) -> torch.Tensor:
     """Returns the probability of every (token 2, token 3, token 4) by enumeration [V, V, V]."""
     sequences = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=4)])

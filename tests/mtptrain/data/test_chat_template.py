@@ -1,0 +1,79 @@
+"""Chat templates are programs of others: whatever they do, it ends in a prompt or in an error that names them."""
+
+import signal
+
+import pytest
+from jinja2.exceptions import TemplateError
+
+from mtptrain.data import chat_template
+from mtptrain.data.chat_template import EndlessTemplate, render_prompt, render_text
+from tests.conftest import make_tokenizer
+
+QUESTION = [{"role": "user", "content": "hi"}]
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_prompt_ends_where_the_assistant_begins_to_answer() -> None:
+    tokenizer = make_tokenizer()
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "go"},
+    ]
+    assert (
+        tokenizer.decode(render_prompt(tokenizer, messages))
+        == "<user>hi<|end|><assistant>yes<|end|><user>go<|end|><assistant>"
+    )
+
+
+def test_a_prompt_without_a_chat_template_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"the tokenizer must have a chat template .* has none; choose an instruction-tuned"
+    ):
+        render_prompt(make_tokenizer(chat_template=None), [{"role": "user", "content": "hi"}])
+
+
+def test_messages_that_the_template_refuses_are_refused_in_its_words() -> None:
+    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(
+        ValueError, match=r"messages: must be accepted by the chat template .*, but it reports: roles must alternate"
+    ):
+        render_prompt(tokenizer, [{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "reported"),
+    [
+        ("{{ 'a' + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
+        ("{{ 2.0 ** 9999 }}", "OverflowError: "),
+        ("{{ 'a' * 2 ** 62 }}", "MemoryError; correct"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError: "),
+        ("{{ range(10 ** 9) }}", "OverflowError: Range too big"),
+        ("{{ messages[5].role }}", "list object has no element 5"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_a_template_that_fails_is_refused_by_name(template: str, reported: str) -> None:
+    tokenizer = make_tokenizer(template)
+    tokenizer.name_or_path = "some/target"
+    with pytest.raises(TemplateError):
+        render_text(tokenizer, QUESTION)
+    with pytest.raises(
+        ValueError, match=r"^a\.jsonl:3: must be accepted by the chat template of some/target,"
+    ) as error:
+        render_prompt(tokenizer, QUESTION, "a.jsonl:3")
+    assert f"it reports: {reported}" in str(error.value)
+
+
+def test_a_template_that_never_ends_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.1)
+    tokenizer = make_tokenizer(ENDLESS)
+    tokenizer.name_or_path = "some/target"
+    with pytest.raises(
+        EndlessTemplate,
+        match=r"^a\.jsonl:3: the chat template of some/target must render .* within 0\.1 s, .* \(user: 'hi'\);",
+    ):
+        render_prompt(tokenizer, QUESTION, "a.jsonl:3")
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
