@@ -38,9 +38,7 @@ def main() -> None:
     if stage not in STAGES:
         near = get_close_matches(stage, STAGES, n=1)
         advice = f"did you mean {near[0]}?" if near else "choose one of them"
-        exit_with_line(
-            f"error: stage: must be one of {', '.join(STAGES)}, but is {stage!r}; {advice}", EXIT_MISTAKE
-        )
+        exit_with_line(f"error: stage: must be one of {', '.join(STAGES)}, but is {stage!r}; {advice}", EXIT_MISTAKE)
     del sys.argv[1]
     try:
         runpy.run_module(python_module(STAGES[stage][0]), run_name="__main__", alter_sys=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mtptrain.config import RECIPES
@@ -37,9 +37,9 @@ RENAMED = {
 
 KEPT = {
     "mtptrain.train": "its checkpoints are kept in {run_dir}/train; the same command goes on from the newest",
-    "data_prep.hidden_states": "finished shards are kept in {run_dir}/hidden_states; the same command goes on from there",
-    "data_prep.responses": "finished responses are kept in {run_dir}/responses; the same command goes on from there",
-    "eval.study": "finished runs are kept in {run_dir}; the same command goes on from there",
+    "data_prep.hidden_states": "finished shards are kept in {run_dir}/hidden_states; the same command writes the rest",
+    "data_prep.responses": "finished responses are kept in {run_dir}/responses; the same command adds the rest",
+    "eval.study": "finished runs are kept in {run_dir}; the same command makes the rest",
 }
 """What a program has kept when Ctrl-C stops it, where it is not `KEPT_BY_OTHERS`."""
 KEPT_BY_OTHERS = "finished stages are kept in {run_dir}; the same command starts this one again"
@@ -66,7 +66,7 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         except (HydraException, OmegaConfBaseException) as error:
             exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
         except Exception as error:
-            exit_with_error(error, refusal(error))
+            exit_with_error(error, refusal(error, OmegaConf.select(cfg, "run_dir")))
 
     run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(task)
 

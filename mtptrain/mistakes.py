@@ -37,7 +37,8 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def wrong_choice(name: str, given: str, options: Sequence[str]) -> str:
-    return f"{name}: must be one of {', '.join(options)}, but is {given!r}; {advice(nearest(given, options), 'choose one')}"
+    near = advice(nearest(given, options), "choose one")
+    return f"{name}: must be one of {', '.join(options)}, but is {given!r}; {near}"
 
 
 def not_an_override(given: str, text: str) -> str:

@@ -35,18 +35,21 @@ def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFU
     exit_with_line(f"error: {message}", code)
 
 
-def refusal(error: Exception) -> str | None:
+def refusal(error: Exception, run_dir: str) -> str | None:
     """Returns the message of an error that refuses the input or names a state that the user can mend, else None.
 
     These are errors of the operating system, every ValueError, and each RuntimeError that the project itself raises.
-    A message that a library wrote is followed by the place, as it seldom says what to do.
+    A message that a library wrote is followed by the place, as it seldom says what to do. A failed write does not
+    say to which file, so the run's directory is named instead.
     """
     is_refused = isinstance(error, OSError | ValueError) or (type(error) is RuntimeError and is_raised_here(error))
     if not is_refused:
         return None
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    message = str(error)
+    message = (
+        f"{error.strerror}, while run_dir is {run_dir}" if isinstance(error, OSError) and error.strerror else str(error)
+    )
     if is_raised_here(error):
         return message if is_list(message) else one_line(message)
     return f"{type(error).__name__}: {one_line(message)} ({place(error)}; {DEBUG}=1 shows the stack)"
