@@ -294,7 +294,9 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
     if ended.returncode == 0:
         return True
     lines = log.read_bytes()[before:].decode(errors="replace").splitlines()
-    errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line] or ["see the log"]
+    errors = [line for line in lines if re.search(r"[Ee]rror: ", line) and "ChildFailedError" not in line] or [
+        "see the log"
+    ]
     if program == "mtptrain.train" and "must be finite" in errors[-1]:
         return False
     raise RuntimeError(f"{program}: must end with status 0, but ended with {ended.returncode}: {errors[-1]}; see {log}")

@@ -7,8 +7,10 @@ Each stage is also a program that `python -m PROGRAM` runs. To use several GPUs,
 
 import runpy
 import sys
+from difflib import get_close_matches
 
 from mtptrain.command_line import python_module
+from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
 
 STAGES = {
     "responses": ("data_prep.responses", "optional: regenerate the responses of conversations with the target"),
@@ -28,15 +30,20 @@ STAGES = {
 
 def main() -> None:
     stage = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if stage not in STAGES:
+    if stage in ("-h", "--help"):
         width = max(map(len, STAGES))
         lines = [f"  {name:<{width}}  {description}" for name, (_, description) in STAGES.items()]
         print("usage: mtptrain STAGE recipe=NAME [setting=value ...]", *lines, sep="\n")
-        if stage in ("-h", "--help"):
-            return
-        sys.exit(f"stage: must be one of {', '.join(STAGES)}, but is {stage!r}; choose one of them")
+        return
+    if stage not in STAGES:
+        near = get_close_matches(stage, STAGES, n=1)
+        advice = f"did you mean {near[0]}?" if near else "choose one of them"
+        exit_with_line(f"error: stage: must be one of {', '.join(STAGES)}, but is {stage!r}; {advice}", EXIT_MISTAKE)
     del sys.argv[1]
-    runpy.run_module(python_module(STAGES[stage][0]), run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(python_module(STAGES[stage][0]), run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:  # while modules are imported; the program catches later ones
+        exit_with_line("stopped by Ctrl-C before anything was begun", EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The command line of every program: Hydra's overrides, and commands as strings."""
 
 import functools
+import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -8,9 +10,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig
+from hydra._internal.utils import get_args_parser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from mtptrain.config import RECIPES
+from mtptrain.mistakes import mistake
+from mtptrain.utils.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_MISTAKE,
+    EXIT_REFUSED,
+    exit_with_error,
+    exit_with_line,
+    refusal,
+)
 
 RENAMED = {
     "acceptance.beside": "acceptance.baselines",
@@ -21,24 +35,81 @@ RENAMED = {
 """Old names of settings, and their names now."""
 
 
+KEPT = {
+    "mtptrain.train": "its checkpoints are kept in {run_dir}/train; the same command goes on from the newest",
+    "data_prep.hidden_states": "finished shards are kept in {run_dir}/hidden_states; the same command writes the rest",
+    "data_prep.responses": "finished responses are kept in {run_dir}/responses; the same command adds the rest",
+    "eval.study": "finished runs are kept in {run_dir}; the same command makes the rest",
+}
+"""What a program has kept when Ctrl-C stops it, where it is not `KEPT_BY_OTHERS`."""
+KEPT_BY_OTHERS = "finished stages are kept in {run_dir}; the same command starts this one again"
+
+
 def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
-    """Make a function of the composed config the entry point of a program, which reads the command line."""
-    run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(main)
+    """Make a function of the composed config the entry point of a program, which reads the command line.
+
+    It exits with a line on stderr instead of an exception: with 1 if it refuses its input, with 2 if the command line
+    is wrong, with 130 after Ctrl-C.
+    """
+
+    @functools.wraps(main)
+    def task(cfg: DictConfig) -> None:
+        try:
+            main(cfg)
+        except KeyboardInterrupt:
+            kept = KEPT.get(program_name(), KEPT_BY_OTHERS).format(run_dir=cfg.run_dir)
+            exit_with_line(f"stopped by Ctrl-C; {kept}", EXIT_INTERRUPTED)
+        except SystemExit as ended:
+            if isinstance(ended.code, str):
+                exit_with_line(f"error: {ended.code}", EXIT_REFUSED)
+            raise
+        except (HydraException, OmegaConfBaseException) as error:
+            exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
+        except Exception as error:
+            exit_with_error(error, refusal(error, OmegaConf.select(cfg, "run_dir")))
+
+    run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(task)
 
     @functools.wraps(main)
     def entry_point() -> None:
-        refuse_renamed(sys.argv[1:])
-        run()
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+        try:
+            refuse_dashes(get_args_parser().parse_known_args()[1])
+            refuse_renamed(sys.argv[1:])
+            run()
+        except KeyboardInterrupt:
+            exit_with_line("stopped by Ctrl-C before anything was begun", EXIT_INTERRUPTED)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
 
     return entry_point
 
 
 def refuse_renamed(arguments: Sequence[str]) -> None:
-    """Exit with the new name if an override uses the old name of a setting, which Hydra would only call unknown."""
+    """Raises ValueError with the new name if an override uses the old name of a setting, which Hydra would only call
+    unknown."""
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+~")
         if name in RENAMED:
-            sys.exit(f"{name}: must be given by its new name, {RENAMED[name]}, but is given as {argument}; rename it")
+            raise ValueError(
+                f"{name}: must be given by its new name, {RENAMED[name]}, but is given as {argument}; rename it"
+            )
+
+
+def refuse_dashes(unknown: Sequence[str]) -> None:
+    """Raises ValueError if there are options that Hydra does not have, for which it would print all that it has."""
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]}: must be an option of Hydra, which --help shows, but is not; write settings as NAME=VALUE, "
+            "without dashes"
+        )
+
+
+def program_name() -> str:
+    """Returns the module that was started, by its name in a checkout."""
+    spec = sys.modules["__main__"].__spec__
+    name = Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")
+    return re.sub(r"^mtptrain\.(data_prep|eval)\b", r"\1", name)
 
 
 def command() -> str:

@@ -18,7 +18,19 @@ from tests.slow import SLOW
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
-    *("utils", "target", "heads", "settings", "config", "command_line", "run_dir", "data", "decoding", "serving"),
+    *(
+        "utils",
+        "target",
+        "heads",
+        "settings",
+        "config",
+        "mistakes",
+        "command_line",
+        "run_dir",
+        "data",
+        "decoding",
+        "serving",
+    ),
     *("hidden_states", "training", "convert", "planning", "train", "export", "__main__"),
 )
 """The rooms of `mtptrain/`; each imports from those to its left alone."""

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -12,13 +13,18 @@ from tests.programs import run_ranks
 ROOT = Path(__file__).parents[2]
 
 
+def told(result: CompletedProcess[str]) -> str:
+    """What a program wrote to stderr, without Python's own warning about modules that `run_ranks` has imported."""
+    return "".join(line for line in result.stderr.splitlines(True) if "RuntimeWarning: " not in line)
+
+
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
 @pytest.mark.parametrize("old", RENAMED)
 def test_an_old_name_is_refused_with_its_new_one(old: str, prefix: str) -> None:
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(ValueError, match="must be given by its new name") as refused:
         refuse_renamed(["recipe=quickstart", f"{prefix}{old}=1"])
     assert (
-        refused.value.code
+        str(refused.value)
         == f"{old}: must be given by its new name, {RENAMED[old]}, but is given as {prefix}{old}=1; rename it"
     )
 
@@ -37,11 +43,104 @@ def test_every_new_name_is_a_setting() -> None:
 @pytest.mark.parametrize("module", ["data_prep.prompts", "mtptrain.train", "eval.acceptance"])
 def test_a_program_refuses_an_old_name(module: str) -> None:
     result = run_ranks(module, ["recipe=quickstart", "train.recompute=true"])
-    assert result.returncode == 1
-    assert (
-        "must be given by its new name, train.activation_checkpointing, but is given as train.recompute=true"
-        in result.stderr
+    assert result.returncode == 2
+    assert told(result) == (
+        "error: train.recompute: must be given by its new name, train.activation_checkpointing, but is given as "
+        "train.recompute=true; rename it\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["train.lrr=1"],
+            "train.lrr: must be the name of a setting, but no setting has this name; did you mean train.lr?",
+        ),
+        (["lr=1"], "lr: must be the name of a setting, but no setting has this name; did you mean train.lr?"),
+        (
+            ["~acceptance.topp"],
+            "acceptance.topp: must be the name of a setting, but no setting has this name; "
+            "did you mean acceptance.top_p?",
+        ),
+        (
+            ["deepspeed.steps=1"],
+            "deepspeed.steps: must be the name of a setting, but no setting has this name; `--cfg job` shows all "
+            "settings, or write +deepspeed.steps=VALUE to add it",
+        ),
+        (["head=mtpp"], "head: must be one of eagle, eagle3, mtp, but is 'mtpp'; did you mean mtp?"),
+        (["train.loss=lkk"], "train.loss: must be one of kl, lk, ce, but is 'lkk'; did you mean lk?"),
+        (["train.lr=fast"], "train.lr: must be of type float, but is 'fast'; correct it"),
+        (["train.lr"], "train.lr: must be NAME=VALUE, but has no value; write train.lr=VALUE"),
+        (
+            ["prompts.paths=[a"],
+            "prompts.paths=[a: must be NAME=VALUE, but has a value that cannot be read (no viable alternative at input "
+            "'[a'); quote or correct it",
+        ),
+        (
+            ["seed=${sed}"],
+            "seed: must have a value that fits, but: Interpolation key 'sed' not found; correct it",
+        ),
+        (["run_dir=???"], "run_dir: must be set, but is not; add run_dir=VALUE"),
+        (
+            ["--lr=1"],
+            "--lr=1: must be an option of Hydra, which --help shows, but is not; write settings as NAME=VALUE, without "
+            "dashes",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_mistake_on_the_command_line_is_one_line_that_names_what_was_meant(
+    arguments: list[str], message: str
+) -> None:
+    result = run_ranks("data_prep.prompts", ["recipe=quickstart", *arguments])
+    assert result.returncode == 2
+    assert told(result) == f"error: {message}\n"
+
+
+def test_a_mistyped_recipe_or_stage_names_the_nearest() -> None:
+    result = run_ranks("data_prep.prompts", ["recipe=quickstrat"])
+    assert result.returncode == 2
+    assert re.fullmatch(
+        r"error: recipe: must be one of .*, but is 'quickstrat'; did you mean quickstart\?\n", told(result)
+    )
+    result = run_ranks("data_prep.prompts", ["recip=quickstart"])
+    assert told(result).startswith("error: recip: must be the name of") and "mean recipe?" in told(result)
+    result = run_ranks("mtptrain", ["trian", "recipe=quickstart"])
+    assert result.returncode == 2
+    assert re.fullmatch(r"error: stage: must be one of .*, but is 'trian'; did you mean train\?\n", told(result))
+
+
+REFUSED = ["recipe=quickstart", "prompts.source=text_files", "prompts.paths=[/none]"]
+MESSAGE = "prompts.paths: must name directories, but '/none' is not one; correct the path"
+
+
+def test_a_refused_input_is_one_line_and_its_stack_is_shown_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
+    assert (result.returncode, told(result)) == (1, f"error: {MESSAGE}\n")
+    monkeypatch.setenv("MTPTRAIN_DEBUG", "1")
+    result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
+    assert result.returncode == 1
+    assert told(result).startswith("Traceback") and told(result).endswith(f"ValueError: {MESSAGE}\n")
+
+
+def test_of_several_ranks_each_says_which_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
+    assert (result.returncode, told(result)) == (1, f"rank 1: error: {MESSAGE}\n")
+    result = run_ranks("data_prep.prompts", ["recipe=quickstart", "train.lr"])
+    assert result.returncode == 2 and told(result).startswith("rank 1: error: train.lr: must be NAME=VALUE")
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    result = run_ranks("data_prep.prompts", ["recipe=quickstart", f"run_dir={tmp_path}/run"])
+    assert result.returncode == 1
+    assert re.search(rf"^error: {tmp_path}/run.*: Not a directory\n\Z", told(result), re.MULTILINE)
+    assert "Traceback" not in told(result)
 
 
 def test_every_program_with_a_config_has_this_command_line() -> None:

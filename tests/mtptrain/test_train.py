@@ -139,6 +139,33 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_another_zero_stage(
         assert ours == pytest.approx(reference, abs=1e-5, rel=1e-5)
 
 
+def test_ctrl_c_ends_with_a_line_and_the_same_command_goes_on_from_the_newest_checkpoint(
+    fresh_run: Run, tmp_path: Path
+) -> None:
+    run_dir, overrides = fresh_run
+    settings = ("deepspeed=zero0", "train.save_every=2", "train.validation_prompts=0", "train.max_steps=40")
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            program_command("mtptrain.train", *overrides, *settings), cwd=Path(__file__).parents[2], stderr=stderr
+        )
+    while len(records(run_dir)) < 5:
+        assert process.poll() is None, "it ended before Ctrl-C"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    try:
+        assert process.wait(timeout=60) == 130
+    finally:
+        kill_tree(process.pid)
+    errors = (tmp_path / "stderr").read_text()
+    assert errors.endswith(
+        f"\nstopped by Ctrl-C; its checkpoints are kept in {run_dir}/train; the same command goes on from the newest\n"
+    )
+    assert "Traceback" not in errors
+    assert 5 <= len(records(run_dir)) < 40
+    assert list((run_dir / "train/checkpoints").glob("step_*/complete.json"))
+    assert len(train(fresh_run, *settings)) == 40
+
+
 def test_checkpoints_hold_plain_tensors_in_fp32_whatever_trains(fresh_run: Run) -> None:
     """Traps 24 and 26: no pickles, no moments in bf16; the weights are the masters."""
     train(fresh_run, "deepspeed=zero1", "train.max_steps=3")

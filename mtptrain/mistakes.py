@@ -1,0 +1,104 @@
+"""Says what is wrong with a command line, in one line instead of Hydra's several, with the nearest right name."""
+
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from mtptrain.config import RECIPES
+from mtptrain.utils.errors import one_line
+
+
+def mistake(error: Exception, arguments: Sequence[str]) -> str:
+    """Returns what is wrong with the arguments, of which Hydra or OmegaConf raised an error."""
+    text = str(error)
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return wrong_choice(group, name, error.options)
+    if found := re.match(r"You must specify '(\w+)'", text):
+        if mistyped := get_close_matches(found[1], [each.partition("=")[0] for each in arguments], n=1):
+            return unknown_name(mistyped[0], arguments)
+        options = text.partition("Available options:")[2].split()
+        return f"{found[1]}: must be chosen, but is not; add {found[1]}=NAME, where NAME is one of {', '.join(options)}"
+    if isinstance(error, OverrideParseException):
+        return not_an_override(error.override, text)
+    if found := re.match(r"Could not delete from config. '(.+)' does not exist", text):
+        return unknown_name(found[1], arguments)
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return wrong_value(cause.full_key, cause, arguments)
+    return one_line(text)
+
+
+def wrong_choice(name: str, given: str, options: Sequence[str]) -> str:
+    near = advice(nearest(given, options), "choose one")
+    return f"{name}: must be one of {', '.join(options)}, but is {given!r}; {near}"
+
+
+def not_an_override(given: str, text: str) -> str:
+    if "=" not in given:
+        return f"{given}: must be NAME=VALUE, but has no value; write {given}=VALUE"
+    reason = next((line for line in text.splitlines() if not line.startswith("Error parsing override")), text)
+    return f"{given}: must be NAME=VALUE, but has a value that cannot be read ({reason}); quote or correct it"
+
+
+def unknown_name(name: str, arguments: Sequence[str]) -> str:
+    names = setting_names(arguments)
+    free = f", or write +{name}=VALUE to add it" if name.startswith("deepspeed.") else ""
+    return (
+        f"{name}: must be the name of a setting, but no setting has this name; "
+        f"{advice(nearest(name, names), '`--cfg job` shows all settings')}{free}"
+    )
+
+
+def wrong_value(name: str, error: OmegaConfBaseException, arguments: Sequence[str]) -> str:
+    """Returns what is wrong with the name of a setting, or with the value that it was given."""
+    reason = str(error).splitlines()[0]
+    if isinstance(error, MissingMandatoryValue):
+        return f"{name}: must be set, but is not; add {name}=VALUE"
+    if isinstance(error, ConfigKeyError | AttributeError):
+        return unknown_name(name, arguments)
+    if found := re.fullmatch(r"Invalid value '(.*)', expected one of \[(.*)\]", reason):
+        return wrong_choice(name, found[1], found[2].split(", "))
+    if found := re.fullmatch(r"Value '(.*)' of type '.*' could not be converted to (\w+)", reason):
+        return f"{name}: must be of type {found[2].lower()}, but is {found[1]!r}; correct it"
+    return f"{name}: must have a value that fits, but: {reason}; correct it"
+
+
+def advice(names: Sequence[str], otherwise: str) -> str:
+    return f"did you mean {' or '.join(names)}?" if names else otherwise
+
+
+def nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Returns the names that were probably meant: those in other sections, else the most similar."""
+    last = name.rpartition(".")[2]
+    elsewhere = [each for each in known if "." in each and each.rpartition(".")[2] == last]
+    alike = [each for each in known if "." in each or "." not in name]
+    return get_close_matches(name, elsewhere, n=2, cutoff=0.0) or get_close_matches(name, alike, n=1)
+
+
+def setting_names(arguments: Sequence[str]) -> list[str]:
+    """Returns the dotted names of all settings, with the recipe and head of the arguments if they can be composed."""
+    groups = {path.name for path in Path(RECIPES).iterdir() if path.is_dir()} | {"head"}
+    for chosen in ([each for each in arguments if each.partition("=")[0] in groups], ["recipe=quickstart"]):
+        try:
+            with initialize_config_dir(RECIPES, version_base="1.3"):
+                composed = OmegaConf.to_container(compose("pipeline", chosen))
+        except HydraException:
+            continue
+        assert isinstance(composed, dict)
+        return ["recipe", *dotted(composed)]
+    return []
+
+
+def dotted(section: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{name}.")

@@ -1,0 +1,85 @@
+"""How a program ends with an error: one line on stderr for what was refused, the stack for a fault of the program."""
+
+import dis
+import os
+import sys
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
+from typing import NoReturn
+
+from tqdm import tqdm
+
+DEBUG = "MTPTRAIN_DEBUG"
+"""Environment variable that shows the stack of every error if it is 1."""
+EXIT_REFUSED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 130
+"""Exit codes: input was refused or the program failed; the command line is wrong; Ctrl-C, as shells have it."""
+OWN_PACKAGES = ("mtptrain", "data_prep", "eval", "tools", "__main__")
+
+
+def exit_with_line(line: str, code: int) -> NoReturn:
+    """Write a line to stderr, below progress bars and with the rank if there are several, and exit."""
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()  # it would be drawn again behind the line
+    rank = f"rank {os.environ.get('RANK', '0')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    sys.stdout.flush()
+    print(rank + line, file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFUSED) -> NoReturn:
+    """Exit with the message as a line, or with the stack if there is none or the user asks for it."""
+    if message is None or os.environ.get(DEBUG) == "1":
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(code)
+    exit_with_line(f"error: {message}", code)
+
+
+def refusal(error: Exception, run_dir: str) -> str | None:
+    """Returns the message of an error that refuses the input or names a state that the user can mend, else None.
+
+    These are errors of the operating system, every ValueError, and each RuntimeError that the project itself raises.
+    A message that a library wrote is followed by the place, as it seldom says what to do. A failed write does not
+    say to which file, so the run's directory is named instead.
+    """
+    is_refused = isinstance(error, OSError | ValueError) or (type(error) is RuntimeError and is_raised_here(error))
+    if not is_refused:
+        return None
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    message = (
+        f"{error.strerror}, while run_dir is {run_dir}" if isinstance(error, OSError) and error.strerror else str(error)
+    )
+    if is_raised_here(error):
+        return message if is_list(message) else one_line(message)
+    return f"{type(error).__name__}: {one_line(message)} ({place(error)}; {DEBUG}=1 shows the stack)"
+
+
+def is_raised_here(error: Exception) -> bool:
+    """Returns whether a `raise` statement of the project raised the error, rather than a library or an operation."""
+    trace = error.__traceback__
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = trace.tb_frame
+    return is_own(frame) and dis.opname[frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def place(error: Exception) -> str:
+    """Returns the innermost line of the project on the way to the error."""
+    own = [(frame, line) for frame, line in walk_tb(error.__traceback__) if is_own(frame)]
+    frame, line = own[-1]
+    return f"at {'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line}"
+
+
+def is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).split(".")[0] in OWN_PACKAGES
+
+
+def is_list(message: str) -> bool:
+    """Returns whether a message of the project has several lines on purpose: after a colon, or each an error."""
+    return ":\n" in message or all(" must " in line for line in message.splitlines())
+
+
+def one_line(message: str) -> str:
+    return " ".join(message.split())
