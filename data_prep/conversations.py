@@ -14,6 +14,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from mtptrain.config import ConversationSchema
 from mtptrain.data.questions import question_group
+from mtptrain.utils.files import parse_json
 
 Message = dict[str, str]
 Row = Mapping[str, Any]
@@ -34,6 +35,7 @@ ROLES = {
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant message that may hold its reasoning separately from its content."""
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+CORRECT = "correct or remove it"
 
 
 class ConversationRefused(ValueError):
@@ -234,18 +236,11 @@ def _json_lines(path: str) -> Iterator[tuple[int, Row]]:
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield number, _parse_json(line, f"{path}:{number}")
-
-
-def _parse_json(content: bytes, location: str) -> Any:
-    try:
-        return json.loads(content)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{location}: must be JSON, but is not ({error}); correct or remove it") from error
+                yield number, parse_json(line, f"{path}:{number}", CORRECT)
 
 
 def _read_json(path: str) -> Rows:
-    content = _parse_json(Path(path).read_bytes(), path)
+    content = parse_json(Path(path).read_bytes(), path, CORRECT)
     if not isinstance(content, list):
         raise ValueError(
             f"{path}: must hold one array of conversations, but holds a {type(content).__name__}; convert it to jsonl"
@@ -256,8 +251,11 @@ def _read_json(path: str) -> Rows:
 def _read_parquet(path: str) -> Rows:
     try:
         rows = Dataset.from_parquet(path)
-    except (ValueError, DatasetGenerationError) as error:
-        raise ValueError(f"{path}: must be a parquet file, but cannot be read ({error}); write it again") from error
+    except (ValueError, OSError, DatasetGenerationError) as error:
+        reason = str(error.__cause__ or error).strip()
+        raise ValueError(
+            f"{path}: must be a parquet file with rows, but cannot be read ({reason}); write it again"
+        ) from error
     return Rows(path, rows, range(1, len(rows) + 1))
 
 

@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
+from mtptrain.target.checkpoint_check import PLAIN_DTYPES, check_weights
 from mtptrain.target.families import OFFSET_NORM_MODEL_TYPES, read_target_config
 from mtptrain.target.hub import weight_files
 
 EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-
-PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Dtypes of safetensors files that need no scale."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,11 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     """Read embeddings, final norm and lm_head from the target's safetensors, and no other tensor.
 
     Raises:
-        ValueError: a tensor is missing or quantised, or the family is not supported.
+        ValueError: a tensor is missing or quantised, the weights do not belong to the config, or the family is not
+            supported.
     """
     config = read_target_config(target_dir)
+    check_weights(target_dir)
     refuse_quantised_parts(target_dir)
     wanted = {EMBED_TOKENS, FINAL_NORM} | (set() if config.tie_word_embeddings else {LM_HEAD})
     tensors: dict[str, torch.Tensor] = {}
