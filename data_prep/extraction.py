@@ -62,8 +62,8 @@ def prepare_extraction(config: PipelineConfig) -> Extraction:
     documents = Documents.load(prompts_file)
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
-    check_weights(target_dir)
     refuse_quantised_parts(target_dir)  # training would refuse them only after hours of extraction
+    check_weights(target_dir)
     capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     check_store_dtype(settings.store_dtype, capture_layers)
     check_prompts(documents, prompts_file, target_config.vocab_size, target_config.max_position_embeddings)

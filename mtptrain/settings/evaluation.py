@@ -60,7 +60,7 @@ class AcceptanceConfig:
     """Most tokens decoded together. Each prompt counts as the longest of its batch plus `max_new_tokens`; a prompt that
     exceeds the limit is decoded alone. This limits the memory of keys and values, also in validation during
     training."""
-    seed: int = 0
+    seed: int = random_seed()
     prompts_file: str | None = None
     """jsonl file to use instead of the held-out documents: each line has `id` and one of `input_ids`, `text`,
     `messages` and `turns` (consecutive user turns, each answered by the target), and optionally `category`, as in

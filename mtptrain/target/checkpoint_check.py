@@ -53,8 +53,8 @@ def _check_layers(target_dir: Path, config: PreTrainedConfig, tensor_names: Iter
     most = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
     if not config.num_hidden_layers <= len(found) <= most:
         raise ValueError(
-            f"{target_dir}: the weights must have the {config.num_hidden_layers} layers of num_hidden_layers in "
-            f"config.json, but have {len(found)}; {DOWNLOAD_AGAIN}"
+            f"{target_dir}: the weights must have num_hidden_layers={config.num_hidden_layers} layers, as config.json "
+            f"says, but have {len(found)}; {DOWNLOAD_AGAIN}"
         )
 
 
@@ -65,7 +65,7 @@ def _expected_shapes(target_dir: Path, config: PreTrainedConfig) -> dict[str, tu
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(
-            f"{target_dir / 'config.json'}: transformers must be able to build the model, but reports "
+            f"{target_dir / 'config.json'}: must describe a model that transformers can build, which reports "
             f"{one_line(error)}; {DOWNLOAD_AGAIN}"
         ) from error
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

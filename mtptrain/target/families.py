@@ -78,7 +78,7 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(target_dir)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ValueError(
-            f"{path}: transformers must be able to read it, but reports {one_line(error)}; {DOWNLOAD_AGAIN}"
+            f"{path}: must be readable by transformers, which reports {one_line(error)}; {DOWNLOAD_AGAIN}"
         ) from error
 
 

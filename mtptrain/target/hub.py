@@ -66,10 +66,11 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir)
     except Exception as error:  # the tokenizers library raises Exception itself, transformers a dozen kinds
         for path in sorted(target_dir.glob("*token*.json")):
-            read_json(path, DOWNLOAD_AGAIN)
+            if path.is_file():
+                read_json(path, DOWNLOAD_AGAIN)
         raise ValueError(
-            f"target.path: transformers must be able to read the tokenizer in {target_dir}, but reports "
-            f"{one_line(error)}; {DOWNLOAD_AGAIN}"
+            f"{target_dir}: the tokenizer must be readable by transformers, which reports {one_line(error)}; "
+            f"{DOWNLOAD_AGAIN}"
         ) from error
     return tokenizer
 

@@ -97,4 +97,4 @@ def check_bounds(settings: Any) -> None:
     """Raises ValueError if a setting is out of its bounds."""
     for name, (bound, value) in bounded_settings(settings).items():
         if not bound.holds(value):
-            raise ValueError(f"{name}: must {bound.requirement}, but is {value}; {bound.hint}")
+            raise ValueError(f"{name}: must {bound.requirement}, but is {value!r}; {bound.hint}")
