@@ -54,6 +54,19 @@ class Rows:
     def location(self, index: int) -> str:
         return f"{self.path}:{self.numbers[index]}"
 
+    def read(self) -> Iterator[tuple[int, Row]]:
+        """Yields every row with its index.
+
+        Raises:
+            ValueError: a row cannot be decoded, for example because a text in a parquet file is not UTF-8.
+        """
+        try:
+            yield from enumerate(self.rows)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}: its rows must be readable, but one is not ({error}); write it again"
+            ) from error
+
 
 @dataclass(frozen=True)
 class Conversations:
@@ -93,7 +106,7 @@ def read_conversations(
     refuse_duplicate_paths(paths)
     conversations = Conversations([], {}, schema, [], [])
     for rows in [_read_rows(path, split) for path in paths]:
-        for index, row in enumerate(rows.rows):
+        for index, row in rows.read():
             if index == 0:
                 _check_schema(row, schema, rows.location(index))
             try:

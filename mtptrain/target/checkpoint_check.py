@@ -31,7 +31,9 @@ def check_weights(target_dir: Path) -> None:
         for name, (dtype, shape) in tensor_shapes(path).items()
     }
     _check_layers(target_dir, config, tensors)
-    is_quantised = getattr(config, "quantization_config", None) is not None
+    is_quantised = (
+        getattr(config, "quantization_config", None) is not None or (target_dir / "hf_quant_config.json").is_file()
+    )
     expected = _expected_shapes(target_dir, config)
     for name, (path, dtype, shape) in tensors.items():
         if dtype not in PLAIN_DTYPES:
@@ -48,10 +50,13 @@ def check_weights(target_dir: Path) -> None:
 
 
 def _check_layers(target_dir: Path, config: PreTrainedConfig, tensor_names: Iterable[str]) -> None:
-    """Refuse another number of layers than the config's. DeepSeek keeps MTP layers after the others."""
+    """Refuse another number of layers than the config's. DeepSeek keeps MTP layers after the others.
+
+    Nothing is refused here if no tensor has the name of a layer; loading then tells which names it expects.
+    """
     found = {int(match[1]) for name in tensor_names if (match := _LAYER.match(name))}
     most = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
-    if not config.num_hidden_layers <= len(found) <= most:
+    if found and not config.num_hidden_layers <= len(found) <= most:
         raise ValueError(
             f"{target_dir}: the weights must have num_hidden_layers={config.num_hidden_layers} layers, as config.json "
             f"says, but have {len(found)}; {DOWNLOAD_AGAIN}"
