@@ -14,6 +14,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from mtptrain.config import ConversationSchema
 from mtptrain.data.questions import question_group
+from mtptrain.utils.files import parse_json
 
 Message = dict[str, str]
 Row = Mapping[str, Any]
@@ -34,6 +35,7 @@ ROLES = {
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant message that may hold its reasoning separately from its content."""
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+CORRECT = "correct or remove it"
 
 
 class ConversationRefused(ValueError):
@@ -51,6 +53,19 @@ class Rows:
 
     def location(self, index: int) -> str:
         return f"{self.path}:{self.numbers[index]}"
+
+    def read(self) -> Iterator[tuple[int, Row]]:
+        """Yields every row with its index.
+
+        Raises:
+            ValueError: a row cannot be decoded, for example because a text in a parquet file is not UTF-8.
+        """
+        try:
+            yield from enumerate(self.rows)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}: its rows must be readable, but one is not ({error}); write it again"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,7 @@ def read_conversations(
     refuse_duplicate_paths(paths)
     conversations = Conversations([], {}, schema, [], [])
     for rows in [_read_rows(path, split) for path in paths]:
-        for index, row in enumerate(rows.rows):
+        for index, row in rows.read():
             if index == 0:
                 _check_schema(row, schema, rows.location(index))
             try:
@@ -234,18 +249,11 @@ def _json_lines(path: str) -> Iterator[tuple[int, Row]]:
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield number, _parse_json(line, f"{path}:{number}")
-
-
-def _parse_json(content: bytes, location: str) -> Any:
-    try:
-        return json.loads(content)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{location}: must be JSON, but is not ({error}); correct or remove it") from error
+                yield number, parse_json(line, f"{path}:{number}", CORRECT)
 
 
 def _read_json(path: str) -> Rows:
-    content = _parse_json(Path(path).read_bytes(), path)
+    content = parse_json(Path(path).read_bytes(), path, CORRECT)
     if not isinstance(content, list):
         raise ValueError(
             f"{path}: must hold one array of conversations, but holds a {type(content).__name__}; convert it to jsonl"
@@ -256,8 +264,11 @@ def _read_json(path: str) -> Rows:
 def _read_parquet(path: str) -> Rows:
     try:
         rows = Dataset.from_parquet(path)
-    except (ValueError, DatasetGenerationError) as error:
-        raise ValueError(f"{path}: must be a parquet file, but cannot be read ({error}); write it again") from error
+    except (ValueError, OSError, DatasetGenerationError) as error:
+        reason = str(error.__cause__ or error).strip()
+        raise ValueError(
+            f"{path}: must be a parquet file with rows, but cannot be read ({reason}); write it again"
+        ) from error
     return Rows(path, rows, range(1, len(rows) + 1))
 
 

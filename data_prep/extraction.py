@@ -17,6 +17,7 @@ from mtptrain.hidden_states.stream import shard_windows
 from mtptrain.hidden_states.writer import shard_ranges
 from mtptrain.run_dir import require
 from mtptrain.serving.vllm_client import find_python
+from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import refuse_quantised_parts
 from mtptrain.target.hub import resolve_target
@@ -62,6 +63,7 @@ def prepare_extraction(config: PipelineConfig) -> Extraction:
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     refuse_quantised_parts(target_dir)  # training would refuse them only after hours of extraction
+    check_weights(target_dir)
     capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     check_store_dtype(settings.store_dtype, capture_layers)
     check_prompts(documents, prompts_file, target_config.vocab_size, target_config.max_position_embeddings)

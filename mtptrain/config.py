@@ -41,7 +41,7 @@ from mtptrain.settings.evaluation import (
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.training import LossKind, Resume, Tracker, TrainConfig
 from mtptrain.utils.distributed import TIMEOUT_HOURS
-from mtptrain.utils.settings import at_least, check_bounds
+from mtptrain.utils.settings import at_least, check_bounds, directory_path, random_seed
 
 __all__ = [
     "RECIPES",
@@ -89,8 +89,8 @@ RECIPES = _recipes_dir()
 class PipelineConfig:
     """One config for all programs, so that stages cannot disagree."""
 
-    run_dir: str = MISSING
-    seed: int = 0
+    run_dir: str = directory_path(default=MISSING)
+    seed: int = random_seed()
     plan: bool = False
     """data_prep.hidden_states prints what the run will need, then exits."""
     verify: bool = False

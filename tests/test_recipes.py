@@ -30,6 +30,13 @@ GROUPS = sorted(path.name for path in Path(RECIPES).iterdir() if path.is_dir() a
 # Of each setting that has a range, values just outside it, and what the message must say.
 OUT_OF_RANGE = {
     "distributed_timeout_hours": {"0": "at least 0.0002777777777777778, but is 0.0"},
+    "run_dir": {"''": "must name a directory, but is ''; an empty name", "README.md": "must name a directory, but is"},
+    "acceptance.output_dir": {"''": "but is ''", "README.md": "must name a directory, but is 'README.md'"},
+    "export.output_dir": {"README.md": "must name a directory, but is 'README.md'"},
+    "serving.output_dir": {"README.md": "must name a directory, but is 'README.md'"},
+    "seed": {"-1": "at least 0 and below 2**63, but is -1", f"{2**63}": "below 2**63, but is 9223372036854775808"},
+    "acceptance.seed": {"-1": "at least 0 and below 2**63, but is -1", f"{2**63}": "below 2**63, but is"},
+    "study.seeds": {"[0,-1]": "at least 0 and below 2**63, but is [0, -1]", f"[{2**63}]": "below 2**63, but is"},
     "train.betas": {"[0.9,1.0]": "in [0, 1), but is [0.9, 1.0]"},
     "train.lk_eta": {"-1": "at least 0.0, but is -1"},
     "train.feature_weight": {"-0.1": "at least 0.0, but is -0.1"},

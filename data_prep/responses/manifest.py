@@ -1,6 +1,5 @@
 """`manifest.json` of `run_dir/responses/`, which data_prep.prompts reads: identity and counts of the responses."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, ClassVar
 from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.identity import TargetIdentity, refuse_different_facts
 from mtptrain.run_dir import require
+from mtptrain.utils.files import read_json
 
 from ..conversations import Conversations, read_conversations, refuse_duplicate_paths
 from .dialogue import Ending, RegeneratedConversation
@@ -86,7 +86,7 @@ class ResponsesManifest:
 
     @staticmethod
     def read(path: Path) -> "ResponsesManifest":
-        content = json.loads(path.read_text())
+        content = read_json(path, f"delete {path.parent} and run data_prep.responses again")
         if content["schema_version"] != SCHEMA_VERSION:
             raise ValueError(
                 f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content['schema_version']}; delete "

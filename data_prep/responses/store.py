@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mtptrain.data.identity import refuse_other
-from mtptrain.utils.files import publish, write_json, write_text
+from mtptrain.utils.files import publish, read_json, write_json, write_text
 
 from .dialogue import Ending, RegeneratedConversation
 from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest, identity_from_json
@@ -63,7 +63,7 @@ class ResponsesStore:
         for name in (PLAN, MANIFEST):
             path = self.directory / name
             if path.exists():
-                content = json.loads(path.read_text())
+                content = read_json(path, f"delete {self.directory} and run data_prep.responses again")
                 refuse_other(path, identity, identity_from_json(content["identity"]))
                 versions = content["server_versions"]
                 break
@@ -164,7 +164,7 @@ def _parse(line: bytes, path: Path) -> RegeneratedConversation:
     try:
         content = json.loads(line)
         return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{path}: every line must be a conversation with responses, but one is not ({error}); delete {path} and "
             "run data_prep.responses again"

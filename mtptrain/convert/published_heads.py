@@ -12,7 +12,6 @@ A directory or hub repository must have safetensors and one of these:
 All of them rotate queries and keys by halves, as our heads do, so projections need no conversion.
 """
 
-import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,6 +28,7 @@ from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMtp
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.layers import head_dims
+from mtptrain.utils.files import read_json, tensor_shapes
 
 NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
 NATIVE_NAMES = {"shared_head.norm.weight": "norm.weight", "post_norm.weight": "norm.weight"}
@@ -86,7 +86,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         raise ValueError(
             f"head.init_from: must hold head.json or config.json, but {directory} has neither; choose another directory"
         )
-    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    config: dict[str, Any] = read_json(directory / "config.json", "copy or download it again")
     names = tensor_names(files)
     if any(NATIVE_MTP.match(name) for name in names):
         return _native_mtp(directory, config, names)
@@ -144,11 +144,7 @@ def tensor_files(directory: Path) -> list[Path]:
 
 
 def tensor_names(files: list[Path]) -> set[str]:
-    names: set[str] = set()
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return names
+    return {name for path in files for name in tensor_shapes(path)}
 
 
 def read_tensors(files: list[Path], prefix: str = "") -> Tensors:
@@ -187,7 +183,7 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, list[object]]:
 
 def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
     """Returns a head that `save_head` wrote. Sizes that are unset in its settings are those of this target."""
-    stored: dict[str, Any] = json.loads((directory / "head.json").read_text())["head"]
+    stored: dict[str, Any] = read_json(directory / "head.json", "copy or download it again")["head"]
     config_class = HEADS[stored["name"]].Config
     known = {field.name for field in fields(config_class)}
     settings = effective_settings(
@@ -273,5 +269,5 @@ def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) 
         return [ids]  # both engines count alike
     as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}
     serving = directory / "serving.json"
-    engine = json.loads(serving.read_text())["engine"] if serving.is_file() else None
+    engine = read_json(serving)["engine"] if serving.is_file() else None
     return [as_engine[engine]] if engine in as_engine else list(as_engine.values())

@@ -6,7 +6,6 @@ last, records which prompts were counted. `data_prep.draft_vocab` writes it, `mt
 """
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 from mtptrain.data.identity import refuse_different_facts
 from mtptrain.run_dir import require
-from mtptrain.utils.files import file_sha256, save_tensors, write_json
+from mtptrain.utils.files import file_sha256, read_json, save_tensors, write_json
 
 DRAFT_VOCAB = "draft_vocab.safetensors"
 MANIFEST = "manifest.json"
@@ -81,7 +80,7 @@ def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, pr
         ValueError: it has another size, belongs to another vocabulary or other prompts, or the file has changed since.
     """
     tensors, path = require_draft_vocab(directory), directory / MANIFEST
-    manifest = DraftVocabManifest(**json.loads(path.read_text()))
+    manifest = DraftVocabManifest(**read_json(path, f"run {PROGRAM} again"))
     found = {
         "head.draft_vocab_size": manifest.draft_vocab_size,
         "the target's vocab_size": manifest.vocab_size,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.target.hub import weights_fingerprint
-from mtptrain.utils.files import file_sha256
+from mtptrain.utils.files import file_sha256, read_json
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TargetIdentity:
 
     @staticmethod
     def of(path: str, revision: str | None, target_dir: Path, tokenizer: PreTrainedTokenizerBase) -> "TargetIdentity":
-        config = json.loads((target_dir / "config.json").read_text())
+        config = read_json(target_dir / "config.json")
         config.pop("transformers_version", None)
         return TargetIdentity(
             path=path,

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from mtptrain.data.identity import TokenizerIdentity
-from mtptrain.utils.files import save_tensors, write_json, write_text
+from mtptrain.utils.files import parse_json, read_json, save_tensors, write_json, write_text
 
 SCHEMA_VERSION = 2
 DOCUMENTS_FILE = "documents.jsonl"
@@ -109,7 +109,11 @@ class DocumentEntry:
 
     @staticmethod
     def read_all(directory: Path) -> list["DocumentEntry"]:
-        lines = map(json.loads, (directory / DOCUMENTS_FILE).read_text().splitlines())
+        path = directory / DOCUMENTS_FILE
+        lines = [
+            parse_json(line, f"{path}:{number}", "rerun data_prep.prompts")
+            for number, line in enumerate(path.read_bytes().splitlines(), 1)
+        ]
         return [DocumentEntry(**{**line, "split": Split(line["split"])}) for line in lines]
 
 
@@ -137,7 +141,7 @@ class PromptsManifest:
             ValueError: another version of mtptrain wrote it.
         """
         path = directory / "manifest.json"
-        content = json.loads(path.read_text())
+        content = read_json(path, "rerun data_prep.prompts")
         if content.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(
                 f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; rerun "

@@ -19,6 +19,7 @@ from mtptrain.decoding.speculate import check_prompts
 from mtptrain.run_dir import require
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.files import parse_json, refuse_lone_surrogates
 
 CHOOSING_FRACTION = 0.25
 """Share of the held-out files or conversations by which training chooses its best head. Reports use the others."""
@@ -225,11 +226,7 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
             f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist; correct the path"
         )
     prompts = Prompts({})
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: must be UTF-8, but is not ({error}); convert it") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         row, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer)
@@ -263,17 +260,9 @@ def _first_turn(row: Mapping[str, Any]) -> str | None:
     return None if index is None else str(messages[index].get("content"))
 
 
-def _prompt_of(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        surrogate = ascii(error.object[error.start]).strip("'")
-        raise ValueError(
-            f"{where}: text must be valid Unicode, but holds half a surrogate pair, {surrogate}; correct it"
-        ) from error
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
-        raise ValueError(f"{where}: a line must be JSON, but is not ({error}); correct it") from error
+def _prompt_of(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:
+    row = parse_json(line, where)
+    refuse_lone_surrogates(row, where)
     kinds = [kind for kind in ("input_ids", "text", "messages", "turns") if isinstance(row, dict) and kind in row]
     if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
         keys = sorted(row) if isinstance(row, dict) else type(row).__name__

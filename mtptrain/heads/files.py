@@ -14,7 +14,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.target.hub import weights_fingerprint
-from mtptrain.utils.files import save_tensors, write_json
+from mtptrain.utils.files import read_json, save_tensors, tensor_shapes, write_json
 
 TARGET_WEIGHTS = "target_weights_sha256"
 CHOICE = "choice.json"
@@ -109,6 +109,7 @@ def load_head(
             + "; set them alike or train again"
         )
     head = build_head(config, target_config)
+    tensor_shapes(directory / "head.safetensors")
     state = load_file(directory / "head.safetensors")
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -134,5 +135,5 @@ def _read_facts(directory: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first"
         )
-    facts: dict[str, Any] = json.loads((directory / "head.json").read_text())
+    facts: dict[str, Any] = read_json(directory / "head.json", "copy it again, or train again")
     return facts

@@ -12,7 +12,6 @@ Three checks detect damage. Opening a store compares every shard's length, and t
 loss mask, with the manifest. Every read of a document compares its checksum. `verify` compares every sha256.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdent
 from mtptrain.data.prompt_files import PromptsManifest
 from mtptrain.hidden_states.shard_format import CHECKED, CHECKSUMS, OPTIONAL, document_checksum, index_checksum
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils import files
 from mtptrain.utils.files import file_sha256
 
 SCHEMA_VERSION = 2
@@ -334,11 +334,5 @@ def has_length(path: Path, record: ShardRecord) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"{path}: must be JSON, but is not ({error}); delete {path.parent} and run data_prep.hidden_states again"
-        ) from error
-    assert isinstance(content, dict)
-    return content
+    """Returns the object of a JSON file of the store."""
+    return files.read_json(path, f"delete {path.parent} and run data_prep.hidden_states again")

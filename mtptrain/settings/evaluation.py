@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from mtptrain.settings.data import Dtype
-from mtptrain.utils.settings import at_least, each_at_least, share
+from mtptrain.utils.settings import at_least, directory_path, each_at_least, random_seed, random_seeds, share
 
 
 class Baseline(StrEnum):
@@ -60,7 +60,7 @@ class AcceptanceConfig:
     """Most tokens decoded together. Each prompt counts as the longest of its batch plus `max_new_tokens`; a prompt that
     exceeds the limit is decoded alone. This limits the memory of keys and values, also in validation during
     training."""
-    seed: int = 0
+    seed: int = random_seed()
     prompts_file: str | None = None
     """jsonl file to use instead of the held-out documents: each line has `id` and one of `input_ids`, `text`,
     `messages` and `turns` (consecutive user turns, each answered by the target), and optionally `category`, as in
@@ -75,7 +75,7 @@ class AcceptanceConfig:
     """Branches that are extended at each depth, and candidates per branch."""
     hybrid_min_match: int = at_least(1, default=4)
     """`hybrid`: number of newest tokens that must occur earlier in the text for prompt lookup to draft."""
-    output_dir: str | None = None
+    output_dir: str | None = directory_path(default=None)
     """Directory of report.json; null is `run_dir/acceptance`."""
 
 
@@ -124,7 +124,7 @@ class ExportConfig:
     engine: ExportEngine = ExportEngine.vllm
     dtype: Dtype | None = None
     """Dtype of the written weights; null keeps the dtype in which they were trained and measured."""
-    output_dir: str | None = None
+    output_dir: str | None = directory_path(default=None)
     """null is `run_dir/export/<engine>`."""
 
 
@@ -141,7 +141,7 @@ class ServingConfig:
     """GPUs of the engine that is started."""
     head_dir: str | None = None
     """The exported head; null is `run_dir/export/<engine>`."""
-    output_dir: str | None = None
+    output_dir: str | None = directory_path(default=None)
     """Directory of report.json; null is `run_dir/serving_check`."""
 
 
@@ -207,7 +207,7 @@ class StudyConfig:
     """Overrides of all variants."""
     variants: dict[str, list[str]] = field(default_factory=dict)
     """Overrides of each variant, by name."""
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata=random_seeds())
     prompt_tokens: list[int] = field(default_factory=list)
     """Prompt lengths at which acceptance is measured."""
     num_prompts: int = at_least(1, default=80)

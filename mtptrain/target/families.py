@@ -3,11 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     GenerationConfig,
     PreTrainedConfig,
 )
+
+from mtptrain.target.hub import DOWNLOAD_AGAIN, one_line
+from mtptrain.utils.files import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2")
 
@@ -20,6 +24,12 @@ WINDOW_IN_ALL_LAYERS = ("mistral", "qwen3_moe")
 WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma3_text")
 """Families whose `layer_types` say which layers have the sliding window."""
 
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+"""Settings that count something which every target has."""
+
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE types whose rotation of a position does not depend on the length of the text."""
 
@@ -28,10 +38,10 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     """Returns the target's config.
 
     Raises:
-        ValueError: the model family, or one of its settings, is not supported.
+        ValueError: the model family, or one of its settings, is not supported, or a config of the target is damaged.
     """
-    config = AutoConfig.from_pretrained(target_dir)
-    path, family = target_dir / "config.json", config.model_type
+    config, path = _read_config(target_dir), target_dir / "config.json"
+    family = config.model_type
     if family not in SUPPORTED_MODEL_TYPES:
         text_family = getattr(getattr(config, "text_config", None), "model_type", None)
         is_usable = text_family in SUPPORTED_MODEL_TYPES
@@ -46,6 +56,8 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
             "choose another target"
         )
     check_static_rope(config)
+    _check_sizes(config, path)
+    read_generation_config(target_dir)
     if _ignores_windows(config):
         raise ValueError(
             f"target.path: transformers must implement the sliding windows of {family!r}, but it ignores "
@@ -55,10 +67,41 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     return config
 
 
+def _read_config(target_dir: Path) -> PreTrainedConfig:
+    path = target_dir / "config.json"
+    if not isinstance(model_type := read_json(path, DOWNLOAD_AGAIN).get("model_type"), str):
+        raise ValueError(
+            f"{path}: model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {model_type!r}; "
+            f"{DOWNLOAD_AGAIN}"
+        )
+    try:
+        return AutoConfig.from_pretrained(target_dir)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"{path}: must be readable by transformers, which reports {one_line(error)}; {DOWNLOAD_AGAIN}"
+        ) from error
+
+
+def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
+    for name in SIZES:
+        size = getattr(config, name, None)
+        if size is not None and size < 1:
+            raise ValueError(f"{path}: {name} must be at least 1, but is {size}; {DOWNLOAD_AGAIN}")
+    heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
+    if heads % shared:
+        raise ValueError(
+            f"{path}: num_attention_heads must be a multiple of num_key_value_heads, but they are {heads} and "
+            f"{shared}; {DOWNLOAD_AGAIN}"
+        )
+
+
 def read_generation_config(target_dir: Path) -> GenerationConfig | None:
     """Returns the target's generation_config.json, or None if it has none."""
     has_file = (target_dir / "generation_config.json").is_file()
-    return GenerationConfig.from_pretrained(target_dir) if has_file else None
+    if not has_file:
+        return None
+    read_json(target_dir / "generation_config.json", DOWNLOAD_AGAIN)
+    return GenerationConfig.from_pretrained(target_dir)
 
 
 def eos_token_ids(config: PreTrainedConfig, generation_config: GenerationConfig | None = None) -> tuple[int, ...]:

@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
+from mtptrain.target.checkpoint_check import PLAIN_DTYPES, check_weights
 from mtptrain.target.families import OFFSET_NORM_MODEL_TYPES, read_target_config
 from mtptrain.target.hub import weight_files
+from mtptrain.utils.files import tensor_shapes
 
 EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-
-PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Dtypes of safetensors files that need no scale."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,12 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     """Read embeddings, final norm and lm_head from the target's safetensors, and no other tensor.
 
     Raises:
-        ValueError: a tensor is missing or quantised, or the family is not supported.
+        ValueError: a tensor is missing or quantised, the weights do not belong to the config, or the family is not
+            supported.
     """
     config = read_target_config(target_dir)
     refuse_quantised_parts(target_dir)
+    check_weights(target_dir)
     wanted = {EMBED_TOKENS, FINAL_NORM} | (set() if config.tie_word_embeddings else {LM_HEAD})
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(target_dir):
@@ -99,12 +100,9 @@ def refuse_quantised_parts(target_dir: Path) -> None:
 def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
     """Refuse quantised tensors of these modules, and their scales."""
     for path in weight_files(target_dir):
-        with safe_open(path, framework="pt") as file:
-            names = sorted(name for name in file.keys() if name.startswith(prefixes))  # noqa: SIM118
-            dtypes = {name: file.get_slice(name).get_dtype() for name in names}
-        for name, dtype in dtypes.items():
+        for name, (dtype, _) in sorted(tensor_shapes(path).items()):
             module, _, parameter = name.rpartition(".")
-            if dtype not in PLAIN_DTYPES or "scale" in parameter:
+            if name.startswith(prefixes) and (dtype not in PLAIN_DTYPES or "scale" in parameter):
                 raise ValueError(
                     f"target.path: {module} must be unquantised, because training reads it without scales, but {path} "
                     f"has {name} in {dtype}; choose the unquantised checkpoint, or one in which this module is not "

@@ -3,13 +3,19 @@
 import hashlib
 import json
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mtptrain.utils.files import read_json, tensor_shapes
+
 HUB_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
 """Errors of the hub or of the connection to it."""
+
+DOWNLOAD_AGAIN = "download it again, or choose another target"
 
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parents[1] / "demo_target"
@@ -51,8 +57,27 @@ def unknown_target(path: str, answer: Exception, advice: str, setting: str = "ta
 
 
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir)
+    """Returns the tokenizer of a checkpoint.
+
+    Raises:
+        ValueError: transformers cannot read it.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir)
+    except Exception as error:  # the tokenizers library raises Exception itself, transformers a dozen kinds
+        for path in sorted(target_dir.glob("*token*.json")):
+            if path.is_file():
+                read_json(path, DOWNLOAD_AGAIN)
+        raise ValueError(
+            f"{target_dir}: the tokenizer must be readable by transformers, which reports {one_line(error)}; "
+            f"{DOWNLOAD_AGAIN}"
+        ) from error
     return tokenizer
+
+
+def one_line(error: Exception) -> str:
+    """Returns the kind of an error and the beginning of its message."""
+    return shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
 
 
 def weight_files(target_dir: Path) -> list[Path]:
@@ -60,11 +85,11 @@ def weight_files(target_dir: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: there are none.
+        ValueError: the index of a sharded checkpoint is damaged, or names files outside its directory.
     """
     index = target_dir / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [target_dir / name for name in names]
+        files = [target_dir / name for name in _indexed_files(index)]
     else:
         files = sorted(target_dir.glob("*.safetensors"))
     missing = [path for path in files if not path.is_file()]
@@ -77,13 +102,32 @@ def weight_files(target_dir: Path) -> list[Path]:
     return files
 
 
+def _indexed_files(index: Path) -> list[str]:
+    weight_map: Any = read_json(index, DOWNLOAD_AGAIN).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index}: must name the file of each tensor in weight_map, but does not; {DOWNLOAD_AGAIN}")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise ValueError(
+            f"{index}: must name files of its own directory, but names {outside[0]!r}; copy the file there and correct "
+            "the index"
+        )
+    return names
+
+
 _SAMPLES_PER_TENSOR, _SAMPLE_BYTES = 8, 4096
 
 
 def weights_fingerprint(target_dir: Path) -> str:
-    """Returns a hash of every safetensors header and of eight samples of each tensor: fast for any checkpoint."""
+    """Returns a hash of every safetensors header and of eight samples of each tensor: fast for any checkpoint.
+
+    Raises:
+        ValueError: a file is damaged or incomplete.
+    """
     digest = hashlib.sha256()
     for path in weight_files(target_dir):
+        tensor_shapes(path)
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             header = file.read(header_bytes)

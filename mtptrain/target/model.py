@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mtptrain.target.causal_attention import CAUSAL_OR_MASKED
+from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, read_target_config, sliding_window
 from mtptrain.target.frozen_parts import FrozenParts, _refuse_missing
 from mtptrain.target.hub import load_tokenizer, resolve_target, weight_files
@@ -205,9 +206,9 @@ def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) 
 
     Raises:
         FileNotFoundError: the target has no weights.
-        ValueError: several ranks would share several devices.
+        ValueError: the weights do not belong to the config, or several ranks would share several devices.
     """
-    weight_files(target_dir)
+    check_weights(target_dir)
     if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"target.path: {target_dir} must fit one device if several ranks share a machine, but does not; start one "

@@ -1,11 +1,16 @@
-"""Atomic file writes: after a kill or a lost node, the path holds either the old file or the complete new one."""
+"""Reads and writes files: a file that cannot be read is refused by name, and writes are atomic.
+
+After a kill or a lost node, the path holds either the old file or the complete new one.
+"""
 
 import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 
@@ -47,6 +52,61 @@ def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
 def write_json(path: Path, content: object, temporary: Path | None = None) -> None:
     """Write a JSON file atomically, as `write_text` does."""
     write_text(path, json.dumps(content, indent=2) + "\n", temporary)
+
+
+def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> Any:
+    """Returns the value of a JSON text.
+
+    Args:
+        content: the text, of a file or of one line.
+        where: the file, or file and line, for errors.
+        advice: what to do about a text that is not JSON.
+
+    Raises:
+        ValueError: the text is not UTF-8, not JSON, nested too deep, or has a number with thousands of digits.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError(f"{where}: must be JSON, but is nested too deep to be read; {advice}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: must be JSON, but is not ({error}); {advice}") from error
+
+
+def refuse_lone_surrogates(value: Any, where: str) -> None:
+    """Raises ValueError if a text in a JSON value has half a surrogate pair, which JSON allows but UTF-8 does not."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: texts must be valid Unicode, but one is not ({error}); correct it") from error
+
+
+def read_json(path: Path, advice: str = "correct it") -> dict[str, Any]:
+    """Returns the object that a JSON file holds.
+
+    Raises:
+        ValueError: the file is not JSON, or holds something else than an object.
+    """
+    content = parse_json(path.read_bytes(), str(path), advice)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold a JSON object, but holds a {type(content).__name__}; {advice}")
+    return content
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns dtype and shape of every tensor of a safetensors file by name. Reads only the header.
+
+    Raises:
+        ValueError: the header is damaged, or does not fit the length of the file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path}: must be a complete safetensors file, but cannot be read ({error}); download or write it again"
+        ) from error
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ epochs: int = at_least(1, default=1)
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,6 +42,31 @@ def each_at_least(least: int) -> dict[str, Bound]:
     return {BOUND: Bound(lambda values: bool(values) and min(values) >= least, requirement, "correct it")}
 
 
+def random_seed(default: int = 0) -> int:
+    """Declare a seed that both numpy and torch take."""
+    return _bounded(_is_seed, "be at least 0 and below 2**63", "choose another seed", default)
+
+
+def random_seeds() -> dict[str, Bound]:
+    """Returns the metadata of a field that is a list of at least one seed."""
+    requirement = "hold at least one seed, each at least 0 and below 2**63"
+    return {BOUND: Bound(lambda seeds: bool(seeds) and all(map(_is_seed, seeds)), requirement, "choose others")}
+
+
+def _is_seed(value: int) -> bool:
+    return 0 <= value < 2**63
+
+
+def directory_path(*, default: T) -> T:
+    """Declare a path at which a directory is or can be made; None is allowed."""
+    return _bounded(
+        lambda path: path is None or (path.strip() != "" and not Path(path).is_file()),
+        "name a directory",
+        "an empty name would be the working directory, and a file cannot hold others: choose another path",
+        default,
+    )
+
+
 def share(*, default: float, hint: str) -> float:
     """Declare a share above 0 and at most 1."""
     return _bounded(lambda value: 0.0 < value <= 1.0, "be above 0 and at most 1", hint, default)
@@ -71,4 +97,4 @@ def check_bounds(settings: Any) -> None:
     """Raises ValueError if a setting is out of its bounds."""
     for name, (bound, value) in bounded_settings(settings).items():
         if not bound.holds(value):
-            raise ValueError(f"{name}: must {bound.requirement}, but is {value}; {bound.hint}")
+            raise ValueError(f"{name}: must {bound.requirement}, but is {value!r}; {bound.hint}")

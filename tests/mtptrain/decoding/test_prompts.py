@@ -191,7 +191,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
     ("content", "message"),
     [
         ("", r"must hold at least one prompt, but is empty; add lines with `id` and `text`"),
-        ('{"id": 1, "text": "a"}\n{oops', r":2: a line must be JSON, but is not \("),
+        ('{"id": 1, "text": "a"}\n{oops', r":2: must be JSON, but is not \("),
         (
             '{"id": 1}',
             r":1: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has \['id'\]",
@@ -212,11 +212,18 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
         ('{"id": 1, "input_ids": "abc"}', r":1: input_ids must be a list of integers, but is abc"),
         ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must be in the target's vocabulary of 260, but one is 999"),
         ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' occurs twice"),
+        pytest.param("[" * 10**5 + "]" * 10**5, ":1: must be JSON, but is nested too deep to be read", id="nested"),
+        pytest.param('{"id": ' + "1" * 5000 + "}", r":1: must be JSON, but is not \(Exceeds the limit", id="digits"),
+        ('{"id": 1, "text": "\\ud800"}', ":1: texts must be valid Unicode, but one is not"),
+        ('{"id": 1, "turns": ["\\ud800"]}', ":1: texts must be valid Unicode, but one is not"),
+        ('{"id": "\\ud800", "text": "a"}', ":1: texts must be valid Unicode, but one is not"),
+        ('{"id": 1, "text": "a", "category": "\\ud800"}', ":1: texts must be valid Unicode, but one is not"),
+        ('{"id": 1, "text": "a"}\n{"id": 2, "text": "\xf6"}', r":2: must be JSON, but is not \('utf-8' codec"),
     ],
 )
 def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(content)
+    path.write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         read_prompts_file(path, make_tokenizer(), 260)
 

@@ -395,7 +395,7 @@ def test_quantised_tensors_that_training_reads_are_refused(tmp_path: Path, kind:
 
 
 def test_a_target_with_quantised_layers_and_a_plain_lm_head_is_accepted(tmp_path: Path) -> None:
-    directory = make_target(tmp_path, "llama", tie_word_embeddings=False)
+    directory = make_target(tmp_path, "llama", tie_word_embeddings=False, quantization_config={"quant_method": "fp8"})
     save_file(
         load_file(directory / "model.safetensors") | QUANTISED_FILES["last layer in fp8"],
         directory / "model.safetensors",

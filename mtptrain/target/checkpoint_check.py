@@ -1,0 +1,76 @@
+"""Compares the headers of a target's weight files with its config, before any tensor is read."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import DOWNLOAD_AGAIN, one_line, weight_files
+from mtptrain.utils.files import tensor_shapes
+
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Dtypes of safetensors files that need no scale."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def check_weights(target_dir: Path) -> None:
+    """Refuse weights that do not belong to the target's config. Takes less than a second for any checkpoint.
+
+    Raises:
+        FileNotFoundError: the target has no weights.
+        ValueError: a file is damaged, or a tensor's dtype or shape, or the number of layers, is not the config's.
+    """
+    config = read_target_config(target_dir)
+    tensors = {
+        name: (path, dtype, shape)
+        for path in weight_files(target_dir)
+        for name, (dtype, shape) in tensor_shapes(path).items()
+    }
+    _check_layers(target_dir, config, tensors)
+    is_quantised = (
+        getattr(config, "quantization_config", None) is not None or (target_dir / "hf_quant_config.json").is_file()
+    )
+    expected = _expected_shapes(target_dir, config)
+    for name, (path, dtype, shape) in tensors.items():
+        if dtype not in PLAIN_DTYPES:
+            if not is_quantised and (name in expected or _LAYER.match(name)):
+                raise ValueError(
+                    f"{path}: {name} must have one of the dtypes {', '.join(PLAIN_DTYPES)}, because config.json "
+                    f"has no quantization_config, but is {dtype}; {DOWNLOAD_AGAIN}"
+                )
+        elif shape != expected.get(name, shape):
+            raise ValueError(
+                f"{path}: {name} must have the shape {expected[name]} that config.json describes, but has {shape}; "
+                f"{DOWNLOAD_AGAIN}"
+            )
+
+
+def _check_layers(target_dir: Path, config: PreTrainedConfig, tensor_names: Iterable[str]) -> None:
+    """Refuse another number of layers than the config's. DeepSeek keeps MTP layers after the others.
+
+    Nothing is refused here if no tensor has the name of a layer; loading then tells which names it expects.
+    """
+    found = {int(match[1]) for name in tensor_names if (match := _LAYER.match(name))}
+    most = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
+    if found and not config.num_hidden_layers <= len(found) <= most:
+        raise ValueError(
+            f"{target_dir}: the weights must have num_hidden_layers={config.num_hidden_layers} layers, as config.json "
+            f"says, but have {len(found)}; {DOWNLOAD_AGAIN}"
+        )
+
+
+def _expected_shapes(target_dir: Path, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a model of this config, which is built on the meta device and takes no memory."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(
+            f"{target_dir / 'config.json'}: must describe a model that transformers can build, which reports "
+            f"{one_line(error)}; {DOWNLOAD_AGAIN}"
+        ) from error
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

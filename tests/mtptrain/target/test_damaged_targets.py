@@ -1,0 +1,160 @@
+"""Tests that a damaged target, or one whose files contradict each other, is refused by file before it is loaded."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtptrain.target.checkpoint_check import check_weights
+from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.hub import load_tokenizer, weights_fingerprint
+from mtptrain.target.model import load_target
+from mtptrain.utils.files import save_tensors
+
+CPU = torch.device("cpu")
+GARBAGE, NESTED = bytes(range(128, 256)), b"[" * 100_000 + b"]" * 100_000
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def target(tmp_path: Path, tiny_target: Path) -> Path:
+    return shutil.copytree(tiny_target, tmp_path / "target")
+
+
+def change_json(path: Path, **settings: object) -> None:
+    content = {**json.loads(path.read_text()), **settings}
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (GARBAGE, r"must be JSON, but is not \('utf-8' codec"),
+        (b"{", r"must be JSON, but is not \(Expecting"),
+        (NESTED, "must be JSON, but is nested too deep"),
+        (b'{"vocab_size": ' + b"1" * 5000 + b"}", r"must be JSON, but is not \(Exceeds the limit"),
+        (b"[]", "must hold a JSON object, but holds a list; download it again"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_config_that_cannot_be_read_is_named(target: Path, name: str, content: bytes, message: str) -> None:
+    (target / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"/{name}: {message}"):
+        read_target_config(target)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model_type", ..., "model_type must be one of llama, .*, but is None; download it again"),
+        ("model_type", 3, "model_type must be one of llama, .*, but is 3; download it again"),
+        ("model_type", "nonsense", "must be readable by transformers, which reports .*nonsense"),
+        ("num_hidden_layers", -1, "num_hidden_layers must be at least 1, but is -1"),
+        ("num_hidden_layers", 0, "num_hidden_layers must be at least 1, but is 0"),
+        ("vocab_size", -3, "vocab_size must be at least 1, but is -3"),
+        ("hidden_size", -64, "hidden_size must be at least 1, but is -64"),
+        ("head_dim", -2, "head_dim must be at least 1, but is -2"),
+        ("max_position_embeddings", -1, "max_position_embeddings must be at least 1, but is -1"),
+        ("num_key_value_heads", 0, "num_key_value_heads must be at least 1, but is 0"),
+        ("num_key_value_heads", 3, "num_attention_heads must be a multiple of num_key_value_heads, but they are 1 and"),
+        ("vocab_size", "many", "must be readable by transformers, which reports .*'vocab_size' expected int, got str"),
+        ("hidden_size", None, "must be readable by transformers, which reports .*'hidden_size' expected int"),
+        ("num_attention_heads", 7, "must be readable by transformers, which reports .*not a multiple"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_by_name(target: Path, setting: str, value: object, message: str) -> None:
+    change_json(target / "config.json", **{setting: value})
+    with pytest.raises(ValueError, match=rf"/config\.json: {message}"):
+        read_target_config(target)
+
+
+@pytest.mark.parametrize("load", [load_frozen_parts, lambda target: load_target(target, torch.float32, CPU)])
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("vocab_size", 1000, r"model\.safetensors: model\.embed_tokens\.weight must have the shape \(1000, 64\) .*260"),
+        ("vocab_size", 100, r"model\.safetensors: model\.embed_tokens\.weight must have the shape \(100, 64\) .*260"),
+        ("intermediate_size", 10, r"model\.safetensors: model\.layers\.0\.mlp\.\w+\.weight must have the shape"),
+        ("num_hidden_layers", 1, "target: the weights must have num_hidden_layers=1 layers, .*, but have 2"),
+        ("num_hidden_layers", 10**9, "target: the weights must have num_hidden_layers=1000000000 layers, .* have 2"),
+        ("hidden_act", "nonsense", r"config\.json: must describe a model that transformers can build, .*nonsense"),
+    ],
+)
+def test_weights_that_contradict_the_config_are_refused(
+    target: Path, load: Callable[[Path], object], setting: str, value: object, message: str
+) -> None:
+    change_json(target / "config.json", **{setting: value})
+    with pytest.raises(ValueError, match=message):
+        load(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool])
+def test_integer_weights_are_refused_unless_the_config_explains_them(target: Path, dtype: torch.dtype) -> None:
+    weights = load_file(target / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_tensors(target / "model.safetensors", {**weights, name: weights[name].to(dtype)})
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {name} must have one of the dtypes F64, .* but is"):
+        check_weights(target)
+    (target / "hf_quant_config.json").write_text("{}")
+    check_weights(target)
+
+
+@pytest.mark.parametrize(
+    "read", [load_frozen_parts, weights_fingerprint, lambda target: load_target(target, torch.float32, CPU)]
+)
+def test_incomplete_weights_are_named_wherever_they_are_read(target: Path, read: Callable[[Path], object]) -> None:
+    path = target / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors: must be a complete safetensors file, but cannot be"):
+        read(target)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (GARBAGE, r"must be JSON, but is not \('utf-8' codec"),
+        (NESTED, "must be JSON, but is nested too deep"),
+        (b"[]", "must hold a JSON object, but holds a list"),
+        (b"{}", "must name the file of each tensor in weight_map, but does not"),
+        (b'{"weight_map": ["a"]}', "must name the file of each tensor in weight_map, but does not"),
+        (b'{"weight_map": {"a": 3}}', "must name the file of each tensor in weight_map, but does not"),
+        (
+            b'{"weight_map": {"a": "/a.safetensors"}}',
+            "must name files of its own directory, but names '/a",
+        ),
+        (b'{"weight_map": {"a": "../a.safetensors"}}', r"must name files of its own directory, but names '\.\./a"),
+    ],
+)
+def test_an_index_that_cannot_be_followed_is_named(target: Path, content: bytes, message: str) -> None:
+    (target / INDEX).write_bytes(content)
+    for read in (check_weights, weights_fingerprint):
+        with pytest.raises(ValueError, match=rf"/{INDEX}: {message}"):
+            read(target)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", GARBAGE, r"/tokenizer\.json: must be JSON, but is not \('utf-8' codec"),
+        ("tokenizer.json", b"", r"/tokenizer\.json: must be JSON, but is not \(Expecting value"),
+        ("tokenizer.json", NESTED, r"/tokenizer\.json: must be JSON, but is nested too deep"),
+        ("tokenizer.json", b"[]", r"/tokenizer\.json: must hold a JSON object, but holds a list"),
+        (
+            "tokenizer.json",
+            b"{}",
+            "target: the tokenizer must be readable by transformers, which reports KeyError",
+        ),
+        ("tokenizer.json", None, "target: the tokenizer must be readable by transformers, which reports ValueError"),
+        ("tokenizer_config.json", b"[]", r"/tokenizer_config\.json: must hold a JSON object, but holds a list"),
+        ("chat_template.jinja", GARBAGE, "target: the tokenizer must be readable by .* UnicodeDecodeError"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_named(target: Path, name: str, content: bytes | None, message: str) -> None:
+    (target / name).unlink() if content is None else (target / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(target)

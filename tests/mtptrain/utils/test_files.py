@@ -1,0 +1,74 @@
+"""Tests that damaged JSON and safetensors files are refused by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.utils.files import parse_json, read_json, refuse_lone_surrogates, save_tensors, tensor_shapes
+
+NESTED = b"[" * 100_000 + b"]" * 100_000
+NOT_JSON = {
+    "empty": (b"", r"must be JSON, but is not \(Expecting value"),
+    "cut off": (b'{"a": ', r"must be JSON, but is not \(Expecting value"),
+    "nested too deep": (NESTED, "must be JSON, but is nested too deep to be read; correct it"),
+    "an integer of 5,000 digits": (b'{"a": ' + b"1" * 5000 + b"}", r"must be JSON, but is not \(Exceeds the limit"),
+    "not UTF-8": (b'{"a": "\xf6"}', r"must be JSON, but is not \('utf-8' codec"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_JSON)
+def test_a_file_that_is_not_json_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    content, message = NOT_JSON[kind]
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.json: " + message):
+        read_json(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"^a\.jsonl:3: " + message):
+        parse_json(content, "a.jsonl:3")
+
+
+def test_a_json_file_without_an_object_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"a\.json: must hold a JSON object, but holds a list; do that"):
+        read_json(tmp_path / "a.json", "do that")
+
+
+def test_half_a_surrogate_pair_is_refused_anywhere_in_a_value() -> None:
+    refuse_lone_surrogates({"a": ["\U0001f600", 1]}, "here")
+    with pytest.raises(ValueError, match="here: texts must be valid Unicode, but one is not"):
+        refuse_lone_surrogates({"a": [{"b\ud800": 1}]}, "here")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: b"hello",
+        lambda content: bytes(range(128, 256)) * 4,
+        lambda content: content[:40],
+        lambda content: content[:-1],
+        lambda content: content + b"0",
+        lambda content: content[:7] + b"\x40" + content[8:],
+        lambda content: content.replace(b'"dtype"', b'"d\xffype"'),
+        lambda content: content.replace(b"[2,3]", b"[2,9]"),
+    ],
+    ids=(
+        "empty",
+        "short",
+        "garbage",
+        "half a header",
+        "cut",
+        "longer",
+        "a header's length",
+        "a header's text",
+        "shape",
+    ),
+)
+def test_a_damaged_safetensors_file_is_refused_by_name(tmp_path: Path, damage: object) -> None:
+    path = tmp_path / "a.safetensors"
+    save_tensors(path, {"x": torch.zeros(2, 3)})
+    assert tensor_shapes(path) == {"x": ("F32", (2, 3))}
+    assert callable(damage)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"a\.safetensors: must be a complete safetensors file, but cannot be read \("):
+        tensor_shapes(path)
