@@ -76,11 +76,13 @@ def advice(names: Sequence[str], otherwise: str) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Returns the names that were probably meant: those in other sections, else the most similar."""
-    last = name.rpartition(".")[2]
+    """Returns the names that were probably meant: those in other sections, else the most similar of its own section."""
+    section, _, last = name.rpartition(".")
     elsewhere = [each for each in known if "." in each and each.rpartition(".")[2] == last]
-    alike = [each for each in known if "." in each or "." not in name]
-    return get_close_matches(name, elsewhere, n=2, cutoff=0.0) or get_close_matches(name, alike, n=1)
+    if elsewhere:
+        return get_close_matches(name, elsewhere, n=2, cutoff=0.0)
+    own = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
+    return [own[each] for each in get_close_matches(last, own, n=1)] or get_close_matches(name, known, n=1, cutoff=0.8)
 
 
 def setting_names(arguments: Sequence[str]) -> list[str]:

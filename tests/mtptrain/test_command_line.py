@@ -123,7 +123,7 @@ def test_a_refused_input_is_one_line_and_its_stack_is_shown_on_demand(
     monkeypatch.setenv("MTPTRAIN_DEBUG", "1")
     result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
     assert result.returncode == 1
-    assert told(result).startswith("Traceback") and told(result).endswith(f"ValueError: {MESSAGE}\n")
+    assert told(result).startswith("Traceback") and told(result).endswith(f"FileNotFoundError: {MESSAGE}\n")
 
 
 def test_of_several_ranks_each_says_which_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
