@@ -69,6 +69,8 @@ def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> 
         return json.loads(content)
     except RecursionError as error:
         raise ValueError(f"{where}: must be JSON, but is nested too deep to be read; {advice}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: must be UTF-8, but is not ({error}); {advice}") from error
     except ValueError as error:
         raise ValueError(f"{where}: must be JSON, but is not ({error}); {advice}") from error
 

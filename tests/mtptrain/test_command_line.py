@@ -137,7 +137,7 @@ def test_of_several_ranks_each_says_which_it_is(tmp_path: Path, monkeypatch: pyt
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    result = run_ranks("data_prep.prompts", ["recipe=quickstart", f"run_dir={tmp_path}/run"])
+    result = run_ranks("data_prep.prompts", ["recipe=quickstart", f"run_dir={tmp_path}/run/inner"])
     assert result.returncode == 1
     assert re.search(rf"^error: {tmp_path}/run.*: Not a directory\n\Z", told(result), re.MULTILINE)
     assert "Traceback" not in told(result)

@@ -199,9 +199,9 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
         ('{"text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
         (
             '{"id": 1, "text": "a", "category": "\\ud83d"}',
-            r":1: text must be valid Unicode, .*, \\ud83d; correct",
+            r":1: texts must be valid Unicode, .*\\ud83d.*; correct",
         ),
-        ('{"id": 1, "text": "a", "other": ' + "[" * 100_000, r":1: a line must be JSON, but is not \(.*recursion"),
+        ('{"id": 1, "text": "a", "other": ' + "[" * 100_000, r":1: must be JSON, but is nested too deep"),
         ("[1]", r":1: a line must have `id` .* but has list"),
         ('{"id": 1, "text": "a", "input_ids": [1]}', r"but has \['id', 'input_ids', 'text'\]"),
         ('{"id": 1, "turns": []}', r":1: turns must be a list of at least one string, but is \[\]; correct it"),
@@ -218,7 +218,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
         ('{"id": 1, "turns": ["\\ud800"]}', ":1: texts must be valid Unicode, but one is not"),
         ('{"id": "\\ud800", "text": "a"}', ":1: texts must be valid Unicode, but one is not"),
         ('{"id": 1, "text": "a", "category": "\\ud800"}', ":1: texts must be valid Unicode, but one is not"),
-        ('{"id": 1, "text": "a"}\n{"id": 2, "text": "\xf6"}', r":2: must be JSON, but is not \('utf-8' codec"),
+        ('{"id": 1, "text": "a"}\n{"id": 2, "text": "\xf6"}', r":2: must be UTF-8, but is not \('utf-8' codec"),
     ],
 )
 def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path, content: str, message: str) -> None:
@@ -231,7 +231,7 @@ def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path, content: st
 def test_a_prompts_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes('{"id": 1, "text": "é"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"^{path}: must be UTF-8, but is not \(.*\); convert it"):
+    with pytest.raises(ValueError, match=rf"^{path}:1: must be UTF-8, but is not \(.*\); correct it"):
         read_prompts_file(path, make_tokenizer(), 260)
 
 

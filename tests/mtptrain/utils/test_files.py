@@ -13,7 +13,7 @@ NOT_JSON = {
     "cut off": (b'{"a": ', r"must be JSON, but is not \(Expecting value"),
     "nested too deep": (NESTED, "must be JSON, but is nested too deep to be read; correct it"),
     "an integer of 5,000 digits": (b'{"a": ' + b"1" * 5000 + b"}", r"must be JSON, but is not \(Exceeds the limit"),
-    "not UTF-8": (b'{"a": "\xf6"}', r"must be JSON, but is not \('utf-8' codec"),
+    "not UTF-8": (b'{"a": "\xf6"}', r"must be UTF-8, but is not \('utf-8' codec"),
 }
 
 
