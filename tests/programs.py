@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO
@@ -74,6 +75,7 @@ def run_module(module: str, arguments: list[str], environment: dict[str, str], s
     if "OMP_NUM_THREADS" in environment:  # was read when torch was imported
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = [module, *arguments]
+    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # imported before the fork
     atexit._clear()  # of the process that this one was forked from
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
