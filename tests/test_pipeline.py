@@ -268,7 +268,7 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
 ) -> None:
     result = run_program(module, f"run_dir={tmp_path}/run", f"target.path={tiny_target}")
     assert result.returncode != 0
-    assert re.search(rf"^error: .*run {program}", result.stderr)
+    assert re.search(rf"^error: .*run {program}", result.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_line_that_is_not_json_is_named_by_file_and_line(tmp_path: Path) -> No
 def test_a_line_that_is_not_utf8_is_named_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_bytes(b'{"messages": "gr\xf6\xdfe"}\n')
-    with pytest.raises(ValueError, match=r"chats\.jsonl:1: must be JSON, but is not \('utf-8' codec"):
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: must be UTF-8, but is not \('utf-8' codec"):
         read_conversations([str(path)])
 
 

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
@@ -11,11 +10,6 @@ from tests.conftest import make_config
 from tests.programs import run_ranks
 
 ROOT = Path(__file__).parents[2]
-
-
-def told(result: CompletedProcess[str]) -> str:
-    """What a program wrote to stderr, without Python's own warning about modules that `run_ranks` has imported."""
-    return "".join(line for line in result.stderr.splitlines(True) if "RuntimeWarning: " not in line)
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
@@ -44,7 +38,7 @@ def test_every_new_name_is_a_setting() -> None:
 def test_a_program_refuses_an_old_name(module: str) -> None:
     result = run_ranks(module, ["recipe=quickstart", "train.recompute=true"])
     assert result.returncode == 2
-    assert told(result) == (
+    assert result.stderr == (
         "error: train.recompute: must be given by its new name, train.activation_checkpointing, but is given as "
         "train.recompute=true; rename it\n"
     )
@@ -95,20 +89,20 @@ def test_a_mistake_on_the_command_line_is_one_line_that_names_what_was_meant(
 ) -> None:
     result = run_ranks("data_prep.prompts", ["recipe=quickstart", *arguments])
     assert result.returncode == 2
-    assert told(result) == f"error: {message}\n"
+    assert result.stderr == f"error: {message}\n"
 
 
 def test_a_mistyped_recipe_or_stage_names_the_nearest() -> None:
     result = run_ranks("data_prep.prompts", ["recipe=quickstrat"])
     assert result.returncode == 2
     assert re.fullmatch(
-        r"error: recipe: must be one of .*, but is 'quickstrat'; did you mean quickstart\?\n", told(result)
+        r"error: recipe: must be one of .*, but is 'quickstrat'; did you mean quickstart\?\n", result.stderr
     )
     result = run_ranks("data_prep.prompts", ["recip=quickstart"])
-    assert told(result).startswith("error: recip: must be the name of") and "mean recipe?" in told(result)
+    assert result.stderr.startswith("error: recip: must be the name of") and "mean recipe?" in result.stderr
     result = run_ranks("mtptrain", ["trian", "recipe=quickstart"])
     assert result.returncode == 2
-    assert re.fullmatch(r"error: stage: must be one of .*, but is 'trian'; did you mean train\?\n", told(result))
+    assert re.fullmatch(r"error: stage: must be one of .*, but is 'trian'; did you mean train\?\n", result.stderr)
 
 
 REFUSED = ["recipe=quickstart", "prompts.source=text_files", "prompts.paths=[/none]"]
@@ -119,28 +113,28 @@ def test_a_refused_input_is_one_line_and_its_stack_is_shown_on_demand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
-    assert (result.returncode, told(result)) == (1, f"error: {MESSAGE}\n")
+    assert (result.returncode, result.stderr) == (1, f"error: {MESSAGE}\n")
     monkeypatch.setenv("MTPTRAIN_DEBUG", "1")
     result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
     assert result.returncode == 1
-    assert told(result).startswith("Traceback") and told(result).endswith(f"FileNotFoundError: {MESSAGE}\n")
+    assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"FileNotFoundError: {MESSAGE}\n")
 
 
 def test_of_several_ranks_each_says_which_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
-    assert (result.returncode, told(result)) == (1, f"rank 1: error: {MESSAGE}\n")
+    assert (result.returncode, result.stderr) == (1, f"rank 1: error: {MESSAGE}\n")
     result = run_ranks("data_prep.prompts", ["recipe=quickstart", "train.lr"])
-    assert result.returncode == 2 and told(result).startswith("rank 1: error: train.lr: must be NAME=VALUE")
+    assert result.returncode == 2 and result.stderr.startswith("rank 1: error: train.lr: must be NAME=VALUE")
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     result = run_ranks("data_prep.prompts", ["recipe=quickstart", f"run_dir={tmp_path}/run/inner"])
     assert result.returncode == 1
-    assert re.search(rf"^error: {tmp_path}/run.*: Not a directory\n\Z", told(result), re.MULTILINE)
-    assert "Traceback" not in told(result)
+    assert re.search(rf"^error: {tmp_path}/run.*: Not a directory\n\Z", result.stderr, re.MULTILINE)
+    assert "Traceback" not in result.stderr
 
 
 def test_every_program_with_a_config_has_this_command_line() -> None:

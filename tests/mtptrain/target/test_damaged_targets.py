@@ -34,7 +34,7 @@ def change_json(path: Path, **settings: object) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (GARBAGE, r"must be JSON, but is not \('utf-8' codec"),
+        (GARBAGE, r"must be UTF-8, but is not \('utf-8' codec"),
         (b"{", r"must be JSON, but is not \(Expecting"),
         (NESTED, "must be JSON, but is nested too deep"),
         (b'{"vocab_size": ' + b"1" * 5000 + b"}", r"must be JSON, but is not \(Exceeds the limit"),
@@ -117,7 +117,7 @@ def test_incomplete_weights_are_named_wherever_they_are_read(target: Path, read:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (GARBAGE, r"must be JSON, but is not \('utf-8' codec"),
+        (GARBAGE, r"must be UTF-8, but is not \('utf-8' codec"),
         (NESTED, "must be JSON, but is nested too deep"),
         (b"[]", "must hold a JSON object, but holds a list"),
         (b"{}", "must name the file of each tensor in weight_map, but does not"),
@@ -140,7 +140,7 @@ def test_an_index_that_cannot_be_followed_is_named(target: Path, content: bytes,
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", GARBAGE, r"/tokenizer\.json: must be JSON, but is not \('utf-8' codec"),
+        ("tokenizer.json", GARBAGE, r"/tokenizer\.json: must be UTF-8, but is not \('utf-8' codec"),
         ("tokenizer.json", b"", r"/tokenizer\.json: must be JSON, but is not \(Expecting value"),
         ("tokenizer.json", NESTED, r"/tokenizer\.json: must be JSON, but is nested too deep"),
         ("tokenizer.json", b"[]", r"/tokenizer\.json: must hold a JSON object, but holds a list"),
