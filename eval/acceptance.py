@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.command_line import command, program
-from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, load_config
+from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker, load_config
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.draft import Drafter
@@ -36,9 +36,10 @@ from mtptrain.decoding.drafters import (
 )
 from mtptrain.decoding.prompts import Prompts, read_prompts
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.run_dir import check_output_dir, write_provenance
+from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_draft_model, load_target
+from mtptrain.training.metrics import track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.files import write_json
 
@@ -53,7 +54,6 @@ def main(cfg: DictConfig) -> None:
     ranks = init_ranks(config.distributed_timeout_hours)
     settings = config.acceptance
     output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
-    check_output_dir(output_dir, "acceptance.output_dir")
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
@@ -78,6 +78,10 @@ def main(cfg: DictConfig) -> None:
         write_json(output_dir / "report.json", described)
         print_table(config, measured)
         write_run_page(config)
+        if config.train.tracker is Tracker.wandb:
+            figures = {name: described[name] for name in ("acceptance_length", "acceptance_rate_at", "tokens_per_step")}
+            files = [path for path in (output_dir / "report.html", output_dir / "report.json") if path.is_file()]
+            track_report(output_dir, config, figures, files)
         if not found.is_trained:
             print(f"head: {found.directory}, unchanged from head.init_from; this run has not trained a head")
 

@@ -26,13 +26,6 @@ def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
     write_json(stage_dir / "provenance.json", provenance)
 
 
-def check_output_dir(path: Path, setting: str) -> None:
-    """Raises ValueError if `path`, which `setting` names, or a part of it is a file, so it cannot be a directory."""
-    existing = next(each for each in (path, *path.parents) if each.exists())
-    if not existing.is_dir():
-        raise ValueError(f"{setting}: must be a directory or a new path, but {existing} is a file; choose another")
-
-
 def require(path: Path, program: str) -> Path:
     """Returns `path`, the output of an earlier stage.
 

@@ -300,7 +300,7 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
         ),
         (
             ("acceptance.output_dir=pyproject.toml",),
-            "acceptance.output_dir: must be a directory or a new path, but pyproject.toml is a file; choose another",
+            "acceptance.output_dir: must name a directory, but is 'pyproject.toml'",
         ),
         (
             ("head.ttt_steps=2",),

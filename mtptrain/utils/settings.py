@@ -62,7 +62,7 @@ def directory_path(*, default: T) -> T:
     return _bounded(
         lambda path: path is None or (path.strip() != "" and not Path(path).is_file()),
         "name a directory",
-        "an empty name would be the working directory, and a file cannot hold others: choose another path",
+        "choose a path that is not a file; an empty one would be the working directory",
         default,
     )
 
