@@ -1,7 +1,8 @@
 # Needs Python >= 3.11 with venv and pip, a C compiler and make. Everything is installed into $(VENV), and vLLM into
 # $(VLLM_VENV); nothing else is touched.
 #
-#   make demo     the whole pipeline on what ships with the package; ARGS="train.lr=1e-4" adds overrides to every program
+#   make demo     the whole pipeline on what ships with the package; RECIPE=quickstart_full trains three times as long,
+#                 and ARGS="train.lr=1e-4" adds overrides to every program
 #   make test     check, then every test that is not marked slow, heads served by vLLM included
 #   make test-all   check, then every test; what continuous integration runs
 #   make test-serving   heads served by vLLM on the CPU, which is installed where it is missing (minutes, once)
@@ -20,6 +21,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
 PEER_VENV ?= .venv-peer
 ARGS ?=
+RECIPE ?= quickstart
 RUN := $(VENV)/bin/python
 # Two tests at a time, with one thread each: on tiny targets a second thread only waits.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
@@ -76,11 +78,11 @@ $(PEER_VENV)/.installed:
 	touch $@
 
 demo: setup
-	$(RUN) -m data_prep.prompts recipe=quickstart $(ARGS)
-	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m data_prep.hidden_states recipe=quickstart $(ARGS)
-	$(RUN) -m mtptrain.train recipe=quickstart $(ARGS)
-	$(RUN) -m eval.acceptance recipe=quickstart $(ARGS)
-	$(RUN) -m mtptrain.export recipe=quickstart $(ARGS)
+	$(RUN) -m data_prep.prompts recipe=$(RECIPE) $(ARGS)
+	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m data_prep.hidden_states recipe=$(RECIPE) $(ARGS)
+	$(RUN) -m mtptrain.train recipe=$(RECIPE) $(ARGS)
+	$(RUN) -m eval.acceptance recipe=$(RECIPE) $(ARGS)
+	$(RUN) -m mtptrain.export recipe=$(RECIPE) $(ARGS)
 
 gpu-check: setup
 	$(RUN) -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check $(ARGS)

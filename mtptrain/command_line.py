@@ -41,7 +41,7 @@ KEPT = {
     "data_prep.responses": "finished responses are kept in {run_dir}/responses; the same command adds the rest",
     "eval.study": "finished runs are kept in {run_dir}; the same command makes the rest",
 }
-"""What a program has kept when Ctrl-C stops it, where it is not `KEPT_BY_OTHERS`."""
+"""Says what a program has kept when Ctrl-C stops it, if that differs from `KEPT_BY_OTHERS`."""
 KEPT_BY_OTHERS = "finished stages are kept in {run_dir}; the same command starts this one again"
 
 
