@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 
+from mtptrain.utils.files import parse_json
+
 from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
@@ -204,7 +206,8 @@ class CompletionServer:
             ) from error
 
     def _fetch(self, path: str, request: dict[str, Any] | None = None, root: str | None = None) -> Any:
-        return json.loads(asyncio.run(self._fetch_body((root or self.url) + path, request)))
+        url = (root or self.url) + path
+        return parse_json(asyncio.run(self._fetch_body(url, request)), url)
 
     async def _fetch_body(self, url: str, request: dict[str, Any] | None) -> bytes:
         """GET `url`, or POST `request` to it, and return the body.

@@ -499,6 +499,8 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
             r"base URL of an OpenAI-compatible server, .* answers \{\"hello\": 1\}; correct the address",
         ),
         ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but the answer of .*/models is not JSON"),
+        ({"models": b"[" * 100_000}, [], r"the answer of .*/models is not JSON \(.* nested too deep"),
+        ({"models": b"9" * 5_000}, [], r"the answer of .*/models is not JSON \(.*5000 digits"),
         (
             {"key": "secret"},
             [],
