@@ -44,7 +44,7 @@ class Collector:
         """Files or conversations with the same tokens and loss mask as an earlier one."""
         self.tokens_read = 0
         self.is_full = False
-        """Whether a window would have exceeded prompts.max_train_tokens. The training split then takes no later one."""
+        """Whether a window would have exceeded prompts.max_train_tokens. The training split then takes no more."""
         self._prompts = prompts
         self._vocab_size = vocab_size
         self._train_tokens = 0
@@ -56,7 +56,7 @@ class Collector:
         Validation windows always fit.
 
         A conversation with the same tokens and loss mask as an earlier one is left out. Duplicate files are kept: each
-        is split by its own name, and dropping one would change the documents of existing runs.
+        gets its split from its own name, and dropping one would change the documents of existing runs.
 
         Raises:
             ValueError: a token id is beyond the model's vocabulary.
@@ -116,7 +116,7 @@ class Collector:
             yield DocumentEntry(i, window.name, window.split, tokens, window.number, window.turn, window.group)
 
     def rewritten_documents(self) -> Documents:
-        """Returns the additional documents, for assistant turns that the first document renders differently."""
+        """Returns conversations' additional documents: for turns that the first one does not contain as generated."""
         return Documents.from_list(
             [
                 (i, window.encoding.input_ids, window.encoding.loss_mask)

@@ -41,7 +41,7 @@ from .report_page import write_run_page
 from .study_figures import RunResult, draw, print_tables
 
 STUDY_SETTINGS = ("study", "run_dir", "seed", "plan")
-"""Config sections that the study sets itself and does not pass on to the variants."""
+"""Top-level settings whose overrides are not passed on to the variants."""
 STAGES = {
     "prompts": "data_prep.prompts",
     "hidden_states": "data_prep.hidden_states",
@@ -114,15 +114,15 @@ class Study:
             if asdict(variant.prompts) | lengths_of != asdict(source):
                 raise ValueError(
                     f"study.variants.{name}: must have the study's settings of prompts, except max_document_tokens "
-                    "and max_train_tokens, but has others; make it a separate study"
+                    "and max_train_tokens, but some differ; make it a separate study"
                 )
             if variant.acceptance != answers:
                 raise ValueError(
-                    f"study.variants.{name}: must have the study's settings of acceptance, but has others; set them "
+                    f"study.variants.{name}: must have the study's settings of acceptance, but some differ; set them "
                     "for all variants"
                 )
         if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
-            raise ValueError(f"study.seeds: must be different and at least 0, but are {settings.seeds}; correct them")
+            raise ValueError(f"study.seeds: must be distinct and at least 0, but are {settings.seeds}; correct them")
         if not re.fullmatch(r"[\w-]+", settings.name):
             raise ValueError(
                 f"study.name: must have only letters, digits, - and _, but is {settings.name!r}; rename it"
@@ -136,7 +136,7 @@ class Study:
             or max(lengths) + answers.max_new_tokens > context_tokens
         ):
             raise ValueError(
-                f"study.prompt_tokens: must be different, at least 4, and leave room for {answers.max_new_tokens} new "
+                f"study.prompt_tokens: must be distinct, at least 4, and leave room for {answers.max_new_tokens} new "
                 f"tokens in the target's context of {context_tokens}, but are {lengths}; correct them"
             )
 
@@ -280,7 +280,7 @@ def needed_data(config: PipelineConfig) -> dict[str, Any]:
 
 
 def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Path) -> bool:
-    """Run a program. Returns False if it is the training and diverged.
+    """Run a program. Returns False if the program is mtptrain.train and training diverged.
 
     Raises:
         RuntimeError: the program failed in another way. The message contains the last error in its log.
@@ -295,7 +295,7 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
         return True
     lines = log.read_bytes()[before:].decode(errors="replace").splitlines()
     errors = [line for line in lines if re.search(r"[Ee]rror: ", line) and "ChildFailedError" not in line] or [
-        "see the log"
+        "it printed no error"
     ]
     if program == "mtptrain.train" and "must be finite" in errors[-1]:
         return False
@@ -303,7 +303,7 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
 
 
 def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
-    """Computes the result of a run from the counts of its answers. It is None for a prompt length without rounds."""
+    """Computes the result of a run from the counts of its answers. Lengths are None where no round had drafts."""
     lines = [json.loads(line) for line in generations.read_text().splitlines()]
     names = ("tokens", "rounds", "empty_rounds", "drafted", "accepted_at")
     answers = [

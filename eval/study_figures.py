@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 RunResult = dict[str, Any]
-"""The result of one run: `acceptance` and `without_loops` (lengths by prompt tokens), and `acceptance_rate_at`."""
+"""The result of one run: `acceptance_rate_at`; by prompt length, acceptance lengths: `acceptance`, `without_loops`."""
 StudyResults = Mapping[str, Mapping[int, RunResult | None]]
 """Results by variant and seed; None if the training diverged."""
 

@@ -43,7 +43,7 @@ def main() -> None:
     try:
         runpy.run_module(python_module(STAGES[stage][0]), run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:  # while modules are imported; the program catches later ones
-        exit_with_line("stopped by Ctrl-C before anything was begun", EXIT_INTERRUPTED)
+        exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

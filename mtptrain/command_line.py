@@ -32,24 +32,24 @@ RENAMED = {
     "train.depth_decay": "train.ttt_loss_decay",
     "train.recompute": "train.activation_checkpointing",
 }
-"""Old names of settings, and their names now."""
+"""Old names of settings, and their current names."""
 
 
 KEPT = {
-    "mtptrain.train": "its checkpoints are kept in {run_dir}/train; the same command goes on from the newest",
+    "mtptrain.train": "its checkpoints are kept in {run_dir}/train; the same command continues from the newest",
     "data_prep.hidden_states": "finished shards are kept in {run_dir}/hidden_states; the same command writes the rest",
     "data_prep.responses": "finished responses are kept in {run_dir}/responses; the same command adds the rest",
-    "eval.study": "finished runs are kept in {run_dir}; the same command makes the rest",
+    "eval.study": "finished stages are kept in {run_dir}/study; the same command runs the rest",
 }
 """Says what a program has kept when Ctrl-C stops it, if that differs from `KEPT_BY_OTHERS`."""
 KEPT_BY_OTHERS = "finished stages are kept in {run_dir}; the same command starts this one again"
 
 
 def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
-    """Make a function of the composed config the entry point of a program, which reads the command line.
+    """Turn a function of the composed config into a program's entry point, which reads the command line.
 
-    It exits with a line on stderr instead of an exception: with 1 if it refuses its input, with 2 if the command line
-    is wrong, with 130 after Ctrl-C.
+    It exits with one line on stderr: status 1 if it refuses its input, 2 if the command line is wrong, 130 after
+    Ctrl-C. A fault of the program itself still shows its stack, with status 1.
     """
 
     @functools.wraps(main)
@@ -78,7 +78,7 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
             refuse_renamed(sys.argv[1:])
             run()
         except KeyboardInterrupt:
-            exit_with_line("stopped by Ctrl-C before anything was begun", EXIT_INTERRUPTED)
+            exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
 
@@ -97,16 +97,16 @@ def refuse_renamed(arguments: Sequence[str]) -> None:
 
 
 def refuse_dashes(unknown: Sequence[str]) -> None:
-    """Raises ValueError if there are options that Hydra does not have, for which it would print all that it has."""
+    """Raises ValueError for an option that Hydra does not have; Hydra itself would print its whole usage text."""
     if unknown:
         raise ValueError(
-            f"{unknown[0]}: must be an option of Hydra, which --help shows, but is not; write settings as NAME=VALUE, "
-            "without dashes"
+            f"{unknown[0]}: must be an option of Hydra, which --hydra-help lists, but is not; write settings as "
+            "NAME=VALUE, without dashes"
         )
 
 
 def program_name() -> str:
-    """Returns the module that was started, by its name in a checkout."""
+    """Returns the name that the started module has in a checkout."""
     spec = sys.modules["__main__"].__spec__
     name = Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")
     return re.sub(r"^mtptrain\.(data_prep|eval)\b", r"\1", name)

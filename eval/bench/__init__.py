@@ -1,1 +1,1 @@
-"""Benchmarks. Each one measures all its candidates in turns, in one run."""
+"""Benchmarks. In each one, all candidates take turns within one run, except vLLM in the extraction benchmark."""

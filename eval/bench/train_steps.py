@@ -1,4 +1,4 @@
-"""The steps that `eval.bench.train` measures: the trainer's own, its plain formula, and another trainer's."""
+"""The steps that `eval.bench.train` measures: the trainer's own, a plain version of it, and another trainer's."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ from mtptrain.utils.distributed import Ranks
 
 WORKER = Path(__file__).with_name("speculators_worker.py")
 Shape = tuple[Sequence[int], Sequence[int]]
-"""Tokens of each document, and of its prompt."""
+"""Token counts of each document and of its prompt."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Ours:
         self.trainer.step([self.batch])
 
     def timed(self) -> float:
-        """Runs a step and returns its seconds."""
+        """Runs a step and returns its duration in seconds."""
         started = time.perf_counter()
         self.step()
         if self.device.type == "cuda":
@@ -186,7 +186,7 @@ class PeerProcess:
         self.peak_bytes, self.resident_bytes = int(answer["peak_bytes"]), int(answer["resident_bytes"])
 
     def step(self) -> float:
-        """Runs a step and returns its seconds by the peer's clock."""
+        """Runs a step and returns its duration in seconds by the peer's clock."""
         return float(self._ask({"steps": 1})["seconds"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Stages:
         if reason := self.vllm_is_missing():
             return skipped(reason)
         if tensor_parallel_size > 1 and torch.cuda.device_count() < tensor_parallel_size:
-            return skipped(f"needs {tensor_parallel_size} GPUs, and there are {torch.cuda.device_count()}")
+            return skipped(f"needs {tensor_parallel_size} GPUs, but this machine has {torch.cuda.device_count()}")
         run_dir = self._sibling(f"vllm_tp{tensor_parallel_size}", "prompts")
         parallel = f"hidden_states.tensor_parallel_size={tensor_parallel_size}"
         self.program("data_prep.hidden_states", "hidden_states.backend=vllm", parallel, run_dir=run_dir)
@@ -149,7 +149,9 @@ class Stages:
         ours, theirs = losses(run_dir), losses(self.directory)
         if len(ours) != len(theirs) or killed_at >= len(theirs):
             return Finding(
-                Outcome.failed, reason=f"killed after {killed_at} of {len(theirs)} steps, and ended with {len(ours)}"
+                Outcome.failed,
+                reason=f"must be killed before step {len(theirs)} and resume to it: killed at {killed_at}, ended at "
+                f"{len(ours)}",
             )
         error = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
         return at_most(
@@ -259,7 +261,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def kill_after_a_checkpoint(command: list[str], run_dir: Path) -> int:
-    """Start training, kill it as soon as it has a checkpoint, and return the steps that it had recorded.
+    """Start training, kill it as soon as it has a checkpoint, and return the number of steps that it had recorded.
 
     Raises:
         RuntimeError: training ended by itself, or made no checkpoint within `LIMIT_S`.
@@ -270,8 +272,8 @@ def kill_after_a_checkpoint(command: list[str], run_dir: Path) -> int:
         while not complete_checkpoints(run_dir / "train/checkpoints"):
             if process.poll() is not None or time.monotonic() - started > LIMIT_S:
                 raise RuntimeError(
-                    "training must be killed after its first checkpoint, but ended or hung before; run it by hand to "
-                    "see why"
+                    "training must be killed after its first checkpoint, but ended or hung before that; run it by hand "
+                    "to see why"
                 )
             time.sleep(0.01)
     finally:

@@ -1,6 +1,6 @@
 """Reads published heads, by the tensor names and settings of the formats that engines serve.
 
-A directory or hub repository must have safetensors and one of these:
+A directory or hub repository must have safetensors files and one of these (class names are those in config.json):
 
 - `head.json`: one of our heads, `run_dir/train/best`;
 - `EagleDeepSeekMTPModel`: head `mtp` for vLLM; `MiMoForCausalLM`: for SGLang;
@@ -9,7 +9,7 @@ A directory or hub repository must have safetensors and one of these:
   its layer named `midlayer` or `layers.0`;
 - a model with an MTP layer of DeepSeek's layout after its own layers (`model.layers.N.eh_proj`): head `mtp`.
 
-All of them rotate queries and keys by halves, as our heads do, so projections need no conversion.
+All of them apply RoPE to halves rather than interleaved pairs, as our heads do, so projections need no conversion.
 """
 
 import re
@@ -196,7 +196,7 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
 
 
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
-    """Returns the settings on which a head's weights depend, with the target's sizes if they are unset."""
+    """Returns the settings on which a head's weights depend, with the target's sizes where they are unset."""
     settings = {
         field.name: getattr(config, field.name) for field in fields(config) if field.name not in IGNORED_SETTINGS
     }
@@ -228,7 +228,7 @@ def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> Pub
 
 
 def _eagle3_tensors(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """Returns the tensors under the names of the export, without a d2t of the whole vocabulary."""
+    """Returns the tensors under our export's names, without a d2t that maps the whole vocabulary to itself."""
     tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
     if "d2t" in tensors and len(tensors["d2t"]) == config.get("vocab_size") and not tensors["d2t"].any():
         tensors.pop("d2t")

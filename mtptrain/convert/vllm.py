@@ -1,4 +1,4 @@
-"""Export formats of vLLM 0.32 (vllm/model_executor/models/: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py)."""
+"""Export formats for vLLM 0.32 (vllm/model_executor/models/: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py)."""
 
 import json
 from pathlib import Path
@@ -29,15 +29,15 @@ class VllmFormat(Format):
             return []
         return [
             f"vLLM gives the head the target's sliding window of {window} tokens too (`CacheConfig.sliding_window`); "
-            "it was trained and measured without one. Drafts for texts of at most that length are not affected."
+            "the head was trained and measured without one. Drafts for texts of at most that length are not affected."
         ]
 
 
 class VllmMtp(VllmFormat):
-    """Exports `mtp` for vLLM's class of DeepSeek's MTP heads, with experts and latent attention switched off.
+    """Exports `mtp` for vLLM's DeepSeek MTP class, with experts and latent attention switched off.
 
-    Embeddings and lm_head are left out, so that vLLM shares the target's. Query, key and value projections are one
-    tensor.
+    Embeddings and lm_head are left out, so that vLLM shares the target's. Query, key and value projections are
+    concatenated.
     """
 
     architecture = "EagleDeepSeekMTPModel"
@@ -60,7 +60,7 @@ class VllmMtp(VllmFormat):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return self.llama_config(dtype) | {
-            # Without these, DeepSeek's class has experts (unless below first_k_dense_replace) and latent attention.
+            # Without these, DeepSeek's class has experts (from layer first_k_dense_replace on) and latent attention.
             "n_routed_experts": 0,
             "first_k_dense_replace": 100_000,
             "moe_layer_freq": 1,

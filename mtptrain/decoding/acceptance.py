@@ -24,7 +24,7 @@ class Acceptance:
     acceptance_rate: float
     """Accepted tokens over drafted tokens."""
     acceptance_rate_at: list[float]
-    """Rounds that accepted the draft at each position, out of all rounds with drafts, so not conditional."""
+    """For each position, the share of rounds with drafts that accepted it; not conditional on earlier positions."""
     acceptance_length_mean_of_prompts: float
     """The acceptance length of each prompt, averaged over prompts."""
     tokens_per_step: float
@@ -100,7 +100,7 @@ def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: 
 
 
 def has_loop(tokens: Sequence[int]) -> bool:
-    """Returns whether a block of at most 64 tokens repeats at least twice, over 32 tokens or more.
+    """Returns whether a block of at most 64 tokens occurs at least three times in a row, over 32 tokens or more.
 
     Greedy decoding of a small model gets caught in such loops, where drafting is easy.
     """
@@ -123,8 +123,8 @@ def token_batches(
     Args:
         lengths: tokens of each prompt.
         max_new_tokens: tokens of each answer.
-        batch_size: the most prompts of a batch.
-        batch_tokens: the most tokens of a batch, counting each prompt padded to the longest one, and its answer. A
+        batch_size: maximum number of prompts in a batch.
+        batch_tokens: maximum number of tokens in a batch, counting each prompt as padded, and its answer. A
             prompt that exceeds it alone gets its own batch. None sets no bound.
 
     Returns:

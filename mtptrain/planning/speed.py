@@ -1,4 +1,4 @@
-"""Estimates a stage's time from a given tokens/s, or otherwise from its costs per token and the hardware's rates."""
+"""Estimates a stage's time from given tokens/s, or otherwise from its costs per token and the hardware's rates."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class TokenCosts:
     pcie_bytes: float
     disk_bytes: float
     writer_s: float = 0.0
-    """Writer seconds per token: a rank's CPU threads check, encode, write and hash its states; 0 without writing."""
+    """Seconds that a rank's CPU threads take to check, encode, write and hash a token's states; 0 without writing."""
 
 
 def estimate(
@@ -54,7 +54,7 @@ def estimate(
     Args:
         planner: rates of the hardware.
         tokens: tokens of the stage.
-        given: tokens/s; 0 for an estimate.
+        given: tokens/s; 0 to derive them from the costs.
         costs: costs of one token.
         share: share of the peak FLOP/s that matrix products reach.
         gpus_at_work: GPUs that work at once.
@@ -91,7 +91,7 @@ def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Sp
     if rate == on_gpu:
         bound = "memory traffic" if memory_rate < product_rate else products
     others = ", ".join(f"{name} {other:,.0f}" for name, other in rates.items() if name != bound)
-    basis = f"bound by {bound}" + (f" ({rates[bound]:,.0f} alone; {others})" if others else "")
+    basis = f"bound by {bound}" + (f" ({rates[bound]:,.0f} tokens/s alone; {others})" if others else "")
     return Speed(rate, tokens / rate, flops_per_token, basis)
 
 

@@ -1,4 +1,4 @@
-"""Finds the first token at which an engine and we differ. A tiny logit gap there is rounding, a large one a bug."""
+"""Finds the first token where an engine's output differs from ours. A tiny logit gap is rounding, a large one a bug."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from mtptrain.target.position_cache import PositionCache
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token on which both sides differ."""
+    """The first token on which the two sides differ."""
 
     what: str
     """`answer` if the target chose another token, `draft` if the head did."""
@@ -38,14 +38,14 @@ class Divergence:
     def __str__(self) -> str:
         return (
             f"{self.what} token {self.position} of prompt {self.prompt} is {self.ours} for us and {self.theirs} for "
-            f"the engine, whose token is {self.logit_gap:.2g} below the {self.logit:.3g} of ours in our logits"
+            f"the engine; our logits put its token {self.logit_gap:.2g} below our own, which has {self.logit:.3g}"
         )
 
 
 def first_answer_divergence(
     target: Target, prompts: Sequence[Sequence[int]], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
 ) -> Divergence | None:
-    """Returns the first token of the first answer that differs; None if all are equal, or if one only ends earlier."""
+    """Returns the first token of the first answer that differs; None if all are equal, or one merely ends earlier."""
     for index, (prompt, our_tokens, their_tokens) in enumerate(zip(prompts, ours, theirs, strict=True)):
         pairs = zip(our_tokens, their_tokens, strict=False)
         position = next((position for position, (a, b) in enumerate(pairs) if a != b), None)

@@ -72,7 +72,7 @@ class GenerateJob:
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     max_model_len: int
-    """The engine's context. Once a request is within 2 K tokens of it, drafts are useless for all requests."""
+    """The engine's context length. Once a request is within 2 num_speculative_tokens of it, all drafts are useless."""
     speculative_config: dict[str, Any] | None = None
     """vLLM's `--speculative-config`; None decodes without drafts."""
     hf_overrides: dict[str, Any] | None = None
@@ -82,7 +82,7 @@ class GenerateJob:
     max_num_seqs: int = 32
     """Requests that are decoded at once."""
     kv_cache_memory_bytes: int | None = None
-    """None lets the engine choose, which takes nearly all memory."""
+    """None lets the engine choose; it then takes nearly all memory."""
     tensor_parallel_size: int = 1
     """GPUs of the engine."""
     device_type: str = "cpu"
@@ -240,7 +240,7 @@ class VllmServer:
                 "prompt": list(prompt),
                 "max_tokens": max_new_tokens,
                 "temperature": 0.0,
-                # Set all values: omitted ones come from generation_config.json, and penalties affect greedy too.
+                # Set all values: omitted ones come from generation_config.json, and penalties affect greedy decoding.
                 **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
                 **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
                 "ignore_eos": True,

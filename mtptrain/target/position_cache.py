@@ -22,12 +22,12 @@ class TreeRows:
 
 
 class PositionCache(Cache):
-    """A cache that stores the key and value of position p in slot p of each row.
+    """A cache that stores the key and value of position p in slot p of each sequence.
 
     Writing a position again overwrites it, and a query sees only the slots up to its own position. After a rejected
-    draft, decoding therefore continues at an earlier position, without copying or cropping the cache. Each row has its
-    own length. A tree occupies the slots after the sequence until `keep` copies the accepted branch to the slots of its
-    positions.
+    draft, decoding therefore continues at an earlier position, without copying or cropping the cache. Each sequence has
+    its own length. A tree occupies the slots after the sequence until `keep` copies the accepted branch to the slots
+    of its positions.
 
     Each layer's keys and values are on the device of that layer; slot indices are copied to a device once per forward.
     """

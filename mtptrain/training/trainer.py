@@ -23,7 +23,7 @@ from mtptrain.utils.distributed import Ranks
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Sums over ranks of one step, on the device: reading them waits for it."""
+    """Sums over ranks of one step, on the device: reading them waits for the device."""
 
     losses: torch.Tensor  # f32[T]
     kl: torch.Tensor  # f32[T]
@@ -61,7 +61,7 @@ class Trainer:
         self.clock = PhaseClock(ranks.device)
         self._unchecked: list[
             tuple[tuple[int, ...], torch.Tensor]
-        ] = []  # documents, and loss plus gradient norm, of each step
+        ] = []  # of each step: its documents, and the sum of its metrics and gradient norm
         head.activation_checkpointing = config.activation_checkpointing
         fuse(is_compiled(config.compile, ranks.device))
         optimizer = torch.optim.AdamW(
@@ -80,13 +80,14 @@ class Trainer:
 
     def step(self, batches: Sequence[Batch]) -> StepMetrics:
         """Make one optimizer step with this rank's batches."""
-        # 1. Count the drafts of all ranks and batches, by which the loss is divided once.
+        # 1. Count the drafts over all ranks and batches: the losses are divided by these totals.
         num_drafts = (  # f32[T]
             torch.stack([batch.num_drafts for batch in batches]).sum(0).to(self.ranks.device, non_blocking=True)
         )
         self.ranks.sum(num_drafts)
         scale = self._scale(num_drafts)
-        # 2. Accumulate the gradients of all batches. After the last, the engine sums over ranks and steps.
+        # 2. Accumulate the gradients of all batches. After the last, the engine sums them over ranks and updates
+        # the weights.
         sums = num_drafts.new_zeros(4, len(num_drafts))
         for batch in batches:
             losses = self._losses(batch, scale)
@@ -95,14 +96,14 @@ class Trainer:
             with self.clock.phase("optimizer"):
                 self.engine.step()
             sums += torch.stack([losses.losses, losses.kl, losses.top1_accuracy, losses.overlap])
-        # 3. Leave the check for `check_finite`: reading a value here would wait for the device.
+        # 3. Leave the check to `check_finite`: reading a value here would wait for the device.
         self._unchecked.append((_document_ids(batches), sums.sum() + self.clipper.norm))
         # 4. Sum the metrics over ranks.
         total_losses, kl, top1_accuracy, overlap = self.ranks.sum(sums)
         return StepMetrics(total_losses, kl, top1_accuracy, overlap, num_drafts)
 
     def _scale(self, num_drafts: torch.Tensor) -> torch.Tensor:
-        """Returns the factor of each depth's sum of losses [T]."""
+        """Returns the factor [T] that multiplies each depth's sum of losses."""
         weights = self.config.ttt_loss_decay ** torch.arange(
             len(num_drafts), dtype=torch.float32, device=num_drafts.device
         )
@@ -130,7 +131,7 @@ class Trainer:
 
     @torch.no_grad()
     def check_weights(self, step: int, batches: Sequence[Batch]) -> None:
-        """Check the loss of the last batches with the updated weights, before these are saved anywhere.
+        """Check the loss of the last batches with the updated weights, before they are saved anywhere.
 
         Raises:
             RuntimeError: it is not finite.
@@ -148,8 +149,9 @@ class Trainer:
         if bad_of_all:
             step, rank, document_ids = bad_of_all[0]
             raise RuntimeError(
-                f"train: {what} must be finite, but is not at step {step}, with documents {list(document_ids)} on rank "
-                f"{rank}; lower train.lr, or look at these documents; the last checkpoint is unchanged"
+                f"train: {what} must be finite, but a value at step {step} is not, with documents "
+                f"{list(document_ids)} on rank {rank}; lower train.lr, or look at these documents; the last checkpoint is "
+                "unchanged"
             )
 
     def describe(self, metrics: StepMetrics, step: int) -> dict[str, Any]:

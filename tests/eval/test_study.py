@@ -79,9 +79,9 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
         ),
         (
             ("study=norms", "study.prompt_tokens=[2040]"),
-            "must be different, at least 4, and leave room for 64 new tokens in the target's context of 2048",
+            "must be distinct, at least 4, and leave room for 64 new tokens in the target's context of 2048",
         ),
-        (("study=norms", "study.prompt_tokens=[16,16]"), "must be different, at least 4, and leave room"),
+        (("study=norms", "study.prompt_tokens=[16,16]"), "must be distinct, at least 4, and leave room"),
         (("study=norms", "seed=3"), "seed: must be left out, but is 3; set study.seeds"),
         (("study=norms", "+study.variants.data=[]"), "and must not be data or held_out, but one is 'data'; rename it"),
         (("study=norms", '+study.variants.x=["target.path=/x"]'), "study.variants.x: must have the study's target"),
@@ -93,7 +93,7 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
             ("study=norms", '+study.variants.x=["acceptance.temperature=1"]'),
             "study.variants.x: must have the study's settings of acceptance",
         ),
-        (("study=norms", "study.seeds=[1,1]"), "study.seeds: must be different and at least 0, but are [1, 1]"),
+        (("study=norms", "study.seeds=[1,1]"), "study.seeds: must be distinct and at least 0, but are [1, 1]"),
         (("study=norms", '+study.variants.x=["train.lr=-1"]'), "train.lr: must be a number of at least 0"),
     ],
 )

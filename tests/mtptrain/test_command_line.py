@@ -78,8 +78,8 @@ def test_a_program_refuses_an_old_name(module: str) -> None:
         (["run_dir=???"], "run_dir: must be set, but is not; add run_dir=VALUE"),
         (
             ["--lr=1"],
-            "--lr=1: must be an option of Hydra, which --help shows, but is not; write settings as NAME=VALUE, without "
-            "dashes",
+            "--lr=1: must be an option of Hydra, which --hydra-help lists, but is not; write settings as "
+            "NAME=VALUE, without dashes",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -158,7 +158,8 @@ def test_ctrl_c_ends_with_a_line_and_the_same_command_goes_on_from_the_newest_ch
         kill_tree(process.pid)
     errors = (tmp_path / "stderr").read_text()
     assert errors.endswith(
-        f"\nstopped by Ctrl-C; its checkpoints are kept in {run_dir}/train; the same command goes on from the newest\n"
+        f"\nstopped by Ctrl-C; its checkpoints are kept in {run_dir}/train; the same command continues from the "
+        "newest\n"
     )
     assert "Traceback" not in errors
     assert 5 <= len(records(run_dir)) < 40
@@ -303,14 +304,14 @@ def test_a_run_that_diverges_stops_before_it_saves_and_names_its_documents(fresh
     )
     result = run_program("mtptrain.train", *fresh_run[1], *settings)
     assert result.returncode != 0
-    assert "train: the loss of the new weights must be finite, but is not at step 1, with documents [" in result.stderr
+    assert "train: the loss of the new weights must be finite, but a value at step 1 is not, with doc" in result.stderr
     assert not list((fresh_run[0] / "train").glob("checkpoints/step_*")) and not (fresh_run[0] / "train/last").exists()
 
 
 def test_a_loss_that_is_not_finite_between_two_records_is_named_with_its_step(fresh_run: Run) -> None:
     settings = ("train.lr=1e30", "train.warmup_steps=0", "train.log_every=10", "train.max_steps=11")
     result = run_program("mtptrain.train", *fresh_run[1], *settings)
-    assert "train: the loss and its gradient must be finite, but is not at step 2, with documents [" in result.stderr
+    assert "train: the loss and its gradient must be finite, but a value at step 2 is not, with doc" in result.stderr
 
 
 def test_metrics_that_a_kill_has_torn_do_not_keep_a_run_from_going_on(fresh_run: Run) -> None:
