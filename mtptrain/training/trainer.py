@@ -150,8 +150,8 @@ class Trainer:
             step, rank, document_ids = bad_of_all[0]
             raise RuntimeError(
                 f"train: {what} must be finite, but a value at step {step} is not, with documents "
-                f"{list(document_ids)} on rank {rank}; lower train.lr, or look at these documents; the last checkpoint is "
-                "unchanged"
+                f"{list(document_ids)} on rank {rank}; lower train.lr, or look at these documents; the last checkpoint "
+                "is unchanged"
             )
 
     def describe(self, metrics: StepMetrics, step: int) -> dict[str, Any]:
