@@ -91,7 +91,7 @@ def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Sp
     if rate == on_gpu:
         bound = "memory traffic" if memory_rate < product_rate else products
     others = ", ".join(f"{name} {other:,.0f}" for name, other in rates.items() if name != bound)
-    basis = f"bound by {bound}" + (f" ({rates[bound]:,.0f} tokens/s alone; {others})" if others else "")
+    basis = f"bound by {bound}" + (f" ({rates[bound]:,.0f} alone; {others})" if others else "")
     return Speed(rate, tokens / rate, flops_per_token, basis)
 
 
