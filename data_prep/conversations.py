@@ -1,4 +1,4 @@
-"""Prompt source `conversations`: rows of jsonl, json or parquet files or of hub data sets, one conversation per row."""
+"""Reads the prompt source `conversations`: jsonl, json or parquet files or hub data sets, one conversation per row."""
 
 import hashlib
 import json

@@ -116,7 +116,7 @@ class Collector:
             yield DocumentEntry(i, window.name, window.split, tokens, window.number, window.turn, window.group)
 
     def rewritten_documents(self) -> Documents:
-        """Returns the additional documents: for turns that a conversation's first document does not hold as generated."""
+        """Returns the additional documents, written for turns that the template renders differently later on."""
         return Documents.from_list(
             [
                 (i, window.encoding.input_ids, window.encoding.loss_mask)

@@ -1,4 +1,4 @@
-"""Prompt source `text_files`: one document per file, named by its path relative to its directory."""
+"""Reads the prompt source `text_files`: one document per file, named by its path relative to its directory."""
 
 import sysconfig
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`manifest.json` of `run_dir/responses/`, which data_prep.prompts reads: identity and counts of the responses."""
+"""Defines `manifest.json` of `run_dir/responses/`: identity and counts of the responses. data_prep.prompts reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

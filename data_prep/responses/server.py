@@ -72,7 +72,7 @@ class CompletionServer:
             self._parse(content)
         except RequestFailed as failure:
             raise ValueError(
-                f"responses.url: {self.url} must complete prompts of token ids, but {failure}; serve the target"
+                f"responses.url: {self.url} must complete prompts of token ids, but {failure}; serve the target there"
             ) from None
         num_read = (content.get("usage") or {}).get("prompt_tokens", len(prompt_ids))
         if num_read != len(prompt_ids):
@@ -192,7 +192,7 @@ class CompletionServer:
             key = "; set the environment variable that responses.api_key_variable names" if is_key_wrong else ""
             raise ValueError(
                 "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
-                f"but at {self.url}{path} {error}{key or '; correct the address or serve the target'}"
+                f"but at {self.url}{path} {error}{key or '; correct the address or serve the target there'}"
             ) from error
         except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionError(

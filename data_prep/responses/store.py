@@ -1,4 +1,4 @@
-"""`run_dir/responses/`: regenerated conversations, appended as they end and put into input order when all are done.
+"""Stores regenerated conversations in `run_dir/responses/`: appends each as it ends, then puts all into input order.
 
 During a run, `plan.json` holds the identity of the responses, and each rank appends finished conversations to
 `answers_<rank>.jsonl`. At the end, `conversations.jsonl` holds all conversations in input order, and `failures.jsonl`
