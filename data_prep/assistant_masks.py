@@ -23,7 +23,7 @@ class Encoding:
     input_ids: NDArray[np.int32]  # [S]
     loss_mask: NDArray[np.uint8]  # [S], 1 where the assistant generates the token
     turn: int = 0
-    """0 for a file and for the first document of a conversation; see `Rendering` for the others."""
+    """0 for a file and for the first document of a conversation; for other documents see `Rendering.turn`."""
     answers: int = 0
     """Supervised assistant turns of a conversation."""
     answers_left_out: int = 0
@@ -31,11 +31,11 @@ class Encoding:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render a short conversation, to find errors before the real ones are processed.
+    """Render a short conversation, to find errors before processing the data.
 
     Raises:
-        ValueError: there is no template, it fails, the tokenizer cannot map tokens to characters, or the mask of the
-            assistant turn is empty.
+        ValueError: the chat template is missing or fails, the tokenizer cannot map tokens to characters, or the mask of
+            the assistant turn is empty.
         EndlessTemplate: the template takes too long.
     """
     require_chat_template(tokenizer)
@@ -61,7 +61,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def empty_mask_error(tokenizer: PreTrainedTokenizerBase, reason: str) -> ValueError:
-    """Returns the error for loss masks that select no token, with which training would learn nothing."""
+    """Returns the error for loss masks that select no token, from which training would learn nothing."""
     return ValueError(
         f"target.path: the chat template of {tokenizer.name_or_path} must show which tokens the assistant generates, "
         f"but the loss mask is empty: {reason}; correct the template ({{% generation %}} ... {{% endgeneration %}} "
@@ -86,7 +86,7 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
 
 
 def _loss_mask(rendering: Rendering, offsets: NDArray[np.int64], is_special: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Returns the mask [S] of tokens in the spans. `offsets` [S, 2] are the first and last + 1 character of each token.
+    """Returns the mask [S] of tokens in the spans. `offsets` [S, 2] are the characters [start, end) of each token.
 
     A token that begins before a span contains the end of the prompt, so the assistant cannot have generated it.
     """
@@ -101,7 +101,7 @@ def _loss_mask(rendering: Rendering, offsets: NDArray[np.int64], is_special: NDA
 
 
 def _num_generated(text: str, ends: NDArray[np.int64], is_special: NDArray[np.bool_]) -> int:
-    """Returns how many tokens of a span the assistant generates, without white space after its end-of-turn token."""
+    """Returns the number of generated tokens in a span, not counting white space after the end-of-turn token."""
     specials = np.flatnonzero(is_special)
     if len(specials) and not text[ends[specials[-1]] :].strip():
         return int(specials[-1]) + 1

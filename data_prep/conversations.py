@@ -1,4 +1,4 @@
-"""Prompt source `conversations`: rows of jsonl, json or parquet files or of hub data sets, one conversation per row."""
+"""Reads the prompt source `conversations`: jsonl, json or parquet files or hub data sets, one conversation per row."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ class Rows:
             yield from enumerate(self.rows)
         except ValueError as error:
             raise ValueError(
-                f"{self.path}: its rows must be readable, but one is not ({error}); write it again"
+                f"{self.path}: every row must be readable, but one is not ({error}); write the file again"
             ) from error
 
 
@@ -77,7 +77,7 @@ class Conversations:
     schema: ConversationSchema
     origins: list[tuple[Rows, int]]
     groups: list[str]
-    """Group of each usable row. Rows with the same question have the same group, which is never split."""
+    """Group of each usable row. Rows with the same question share a group, which stays in one split."""
 
     def messages(self, index: int) -> list[Message]:
         """Reads a conversation from its file again, so that a large data set need not fit into memory."""
@@ -123,14 +123,15 @@ def refuse_duplicate_paths(paths: Sequence[str]) -> None:
     duplicates = [path for path, count in Counter(paths).items() if count > 1]
     if duplicates:
         raise ValueError(
-            f"prompts.paths: must name each path once, but names {', '.join(duplicates)} more than once; give it once"
+            f"prompts.paths: must name each path once, but names {', '.join(duplicates)} more than once; "
+            "remove the duplicates"
         )
 
 
 def conversation_name(row: Row, messages: Sequence[Message]) -> str:
     """Returns the row's `id` or `conversation_id`, or else a hash of its messages.
 
-    The split into training and validation does not depend on it.
+    The name does not affect the split into training and validation.
 
     Raises:
         ConversationRefused: the id is not valid Unicode.
@@ -216,7 +217,7 @@ def _check_schema(row: Row, schema: ConversationSchema, location: str) -> None:
         )
     known = " or ".join(f"`{name}` (messages with {', '.join(keys)})" for name, keys in MESSAGE_KEYS.items())
     raise ValueError(
-        f"{location}: a row must hold its messages in one of {', '.join(COLUMNS)}, in schema "
+        f"{location}: a row must hold its messages in a column {' or '.join(COLUMNS)}, in schema "
         f"{schema if schema != 'auto' else known}, but has {actual}; convert the data or correct prompts.schema"
     )
 
@@ -225,7 +226,7 @@ def _read_rows(path: str, split: str) -> Rows:
     suffix = Path(path).suffix
     if Path(path).is_dir():
         raise ValueError(
-            f"prompts.paths: conversations must be files or hub names, but {path!r} is a directory; list its files"
+            f"prompts.paths: conversations must be files or hub data sets, but {path!r} is a directory; list its files"
         )
     if Path(path).is_file() and suffix not in FILE_SUFFIXES:
         raise ValueError(

@@ -78,8 +78,8 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
     """Returns the number of tokens to choose.
 
     Raises:
-        ValueError: the head drafts the target's whole vocabulary or brings its own, or the size exceeds the target's
-            vocabulary.
+        ValueError: the head drafts the target's whole vocabulary, starts from a head that has its own, or the size
+            exceeds the target's vocabulary.
     """
     size = getattr(head, "draft_vocab_size", None)
     if size is None or size == vocab_size:
@@ -117,8 +117,8 @@ def count_drafted(documents: Documents, vocab_size: int) -> NDArray[np.int64]:
 def is_drafted(documents: Documents) -> NDArray[np.bool_]:
     """Returns which tokens the first draft of a round can predict, bool[N]; later drafts predict a subset of them.
 
-    As in `make_batch`, a token counts if the assistant generates it and the token before it, and if the target has a
-    hidden state before both.
+    As in `make_batch`, a token counts if the assistant generates it and the token before it, and if both follow a
+    token whose hidden state the draft can read.
     """
     generated = documents.loss_mask.astype(bool)
     drafted = generated & np.roll(generated, 1)
@@ -151,14 +151,14 @@ def coverage(counts: NDArray[np.int64], token_ids: NDArray[np.int64]) -> float:
 def print_summary(manifest: DraftVocabManifest) -> None:
     table = Table(title="data_prep.draft_vocab", show_header=False)
     table.add_row("draft vocabulary", f"{manifest.draft_vocab_size:,} of {manifest.vocab_size:,} tokens")
-    table.add_row("different tokens drafted", f"{manifest.distinct_tokens:,}")
+    table.add_row("distinct tokens drafted", f"{manifest.distinct_tokens:,}")
     for split, share in manifest.coverage.items():
         table.add_row(f"drafted tokens covered, {split}", f"{share:.2%}")
     Console().print(table)
     if manifest.filled_up_tokens:
         print(
-            f"{manifest.filled_up_tokens:,} of its tokens never occur in the training split where a draft can predict "
-            "them: they are special tokens, or were chosen by lowest id to fill the vocabulary"
+            f"{manifest.filled_up_tokens:,} of the chosen tokens never occur in the training split where a draft can "
+            "predict them: they are special tokens, or those with the lowest ids, which fill up the vocabulary"
         )
 
 

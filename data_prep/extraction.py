@@ -38,7 +38,7 @@ class Extraction:
     own: range
     """Indices of the shards that this part of the extraction writes (`hidden_states.part`)."""
     windows: list[list[int]]
-    """Shards in the order in which training reads them; empty unless training reads the store while it is written."""
+    """Shards of each window, in the order in which training reads them; empty without `train.stream`."""
 
     @property
     def store_dir(self) -> Path:

@@ -61,8 +61,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
 
     Raises:
         FileNotFoundError: stage 1 has not been run, or vLLM is not installed although the backend is vllm.
-        ValueError: the prompts do not fit the target, its lm_head is quantised, the directory holds other states, or
-            the disk is too small.
+        ValueError: the prompts do not fit the target, its lm_head is quantised, the directory holds states extracted
+            with different settings or inputs, or the disk is too small.
         OSError: the disk became full; finished shards are kept.
     """
     if ranks.device.type == "cpu":
@@ -133,7 +133,7 @@ def fill(extraction: Extraction, streams: Streams, indices: Sequence[int], ranks
 
 
 def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
-    """Write shards in the order of training, as far ahead as the disk allows, until training has released all of them.
+    """Write shards in the order of training, up to `OPEN_WINDOWS` windows ahead, until training has released them all.
 
     Ranks divide the shards by their position in that order, and do not wait for each other.
     """
@@ -147,7 +147,7 @@ def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> N
             time.sleep(POLL_S)
     ranks.barrier()
     if ranks.is_first:
-        delete_shards(extraction.store_dir, windows)  # those still being written when training ended
+        delete_shards(extraction.store_dir, windows)  # shards that were still being written when training ended
         num_documents = len(extraction.documents)
         print(
             f"{extraction.store_dir}: training has read the hidden states of all {num_documents:,} documents",
@@ -156,7 +156,7 @@ def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> N
 
 
 def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager[Streams]:
-    """Load the target in the backend. It returns the captured layers, then the last layer before the final norm."""
+    """Load the target in the backend, which returns the captured layers, then the last layer before the final norm."""
     config, target_dir = extraction.config, extraction.target_dir
     settings = config.hidden_states
     layers = (*extraction.capture_layers, int(extraction.target_config.num_hidden_layers))
@@ -186,7 +186,7 @@ def scratch_prefix(config: PipelineConfig) -> str:
 
 
 def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
-    """Returns the bytes of the backend's temporary files on the store's disk: two largest shards per rank."""
+    """Returns the most bytes that temporary files take on the store's disk: two shards of the largest size per rank."""
     settings = extraction.config.hidden_states
     if settings.backend is not Backend.vllm or settings.scratch_dir is not None:
         return 0
@@ -197,7 +197,7 @@ def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
 
 
 def remove_scratch(config: PipelineConfig) -> None:
-    """Remove the temporary files of killed runs: of this part, or of all parts if there is only one now."""
+    """Remove the temporary files that killed runs of this part left, or of all parts if there is only one now."""
     prefix = scratch_prefix(config)
     if config.hidden_states.num_parts == 1:
         prefix = prefix.removesuffix(f"{config.hidden_states.part}_")
@@ -206,24 +206,24 @@ def remove_scratch(config: PipelineConfig) -> None:
 
 
 def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:
-    """Returns the shards of this part that are still to be computed. The ranks divide the search for finished ones."""
+    """Returns the shards of this part that are still to be computed. Ranks divide the search for finished shards."""
     complete = [index for index in list(own)[ranks.rank :: ranks.world_size] if has_shard(store_dir, index)]
     everyone = {index for indices in ranks.gather(complete) for index in indices}
     return [index for index in own if index not in everyone]
 
 
 def fullest_windows(extraction: Extraction) -> list[int]:
-    """Returns the shards of the windows that take the most disk space at the same time while training follows."""
+    """Returns the shards of the `OPEN_WINDOWS` consecutive windows that need the most disk space."""
     windows, documents = extraction.windows, extraction.documents
     together = [list(chain.from_iterable(windows[i : i + OPEN_WINDOWS])) for i in range(len(windows))]
     return max(together, key=lambda indices: num_tokens(documents, extraction.select(indices)))
 
 
 def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> None:
-    """Print how much will be written, and refuse if the disk is too small for it and the backend's temporary files.
+    """Print how much will be written, and refuse if that and the backend's temporary files exceed the free disk space.
 
-    If training follows, shards are deleted as they are read: the fullest windows must fit, once all present shards are
-    deleted.
+    While streaming, training deletes the shards that it has read. So only the fullest windows must fit, and the space
+    of shards already on the disk counts as free.
 
     Raises:
         ValueError: too little space is free.
@@ -252,10 +252,10 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
         flush=True,
     )
     if unwritten and missing_bytes + scratch > free_bytes:
-        backend = f" and {scratch / 1e9:.3f} GB of the backend's files (hidden_states.scratch_dir)" if scratch else ""
+        backend = f" and {scratch / 1e9:.3f} GB for the backend's files (hidden_states.scratch_dir)" if scratch else ""
         raise ValueError(
             f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{backend}, but "
-            f"{free_bytes / 1e9:.3f} GB are; free space, set run_dir to a larger disk, set "
+            f"{free_bytes / 1e9:.3f} GB are; free space, move run_dir to a larger disk, set "
             "hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run data_prep.prompts again"
         )
 
@@ -275,7 +275,7 @@ def report(extraction: Extraction, manifest: StoreManifest | None, computed_toke
         parts = ", ".join(str(part) for part in sorted({index % settings.num_parts for index in left}))
         rows = {
             "this part": f"{settings.part} of {settings.num_parts}, finished",
-            "shards": f"{num_shards:,}, {len(left):,} still missing; the last part to end finishes the store",
+            "shards": f"{num_shards:,}, {len(left):,} still missing; the last part to finish completes the store",
             "unfinished parts": f"{parts}; to rerun a failed one, set hidden_states.part=N and the same num_parts",
             "computed now": speed,
         }

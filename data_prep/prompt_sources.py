@@ -1,4 +1,4 @@
-"""The prompt sources with one interface: documents by name, tokenized on demand."""
+"""Gives every prompt source the same interface: named documents that are tokenized on demand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ class Source(Protocol):
     groups: list[str]
     """Split group of each document; a group is never divided between splits."""
     refused: dict[str, str]
-    """Reasons for the files or rows that are not in `names`."""
+    """Reason for each file or row that is not in `names`, by location."""
 
     def location(self, index: int) -> str:
         """Returns where document `index` comes from, for messages."""
@@ -89,8 +89,8 @@ class ConversationSource:
 class ResponsesSource(ConversationSource):
     """Conversations that data_prep.responses has regenerated.
 
-    Not supervised are the end-of-turn token that the template adds after a response that was cut off, and responses
-    that the template does not render as generated.
+    The loss mask leaves out responses that the template does not render as generated, and the end-of-turn token that
+    the template adds after a response that was cut off.
     """
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
@@ -99,7 +99,7 @@ class ResponsesSource(ConversationSource):
         for index, encodings in zip(indices, documents, strict=True):
             row = self._row(index)
             if row["ended_by"] == Ending.length and row["texts_kept"][-1] and not isinstance(encodings, str):
-                whole = encodings[0]  # the longest, which holds the last response
+                whole = encodings[0]  # contains the last response
                 last = np.flatnonzero(whole.loss_mask)[-1:]
                 whole.loss_mask[last] = ~np.isin(whole.input_ids[last], special_ids)
         return documents
@@ -129,7 +129,10 @@ def answer_prompts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
 
 
 def as_generated(rendering: Rendering, prompts: Sequence[str], is_kept: Sequence[bool]) -> Rendering:
-    """Returns the rendering without the spans of responses that are not kept, each with the prompt before it."""
+    """Returns the rendering with only the spans of responses that are kept.
+
+    A span belongs to the response with the longest prompt that is a prefix of the text and ends before the span does.
+    """
     starts = [(len(prompt), turn) for turn, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
     turns = [
         max(((start, turn) for start, turn in starts if start < end), default=(0, None))[1]

@@ -53,7 +53,7 @@ class Collector:
     def add(self, name: str, group: str, location: str, encodings: Sequence[Encoding]) -> None:
         """Add the windows of a file or conversation that fit within prompts.max_train_tokens.
 
-        Validation windows always fit.
+        The limit does not apply to validation windows.
 
         A conversation with the same tokens and loss mask as an earlier one is left out. Duplicate files are kept: each
         gets its split from its own name, and dropping one would change the documents of existing runs.
@@ -116,7 +116,7 @@ class Collector:
             yield DocumentEntry(i, window.name, window.split, tokens, window.number, window.turn, window.group)
 
     def rewritten_documents(self) -> Documents:
-        """Returns conversations' additional documents: for turns that the first one does not contain as generated."""
+        """Returns the additional documents, written for turns that the template renders differently later on."""
         return Documents.from_list(
             [
                 (i, window.encoding.input_ids, window.encoding.loss_mask)
@@ -127,7 +127,7 @@ class Collector:
 
 
 def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
-    """Tokenize, cut and split all documents, in the order of the hashes of their groups. Each file is its own group.
+    """Tokenize, cut and split all documents, in the order of their groups' hashes. Each file is its own group.
 
     Held-out groups have the smallest hashes, so the validation split is complete before the training split can be full.
     """
@@ -168,6 +168,6 @@ def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None
     if highest >= vocab_size:
         raise ValueError(
             f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives "
-            f"{highest} in {location}; tokenizer and config.json belong to different models; correct target.path "
+            f"{highest} in {location}; tokenizer and config.json belong to different models: correct target.path "
             "or its files"
         )

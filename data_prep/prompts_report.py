@@ -21,7 +21,7 @@ class SplitReport:
     supervised_tokens: int
     """Tokens with loss mask 1."""
     lengths: dict[int, int]
-    """Histogram of lengths: key n counts documents longer than n / 2 and of at most n tokens."""
+    """Histogram of lengths: key n counts documents of more than n / 2 and at most n tokens."""
 
     @staticmethod
     def of(documents: Documents) -> "SplitReport":
@@ -35,7 +35,7 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class RewrittenReport:
-    """The cost of chat templates that render earlier turns differently, as Qwen3's strips their reasoning."""
+    """The cost of a chat template that renders earlier turns differently: Qwen3's, for example, strips reasoning."""
 
     answers: int
     """Assistant turns stored in an additional document with their history, before prompts.max_train_tokens applies."""
@@ -52,7 +52,7 @@ class DuplicatesReport:
     """Repeated questions. Conversations with the same question are never divided between splits."""
 
     questions: int
-    """Number of distinct questions, the split groups. Each file is its own group."""
+    """Number of distinct questions. Each is a split group, as is each file."""
     largest: int
     """Conversations in the largest group."""
     same_question: int
@@ -85,7 +85,7 @@ class PromptsReport:
     documents_cut: int
     """Files or conversations longer than prompts.max_document_tokens."""
     windows_cut: int
-    """Windows that they were cut into."""
+    """Windows that these files or conversations were cut into."""
     windows_unsupervised: int
     """Windows left out because they have no supervised token."""
     rewritten: RewrittenReport
@@ -98,13 +98,13 @@ class PromptsReport:
 
 
 def length_histogram(lengths: Sequence[int]) -> dict[int, int]:
-    """Returns counts by length rounded up to a power of two, without gaps between the first and the last."""
+    """Returns counts by length rounded up to a power of two, including zeros between the shortest and the longest."""
     counts = Counter((length - 1).bit_length() for length in lengths)
     return {2**power: counts[power] for power in range(min(counts), max(counts) + 1)} if counts else {}
 
 
 def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
-    """Groups reasons by name into one entry per reason, the most frequent first."""
+    """Returns the names grouped by reason, the most frequent reason first."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in refused.items():
         by_reason.setdefault(reason, []).append(name)
@@ -161,15 +161,16 @@ def _duplicates(report: PromptsReport) -> list[str]:
     duplicates, lines = report.duplicates, []
     if duplicates.same_question:
         lines.append(
-            f"same question: {duplicates.same_question:,} {report.source} repeat the question of an earlier one; "
-            f"{duplicates.questions:,} distinct questions, at most {duplicates.largest:,} {report.source} with the "
-            "same one, never divided between splits"
+            f"same question: {duplicates.same_question:,} {report.source} repeat an earlier question; "
+            f"{duplicates.questions:,} distinct questions, each in at most {duplicates.largest:,} {report.source}, "
+            "which are never divided between splits"
         )
     if duplicates.dropped:
         lines.append(f"left out: {duplicates.dropped:,} {report.source} with the same tokens as another one")
     if duplicates.kept:
         lines.append(
-            f"kept: {duplicates.kept:,} {report.source} with the same tokens as another one; they are split by name"
+            f"kept: {duplicates.kept:,} {report.source} with the same tokens as another one; "
+            "the name of each decides its split"
         )
     return lines
 

@@ -2,8 +2,8 @@
 
 A conversation with n assistant turns is usually one text with n spans. But some templates render a turn differently
 once the conversation continues; Qwen3's, for instance, strips reasoning from the history. Such a turn gets an
-additional text: its prompt and the turn as generated. This text also supervises all earlier turns that it contains as
-generated. Working backwards from the last turn gives the smallest number of texts.
+additional text: its prompt and the turn as generated. In this text, all earlier turns that appear as generated are
+supervised too. Working backwards from the last turn gives the smallest number of texts.
 
 A template with `{% generation %}` blocks marks what the assistant generates. With any other template, an assistant turn
 is all text that is rendered after its prompt.
@@ -23,7 +23,7 @@ from mtptrain.data.chat_template import rendering, require_chat_template
 from .conversations import ConversationRefused, Message
 
 Span = tuple[int, int]
-NO_ANSWER = "no answer of the assistant"
+NO_ANSWER = "no assistant turn"
 """Reason for refusing a conversation without an assistant turn."""
 
 
@@ -56,7 +56,7 @@ class _Turn:
 def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Rendering]:
     """Render a conversation into the fewest texts that contain every assistant turn once as generated.
 
-    The longest is first.
+    The first text contains the last of these turns.
 
     Raises:
         ConversationRefused: the template rejects the messages or fails, or no assistant turn can be located in the
@@ -72,7 +72,7 @@ def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
             # The date changed between two renderings.
             whole, blocks, turns = _render_all(tokenizer, messages)
     except TemplateError as error:
-        raise ConversationRefused(f"the chat template answers: {error}") from error
+        raise ConversationRefused(f"the chat template fails: {error}") from error
     renderings = _cover(tokenizer, whole, [turn for turn in turns if turn is not None and turn.spans])
     if _has_blocks(template) and [rendering.text for rendering in renderings] in ([], [whole]):
         return [Rendering(whole, blocks, len(turns))]
@@ -118,7 +118,7 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     """Returns where the last message begins in `text`, or None if that is ambiguous."""
     if text.startswith(prompt):
         return len(prompt)
-    # Templates may render history differently once it continues, so find the text that turns a history into a prompt.
+    # Templates may render messages differently once others follow, so find the text that turns a history into a prompt.
     history, _ = _render(tokenizer, messages[:-1])
     cue = prompt.removeprefix(history)
     num_answers = sum(message["role"] == "assistant" for message in messages)
@@ -129,8 +129,8 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
 def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
     """Returns texts that contain every assistant turn once as generated.
 
-    The first is the whole conversation if it contains the last turn; each further one ends with the last turn still
-    missing.
+    The first text is the whole conversation if that contains the last turn. Each further text ends with the last turn
+    that no earlier text contains.
     """
     renderings: list[Rendering] = []
     missing = list(turns)
@@ -145,7 +145,7 @@ def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, turns: Sequence[_Turn
 
 
 def _contained_turns(tokenizer: PreTrainedTokenizerBase, text: str, turns: Sequence[_Turn]) -> dict[int, list[Span]]:
-    """Returns the spans of the turns in `text`. Of two adjacent spans only the later counts."""
+    """Returns the spans of the turns in `text`. If the spans of two turns touch, only the later turn counts."""
     contained: dict[int, list[Span]] = {}
     next_start = len(text) + 1
     for turn in reversed(turns):
@@ -157,7 +157,7 @@ def _contained_turns(tokenizer: PreTrainedTokenizerBase, text: str, turns: Seque
 
 
 def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, turn: _Turn) -> list[Span]:
-    """Returns the spans of a turn in `text`; none if the turn, or anything before it, differs from its generation."""
+    """Returns the spans of a turn in `text`; none if the turn or anything before it is not rendered as generated."""
     if text.startswith(turn.text):
         return turn.spans
     end = _end_without_closing(tokenizer, turn.text)
@@ -180,8 +180,8 @@ def _render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: bool
 ) -> tuple[str, list[Span]]:
     """Returns the text and, on request, the spans of its generation blocks."""
-    # apply_chat_template rejects the empty list before an assistant turn without a user turn, and its mask loses the
-    # last bytes of a span that ends inside a character of several tokens.
+    # apply_chat_template rejects an empty list of messages, the history of an assistant turn that comes first. Its mask
+    # also loses the last bytes of a span that ends inside a character of several tokens.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
     with rendering(tokenizer, messages):
         rendered: Any = render_jinja_template(

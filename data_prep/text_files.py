@@ -1,4 +1,4 @@
-"""Prompt source `text_files`: one document per file, named by its path relative to its directory."""
+"""Reads the prompt source `text_files`: one document per file, named by its path relative to its directory."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 STANDARD_LIBRARY = "standard_library"
-"""Name for the source directory of the running Python's standard library."""
+"""In `prompts.paths`, stands for the source directory of the running Python's standard library."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
     """Read every file below `directories` whose name matches `pattern`, sorted by name.
 
     Args:
-        directories: paths, or `standard_library` for that of the running Python.
+        directories: paths, or `standard_library` for the running Python's standard library.
         pattern: a glob for the file's name, such as `*.py`.
         exclude: globs for the path relative to its directory, such as `site-packages/*`.
 

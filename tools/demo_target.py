@@ -1,4 +1,4 @@
-"""Train the demo target, a 6M-parameter Llama, on the Python standard library; or a smaller model that drafts for it.
+"""Train the demo target, a 6M-parameter Llama, on the Python standard library, or a smaller draft model for it.
 
 This is not a stage of the pipeline: the result ships in ``mtptrain/demo_target/`` so that ``make demo`` needs no
 network. Reads the ``.py`` files of the running Python's standard library; writes the tokenizer, config, bf16 weights
@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from data_prep.text_files import STANDARD_LIBRARY, read_text_files
 from mtptrain.data.prompt_files import is_held_out
 
-# Files that are not part of the library, or differ between machines. Recipe quickstart excludes the same.
+# Files that are not part of the library, or differ between machines. The recipe quickstart excludes them too.
 EXCLUDE = ("site-packages/*", "dist-packages/*", "*_sysconfigdata_*")
 VOCAB_SIZE = 4096
 CONTEXT_TOKENS = 2048
@@ -43,7 +43,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
 )
 
-PEAK_LR = 4e-3  # of Muon, scaled to the RMS of an AdamW update
+PEAK_LR = 4e-3  # of Muon, whose updates are scaled to the RMS of AdamW's
 EMBEDDING_LR = 4e-3  # of AdamW
 BATCH_TOKENS = 16_384
 MICRO_BATCH_TOKENS = 4_096
@@ -52,11 +52,11 @@ WARMUP_FRACTION, DECAY_FRACTION = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Phase:
-    """A run of the optimizers from new states to a learning rate of zero."""
+    """One training schedule: fresh optimizer states, and a learning rate that ends at zero."""
 
     tokens: int
     row_tokens: dict[float, int]
-    """Tokens of a row, by the fraction of the phase from which they apply."""
+    """Tokens per row, keyed by the fraction of the phase at which that length starts."""
     lr_scale: float
 
 
@@ -68,13 +68,13 @@ TARGET_SIZES = {
     "num_key_value_heads": 2,
 }
 # Short rows are cheap, but a model fails beyond the length of its rows, so training ends with rows of the whole
-# context. The last positions of a row are trained least, so a short second phase extends beyond the context that the
-# model supports.
+# context. The last positions of a row are trained least, so a short second phase uses rows longer than the context that
+# the model supports.
 PHASES = (
     Phase(28_000_000, {0.0: 256, 0.5: 512, 0.75: CONTEXT_TOKENS}, lr_scale=1.0),
     Phase(800_000, {0.0: 3 * CONTEXT_TOKENS // 2}, lr_scale=0.08),
 )
-# The model that drafts for the target: two narrow layers, trained on fewer tokens with the target's tokenizer.
+# The draft model: two narrow layers, trained on fewer tokens with the target's tokenizer.
 DRAFT_SIZES = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -131,7 +131,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[np.ndar
 
 
 def row_batches(documents: list[np.ndarray], row_tokens: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yields batches of rows [B, row_tokens], cut from shuffled and concatenated documents, without end."""
+    """Yields batches of rows [B, row_tokens] endlessly, cut from shuffled and concatenated documents."""
     epoch = 0
     while True:
         rng = np.random.default_rng([seed, epoch])
@@ -151,7 +151,7 @@ def learning_rate_scale(progress: float) -> float:
 
 
 def train(model: LlamaForCausalLM, documents: list[np.ndarray], phase: Phase, seed: int) -> None:
-    """Train bf16 weights against fp32 master copies: Muon for the matrices of the layers, AdamW for the rest."""
+    """Train bf16 weights with fp32 master copies: Muon for the matrices of the layers, AdamW for the rest."""
     model.bfloat16()
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
@@ -245,13 +245,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument(
-        "--from-phase", type=int, default=0, help="0: start from random weights; later: from those in output-dir"
+        "--from-phase", type=int, default=0, help="0: start from random weights; above 0: from those in output-dir"
     )
     parser.add_argument("--draft-for", type=Path, help="train a small model with the tokenizer of this target")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.draft_for is not None and (args.from_phase or args.output_dir.resolve() == args.draft_for.resolve()):
-        parser.error("--draft-for: must be another folder than --output-dir, and without --from-phase")
+        parser.error("--draft-for: must differ from --output-dir, and cannot be combined with --from-phase")
     sizes, phases = (TARGET_SIZES, PHASES) if args.draft_for is None else (DRAFT_SIZES, DRAFT_PHASES)
 
     torch.manual_seed(args.seed)

@@ -2,8 +2,8 @@
 
 Reads the conversations of `prompts.paths`; writes `run_dir/responses/` (see data_prep/responses/store.py), which
 data_prep.prompts reads instead with `prompts.source=responses`. The target runs in this process with transformers, or
-on a server at `responses.url`. An interrupted run continues where it stopped. If conversations failed, the others are
-kept and the exit code is 1, so that no later stage continues with only a part of them; the next run retries them.
+on a server at `responses.url`. An interrupted run continues where it stopped. If conversations fail, the others are
+kept and the exit code is 1, so that a script stops before the next stage. The next run retries the failed ones.
 
     torchrun --nproc-per-node 8 -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl]
     python -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl] responses.url=URL
@@ -43,7 +43,7 @@ from .survey import Survey, survey_conversations
 from .target import regenerate_with_target
 
 MIN_FAILURES_TO_STOP = 16
-"""Consecutive failures after which the server is considered gone, or twice `responses.concurrency` if that is more."""
+"""The run stops after this many consecutive failures, or after twice `responses.concurrency` if that is more."""
 # The last bits of results depend on the number of threads, which torchrun and plain python set differently.
 CPU_THREADS = 1
 _QUESTION = [{"role": "user", "content": "What is two and two?"}]
@@ -54,7 +54,7 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     manifest = prepare_responses(config, init_ranks(config.distributed_timeout_hours))
     if manifest and manifest.failed:
-        sys.exit(f"{manifest.failed:,} conversations failed; run data_prep.responses again, which retries them")
+        sys.exit(f"{manifest.failed:,} conversations failed; run data_prep.responses again to retry them")
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
     """Fill `run_dir/responses` with the responses that are missing. Every rank must call this.
 
     Returns:
-        The manifest on the first rank, None on others.
+        The manifest on the first rank, None on the others.
 
     Raises:
         FileNotFoundError: the target or a file does not exist.
         ConnectionError: the server does not respond.
-        ValueError: no conversation is usable, the server does not serve the target, or the directory holds other
-            responses.
-        RuntimeError: the server went away, or no conversation has a response.
+        ValueError: no conversation is usable, the server does not serve the target, or the directory holds
+            responses from a different target, data or settings.
+        RuntimeError: the server stopped responding, or no conversation has a response.
     """
     check_settings(config, ranks)
     job = make_job(config)
@@ -258,10 +258,10 @@ def fill_from_server(
     progress: ResponsesProgress,
     bar: tqdm,
 ) -> None:
-    """Regenerate conversations by requests.
+    """Regenerate conversations with requests to the server.
 
     Raises:
-        RuntimeError: so many consecutive conversations fail that the server must be gone.
+        RuntimeError: too many consecutive conversations failed.
     """
     failures_in_a_row = 0
     save = partial(save_conversation, journal=journal, progress=progress, bar=bar)
@@ -278,8 +278,8 @@ def fill_from_server(
             if failures_in_a_row >= max(MIN_FAILURES_TO_STOP, 2 * concurrency):
                 raise RuntimeError(
                     f"responses.url: {server.url} must keep responding, but {failures_in_a_row} consecutive "
-                    f"conversations failed, the last one because {reason}; correct that and run data_prep.responses "
-                    "again, which continues with what is missing"
+                    f"conversations failed, the last one because {reason}; correct the cause and run "
+                    "data_prep.responses again to generate the rest"
                 )
 
 

@@ -2,7 +2,7 @@
 
 Every assistant turn is generated from a history of regenerated turns; all other messages stay as they are. Prompts are
 rendered here with the target's own chat template, and responses are read as tokens, so no server-side parser can change
-them; of a server that returns only text, the text is taken. A conversation stores responses as text. `texts_kept` says
+them. If a server returns only text, that text is used. A conversation stores responses as text. `texts_kept` says
 whether rendering gives the same text again, since a response that is rendered differently must not be supervised;
 `tokens_changed` counts responses whose text is the same but whose tokens differ.
 """
@@ -22,7 +22,7 @@ from ..conversations import ConversationRefused, Message
 
 ASKING_ROLES = ("user", "tool")
 _PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
-_INCOMPLETE = "\ufffd"  # what an incomplete character decodes to
+_INCOMPLETE = "\ufffd"  # the decoder writes this for an incomplete character
 
 
 class Ending(StrEnum):
@@ -109,8 +109,7 @@ def questions(messages: Sequence[Message]) -> list[list[Message]]:
     """Returns the messages before each assistant turn, and those after the last one if they still need a response.
 
     Raises:
-        ConversationRefused: there is no user or tool message, or another message comes last before an assistant turn or
-            at the end.
+        ConversationRefused: there is no user or tool message, or a response would not directly follow one.
     """
     groups: list[list[Message]] = [[]]
     for message in messages:
@@ -128,7 +127,7 @@ def questions(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 class Dialogue:
-    """A conversation being regenerated: alternate `next_prompt` and `add_response` until there is no prompt left."""
+    """A conversation being regenerated: alternate `next_prompt` and `add_response` until there is no next prompt."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, row: int, name: str, messages: Sequence[Message], limits: Limits
@@ -157,7 +156,7 @@ class Dialogue:
         return Prompt(self._prompt_ids, turn_seed(self._limits.seed, self.regenerated.id, turn))
 
     def add_response(self, response: Response) -> None:
-        """Append the response to the messages."""
+        """Append the response to the messages, or end the conversation if it is empty or the template rejects it."""
         text = response_text(self._tokenizer, self._prompt_ids, response)
         if response.is_cut:
             text = text.rstrip(_INCOMPLETE)

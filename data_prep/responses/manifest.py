@@ -1,4 +1,4 @@
-"""`manifest.json` of `run_dir/responses/`, which data_prep.prompts reads: identity and counts of the responses."""
+"""Defines `manifest.json` of `run_dir/responses/`: identity and counts of the responses. data_prep.prompts reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ class ResponsesManifest:
 
     identity: ResponsesIdentity
     server_versions: list[str]
-    """Versions of all servers used, oldest first."""
+    """Versions of all servers used, in the order of their first use."""
     counts: Counts
     failed: int
     """Conversations that the next run retries."""
@@ -106,7 +106,7 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
 
     Raises:
         FileNotFoundError: data_prep.responses has not finished.
-        ValueError: the responses belong to another target or other `prompts.paths`, or these files have changed since.
+        ValueError: the target or `prompts.paths` differ from those of the responses, or a file has changed since.
     """
     refuse_duplicate_paths(prompts.paths)
     path = directory / MANIFEST
@@ -132,7 +132,7 @@ def _source_facts(hashes: Mapping[str, str]) -> dict[str, object]:
 
 
 def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
-    """Returns the current hashes of the conversations. Responses stay usable if the conversations are gone."""
+    """Returns the hash of each path that still exists. Responses stay usable without the original conversations."""
     hashes: dict[str, str] = {}
     for path in prompts.paths:
         try:

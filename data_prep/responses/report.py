@@ -15,7 +15,7 @@ from .survey import Survey
 
 EARLY_ENDS = {
     Ending.empty: "empty response",
-    Ending.context: "beyond the context",
+    Ending.context: "prompt too long",
     Ending.template: "refused by template",
 }
 
@@ -36,7 +36,7 @@ class ResponsesProgress:
 
     @staticmethod
     def merge(parts: list["ResponsesProgress"]) -> "ResponsesProgress":
-        """Sums the counts of all ranks."""
+        """Returns the sums over all ranks, and the longest time."""
         failed = {row: reason for part in parts for row, reason in part.failed.items()}
         return ResponsesProgress(
             sum(part.rows for part in parts),
@@ -53,7 +53,7 @@ def print_report(
     progress: ResponsesProgress,
     left_out: Mapping[str, str],
 ) -> None:
-    """Print the table, and for each reason how many conversations were left out and the first of them.
+    """Print the table and, for each reason, the number of conversations left out and the first few of them.
 
     Args:
         directory: the responses directory.
@@ -70,7 +70,7 @@ def print_report(
     console.print(table)
     for group in group_refusals(left_out):
         console.print(f"{group.count:,} left out: {group.reason}; first: {', '.join(group.first)}", soft_wrap=True)
-    print(f"written to {directory}; {FAILURES} names what was left out or ended early", flush=True)
+    print(f"written to {directory}; {FAILURES} lists the conversations that were left out or ended early", flush=True)
 
 
 def report_rows(manifest: ResponsesManifest, survey: Survey, progress: ResponsesProgress) -> dict[str, str]:
@@ -81,9 +81,9 @@ def report_rows(manifest: ResponsesManifest, survey: Survey, progress: Responses
         "turns to generate": f"{sum(survey.turns.values()):,}",
         "responses": f"{counts.answers:,} in {counts.conversations - counts.unanswered:,} conversations",
         "tokens": f"{counts.answer_tokens:,}",
-        "cut at max_new_tokens": f"{ended[Ending.length]:,} responses, the last of their conversations",
-        **{name: f"{ended[ending]:,} conversations end before it" for ending, name in EARLY_ENDS.items()},
-        "rendered differently": f"{counts.texts_changed:,} responses as text, {counts.tokens_changed:,} more as tokens",
+        "cut at max_new_tokens": f"{ended[Ending.length]:,} responses, each the last of its conversation",
+        **{name: f"{ended[ending]:,} conversations ended early" for ending, name in EARLY_ENDS.items()},
+        "rendered differently": f"{counts.texts_changed:,} responses as text, {counts.tokens_changed:,} only as tokens",
         "failed": f"{manifest.failed:,} conversations, retried by the next run",
         "this run": f"{progress.rows:,} conversations, {speed}",
     }

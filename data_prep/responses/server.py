@@ -57,7 +57,7 @@ class CompletionServer:
         served = self._models()
         self.model = self._choose_model(model, list(served))
         self.context_tokens: int | None = served[self.model].get("max_model_len")
-        """Longest prompt and response together; None if the server does not say."""
+        """Maximum tokens of prompt plus response; None if the server does not report it."""
         self.version = self._version()
 
     def check(self, prompt_ids: Sequence[int]) -> None:
@@ -65,27 +65,27 @@ class CompletionServer:
 
         Raises:
             ConnectionError: the server does not respond.
-            ValueError: it does not complete prompts of token ids, or counts a different number of prompt tokens.
+            ValueError: the server does not complete prompts of token ids, or counts more or fewer prompt tokens.
         """
         content = self._fetch_checked("/completions", self._request(Prompt(list(prompt_ids), 0)) | {"max_tokens": 1})
         try:
             self._parse(content)
         except RequestFailed as failure:
             raise ValueError(
-                f"responses.url: {self.url} must complete prompts of token ids, but {failure}; serve the target"
+                f"responses.url: {self.url} must complete prompts of token ids, but {failure}; serve the target there"
             ) from None
         num_read = (content.get("usage") or {}).get("prompt_tokens", len(prompt_ids))
         if num_read != len(prompt_ids):
             raise ValueError(
                 f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids unchanged, but counts "
-                f"{num_read} tokens; use a server that adds none"
+                f"{num_read} tokens; use a server that does not change prompts"
             )
 
     def complete(self, prompt: Prompt, stopping: Event) -> Response:
         """Returns the response to a prompt. Retries while the server is busy or unreachable, until `stopping` is set.
 
         Raises:
-            RequestFailed: the server refused, or all retries failed.
+            RequestFailed: the server refused the request, or all retries failed.
         """
         for attempt in range(self.max_retries + 1):
             waiting_s = min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
@@ -116,7 +116,7 @@ class CompletionServer:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,  # -1 means all tokens in both engines
             "seed": prompt.seed,
-            # Set explicitly, since the target's generation_config.json gives the defaults. Penalties affect greedy too.
+            # The target's generation_config.json gives the defaults, so set all. Penalties affect greedy decoding too.
             **{"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
             "stop_token_ids": list(sampling.stop_token_ids),
             "skip_special_tokens": False,
@@ -129,7 +129,7 @@ class CompletionServer:
             [choice] = content["choices"]
             reason, token_ids, text = choice["finish_reason"], choice.get("token_ids"), choice["text"]
             if not isinstance(text, str) or not all(type(token) is int for token in token_ids or []):
-                raise TypeError("text must be a string, token_ids integers")
+                raise TypeError("text must be a string and token_ids integers")
             if not all(0 <= token < self._vocab_size for token in token_ids or []):
                 raise ValueError(f"token_ids must be in [0, {self._vocab_size})")
             text.encode()  # the tokenizer rejects a lone surrogate
@@ -166,8 +166,8 @@ class CompletionServer:
             )
         if model not in served:
             raise ValueError(
-                f"responses.model: must be one that {self.url} serves, {', '.join(served)}, but is {model}; correct it "
-                "or start the server with it"
+                f"responses.model: must be one of the models that {self.url} serves ({', '.join(served)}), but is "
+                f"{model}; correct it or start the server with that model"
             )
         return model
 
@@ -189,10 +189,10 @@ class CompletionServer:
             return self._fetch(path, request)
         except httpx.HTTPStatusError as error:
             is_key_wrong = error.response.status_code in (401, 403)
-            key = "; set the environment variable responses.api_key_variable" if is_key_wrong else ""
+            key = "; set the environment variable that responses.api_key_variable names" if is_key_wrong else ""
             raise ValueError(
                 "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
-                f"but at {self.url}{path} {error}{key or '; correct the address or serve the target'}"
+                f"but at {self.url}{path} {error}{key or '; correct the address or serve the target there'}"
             ) from error
         except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionError(
@@ -212,10 +212,10 @@ class CompletionServer:
     async def _fetch_body(self, url: str, request: dict[str, Any] | None) -> bytes:
         """GET `url`, or POST `request` to it, and return the body.
 
-        httpx alone limits the time of each single read; `asyncio.timeout` limits the whole exchange.
+        The timeout of httpx limits only each single read; `asyncio.timeout` limits the whole exchange.
 
         Raises:
-            TimeoutError: it takes longer than `timeout_s` from connecting to the last byte.
+            TimeoutError: the exchange takes longer than `timeout_s`, from connecting to the last byte.
             httpx.HTTPStatusError: the status is an error; the message quotes the body.
             httpx.HTTPError: the connection failed.
             RequestFailed: the body is too long.
@@ -243,7 +243,7 @@ class CompletionServer:
 
 
 async def _error_text(response: httpx.Response) -> str:
-    """Returns the beginning of an error's body, which is shorter if the connection breaks off."""
+    """Returns the beginning of an error's body, or as much of it as arrives before the connection breaks."""
     body = bytearray()
     try:
         async for chunk in response.aiter_bytes():

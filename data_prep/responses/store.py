@@ -1,8 +1,8 @@
-"""`run_dir/responses/`: regenerated conversations, appended as they end and put into input order when all are done.
+"""Stores regenerated conversations in `run_dir/responses/`: appends each as it ends, then puts all into input order.
 
 During a run, `plan.json` holds the identity of the responses, and each rank appends finished conversations to
 `answers_<rank>.jsonl`. At the end, `conversations.jsonl` holds all conversations in input order, and `failures.jsonl`
-lists those with missing responses and the reason. `manifest.json` is written last.
+lists those that lack responses, with the reason. `manifest.json` is written last.
 """
 
 import json
@@ -19,9 +19,9 @@ from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, Respon
 
 FAILURES, PLAN, JOURNALS = "failures.jsonl", "plan.json", "answers_*.jsonl"
 ENDINGS = {
-    Ending.empty: "the target's answer is empty",
-    Ending.context: "prompt and responses.max_new_tokens do not fit the context",
-    Ending.template: "the chat template does not accept the messages",
+    Ending.empty: "the target's response is empty",
+    Ending.context: "the prompt plus responses.max_new_tokens exceeds the context",
+    Ending.template: "the chat template rejects the messages",
 }
 """Reasons why a conversation ended before its last turn."""
 
@@ -56,7 +56,7 @@ class ResponsesStore:
         """Find the rows that are done, and cut off the partial lines of a killed run. Only one process may call this.
 
         Raises:
-            ValueError: the responses belong to another target, other data or other settings.
+            ValueError: the responses are from a different target, data or settings.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         versions: list[str] = []
@@ -74,7 +74,7 @@ class ResponsesStore:
                 self._read(path)
 
     def resume(self) -> None:
-        """Remove the manifest, which marks a finished stage, before the responses change."""
+        """Write the plan and remove the manifest, which marks a finished stage, before the responses change."""
         write_json(
             self.directory / PLAN, {"identity": asdict(self._identity), "server_versions": self._server_versions}
         )
@@ -124,7 +124,7 @@ class ResponsesStore:
                 end += len(line)
 
     def _write_in_order(self) -> tuple[Counts, list[RegeneratedConversation]]:
-        """Returns the counts, and the conversations that ended before their last turn."""
+        """Writes `conversations.jsonl`; returns the counts, and the conversations that ended before their last turn."""
         counts, cut_short = Counts(), list[RegeneratedConversation]()
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
         with ExitStack() as stack:

@@ -29,7 +29,7 @@ class Survey:
     def batches(self, batch_size: int) -> list[list[int]]:
         """Returns batches of rows with the same number of turns and prompts of similar length.
 
-        Batches depend only on the data, not on what is already done, because a response may depend on its batch.
+        Batches depend only on the data, not on which rows are done, because a response may depend on its batch.
         """
         order = sorted(self.turns, key=lambda row: (self.turns[row], self.lengths[row], row))
         return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]

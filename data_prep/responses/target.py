@@ -1,4 +1,4 @@
-"""Regenerates conversations with the target in this process, by transformers, in batches."""
+"""Regenerates conversations in batches, with transformers in this process."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,7 +11,7 @@ from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampl
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:
-    """Returns the config that samples with `top_k`, then `top_p`, and greedily at temperature 0."""
+    """Returns the config that samples with `top_k`, then `top_p`, or decodes greedily at temperature 0."""
     is_sampled = sampling.temperature > 0
     chosen = (
         {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if is_sampled else {}
@@ -45,7 +45,7 @@ def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> l
 
 
 def _response(token_ids: list[int], stop_token_ids: Sequence[int]) -> Response:
-    """Cut off the padding after the first end-of-sequence token."""
+    """Returns the response without the padding after its end-of-sequence token."""
     end = next((index for index, token in enumerate(token_ids) if token in stop_token_ids), None)
     if end is None:
         return Response(len(token_ids), True, token_ids)

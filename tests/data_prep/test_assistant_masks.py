@@ -133,7 +133,7 @@ def test_an_answer_that_the_template_rewrites_later_counts_only_where_it_is_gene
 
 
 def test_a_conversation_without_an_answer_is_refused() -> None:
-    with pytest.raises(ConversationRefused, match="no answer of the assistant"):
+    with pytest.raises(ConversationRefused, match="no assistant turn"):
         render_conversation(make_tokenizer(), CHAT[:2])
 
 
@@ -141,7 +141,7 @@ def test_a_conversation_that_the_template_refuses_is_refused_in_its_words() -> N
     template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN_TEMPLATE
     )
-    with pytest.raises(ConversationRefused, match="the chat template answers: no system role"):
+    with pytest.raises(ConversationRefused, match="the chat template fails: no system role"):
         render_conversation(make_tokenizer(template), CHAT)
 
 

@@ -228,7 +228,7 @@ def test_a_file_of_another_suffix_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"conversations must be files or hub names, but .* is a directory; list its files"
+        ValueError, match=r"conversations must be files or hub data sets, but .* is a directory; list its files"
     ):
         read_conversations([str(tmp_path)])
 

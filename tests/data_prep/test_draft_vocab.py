@@ -138,7 +138,7 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(
     result = run_program("data_prep.draft_vocab", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "200 of 260 tokens" in result.stdout and result.stdout.count("100.00%") == 2
-    assert "of its tokens never occur in the training split" in result.stdout
+    assert "of the chosen tokens never occur in the training split" in result.stdout
     assert f"written to {config.stage_dir('draft_vocab')}" in result.stdout
 
 

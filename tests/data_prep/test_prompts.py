@@ -368,7 +368,7 @@ def test_refused_conversations_are_counted_by_reason(chat_config: Callable[..., 
     report = prepare_prompts(chat_config([*CHATS, *odd]))
     assert {group.reason: group.count for group in report.refused} == {
         "unknown role 'narrator'": 1,
-        "no answer of the assistant": 1,
+        "no assistant turn": 1,
     }
     assert report.refused[0].first[0].endswith("chats.jsonl:21")
 
@@ -494,7 +494,7 @@ def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_targ
     template = "{% if messages[0]['content'].startswith('hello') %}{{ 1 // 0 }}{% endif %}" + GENERATION_TEMPLATE
     target_dir = make_target(tmp_path / "target", chat_template=template)
     rows = [chat(f"chat{i}", f"hello {i}?", "yes") for i in range(20)]
-    match = rf"chat template of {target_dir} must .* mask is empty: .*20 refused \(the chat template answers: ZeroDiv"
+    match = rf"chat template of {target_dir} must .* mask is empty: .*20 refused \(the chat template fails: ZeroDiv"
     with pytest.raises(ValueError, match=match):
         prepare_prompts(chat_config(rows, f"target.path={target_dir}"))
 

@@ -52,11 +52,11 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
     assert "left out: 2 windows without a supervised token" in printed
     assert "left out of the loss: 5 assistant turns" in printed
     assert (
-        "same question: 300 conversations repeat the question of an earlier one; 900 distinct questions, at most 12 "
+        "same question: 300 conversations repeat an earlier question; 900 distinct questions, each in at most 12 "
         "conv" in printed
     )
     assert "left out: 13 conversations with the same tokens as another one" in printed
-    assert "kept: 14 conversations with the same tokens as another one; they are split by name" in printed
+    assert "kept: 14 conversations with the same tokens as another one; the name of each decides its split" in printed
     assert (
         "chat template: 9 assistant turns, in 8 additional documents with 6,913 tokens (20.0% of all); history stored "
         "again: " in printed

@@ -245,14 +245,14 @@ def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
     assert manifest.counts.ended_by == {"complete": 1, "length": 1, "empty": 2, "context": 1, "template": 0}
     assert manifest.counts.unanswered == 1 and manifest.failed == 0
     assert {(Path(item["place"]).name, item["reason"], item["answers"]) for item in failures(config)} == {
-        ("chats.jsonl:2", "the target's answer is empty", 1),
-        ("chats.jsonl:3", "the target's answer is empty", 0),
-        ("chats.jsonl:4", "prompt and responses.max_new_tokens do not fit the context", 1),
+        ("chats.jsonl:2", "the target's response is empty", 1),
+        ("chats.jsonl:3", "the target's response is empty", 0),
+        ("chats.jsonl:4", "the prompt plus responses.max_new_tokens exceeds the context", 1),
     }
     printed = capsys.readouterr().out
-    assert "1 responses, the last of their" in printed
+    assert "1 responses, each the last of its" in printed
     assert re.search(
-        r"empty response +│ 2 conv[^│]*│\n│ beyond the context +│ 1 conv[^│]*│\n│ refused by template +│ 0 conv",
+        r"empty response +│ 2 conv[^│]*│\n│ prompt too long +│ 1 conv[^│]*│\n│ refused by template +│ 0 conv",
         printed,
     )
 
@@ -379,7 +379,7 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     assert reasons[6] == "the server ended the response with finish_reason 'abort'"
     assert reasons[7].startswith("the server's answer is not a completion (ValueError")
     assert reasons[8].startswith(
-        "the server's answer is not a completion (TypeError: text must be a string, token_ids integers)"
+        "the server's answer is not a completion (TypeError: text must be a string and token_ids integers)"
     )
     assert all("not a completion (ValueError: token_ids must be in [0, " in reasons[row] for row in (9, 10))
     assert "not a completion (UnicodeEncodeError: " in reasons[11]
@@ -486,7 +486,7 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
         (
             {},
             ["responses.model=other"],
-            r"responses\.model: must be one that .* serves, tiny, but is other; correct it",
+            r"responses\.model: must be one of the models that .* serves \(tiny\), but is other; correct it",
         ),
         (
             {"models": {"data": [{"id": "a"}, {"id": "b"}]}},
@@ -504,7 +504,7 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
         (
             {"key": "secret"},
             [],
-            r"at .*/models the server answers 401: .*; set the environment variable responses\.api_key_variable",
+            r"at .*/models the server answers 401: .*; set the .* variable that responses\.api_key_variable names",
         ),
         (
             {},
