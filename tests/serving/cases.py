@@ -26,6 +26,7 @@ from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.packing import Packing
+from mtptrain.heads.peagle import PeagleHead
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE, make_target
@@ -77,6 +78,7 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "eagle3_norms_before": Eagle3Head.Config(capture_layers=[1, 2, 4], norm_before_fc=True, norm_before_residual=True),
     "eagle3_1": Eagle3Head.Config(capture_layers=[1, 2, 3], fc_norm=True, norm_output=True),
     "eagle3_default_layers": Eagle3Head.Config(),
+    "peagle": PeagleHead.Config(capture_layers=[1, 2, 3]),
 }
 
 
@@ -111,6 +113,11 @@ def one_layer_later(directory: Path) -> None:
     )
 
 
+def another_mask_token(directory: Path) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_token_id": 3}))
+
+
 def without_norms(*names: str) -> dict[str, Break]:
     """Leaves each norm out: its weight becomes one."""
     return {name: changed(name + ".weight", torch.ones_like) for name in names}
@@ -127,6 +134,7 @@ BREAKS: dict[str, dict[str, Break]] = {
     | {"columns": swapped(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")), "layer_ids": one_layer_later},
     "eagle3_norms_before": without_norms("input_norm"),
     "eagle3_1": without_norms("fc_norm.0", "fc_norm.1", "fc_norm.2"),
+    "peagle": {"mask_hidden": changed("mask_hidden", torch.neg), "mask_token": another_mask_token},
 }
 """Of each kind of head, what is wrong in the served directory."""
 
@@ -151,15 +159,17 @@ class Case:
 
 EVERYWHERE = ("mtp", "eagle", "eagle3")
 """Heads that are tried with every family."""
+IN_TABLE = (*EVERYWHERE, "peagle")
+"""Rows of the README's table for each engine."""
 CASES = [
     *(
         Case(head, target, num_speculative_tokens)
-        for head in (*EVERYWHERE, "eagle3_small_vocabulary", "eagle3_1")
+        for head in (*EVERYWHERE, "eagle3_small_vocabulary", "eagle3_1", "peagle")
         for target in ("llama", "qwen3")
         for num_speculative_tokens in (1, 3, 5)
     ),
     *(Case(head, target) for head in ("eagle3_own_lm_head", "eagle3_norms_before") for target in ("llama", "qwen3")),
-    *(Case(head, target) for head in EVERYWHERE for target in ("mistral", "qwen2", "qwen3_moe")),
+    *(Case(head, target) for head in (*EVERYWHERE, "peagle") for target in ("mistral", "qwen2", "qwen3_moe")),
     Case("mtp", "gemma3_text"),
     Case("eagle", "gemma3_text"),
     Case("eagle3_default_layers", "llama_8_layers"),
@@ -221,6 +231,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         :, :num_rows
     ]
     embeddings = target.parts.embed(tokens[:, 1 : 1 + num_rows]).flatten(0, 1)  # [N, H]
+    mask = None if head.mask_token_id is None else target.parts.embed(torch.tensor(head.mask_token_id))  # [H]
     unread = F.pad(tokens, (0, depths), value=-100)
     labels = torch.stack(
         [unread[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)]
@@ -235,7 +246,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         labels = torch.where(labels < 0, labels, draft_ids[labels])
     optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
     for _ in range(num_steps):
-        states = head(target_states.flatten(0, 1), embeddings, Packing.of([num_rows] * len(tokens)), depths)
+        states = head(target_states.flatten(0, 1), embeddings, Packing.of([num_rows] * len(tokens)), depths, mask)
         logits = head.logits(states, target.parts)
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
@@ -256,4 +267,8 @@ def write_served_head(directory: Path, target: Target, case: Case, head: Head) -
     write_head(directory, form, head.state_dict())
     if case.broken:
         BREAKS[case.head][case.broken](directory)
-    return {"method": form.method, "hf_overrides": form.hf_overrides}
+    return {
+        "method": form.method,
+        "hf_overrides": form.hf_overrides,
+        "speculative_settings": form.speculative_settings,
+    }
