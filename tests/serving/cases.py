@@ -46,10 +46,14 @@ class TargetKind:
     disturbance: float
     """How much attention takes part in the answer: about every third token should leave the circle."""
     settings: dict[str, Any] = field(default_factory=dict)
+    step: int = 1
+    """Steps in the circle from a token to the next one; with 0 it repeats, which heads without a chain can foresee."""
 
 
 TARGETS = {
     "llama": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}),
+    "llama_repeating": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}, step=0),
+    "qwen3_repeating": TargetKind("qwen3", 1.5, {"head_dim": 128}, step=0),
     "llama_8_layers": TargetKind("llama", 0.8, {"num_hidden_layers": 8}),
     "mistral": TargetKind("mistral", 1.5, {"sliding_window": None}),
     "qwen2": TargetKind("qwen2", 1.5, {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 256}}),
@@ -164,12 +168,14 @@ IN_TABLE = (*EVERYWHERE, "peagle")
 CASES = [
     *(
         Case(head, target, num_speculative_tokens)
-        for head in (*EVERYWHERE, "eagle3_small_vocabulary", "eagle3_1", "peagle")
+        for head in (*EVERYWHERE, "eagle3_small_vocabulary", "eagle3_1")
         for target in ("llama", "qwen3")
         for num_speculative_tokens in (1, 3, 5)
     ),
     *(Case(head, target) for head in ("eagle3_own_lm_head", "eagle3_norms_before") for target in ("llama", "qwen3")),
-    *(Case(head, target) for head in (*EVERYWHERE, "peagle") for target in ("mistral", "qwen2", "qwen3_moe")),
+    *(Case(head, target) for head in EVERYWHERE for target in ("mistral", "qwen2", "qwen3_moe")),
+    *(Case("peagle", target) for target in ("llama", "qwen3", "mistral", "qwen2", "qwen3_moe", "qwen3_repeating")),
+    *(Case("peagle", "llama_repeating", num_speculative_tokens) for num_speculative_tokens in (1, 3, 5)),
     Case("mtp", "gemma3_text"),
     Case("eagle", "gemma3_text"),
     Case("eagle3_default_layers", "llama_8_layers"),
@@ -191,7 +197,11 @@ BF16_CASES = [
     Case("eagle3", "qwen3", dtype="bfloat16"),
     Case("mtp", "gemma3_text", dtype="bfloat16"),
 ]
-BROKEN_CASES = [Case(head, "llama", broken=broken) for head, breaks in BREAKS.items() for broken in breaks]
+BROKEN_CASES = [
+    Case(head, "llama_repeating" if head == "peagle" else "llama", broken=broken)
+    for head, breaks in BREAKS.items()
+    for broken in breaks
+]
 
 
 def make_served_target(directory: Path, kind: str) -> Path:
@@ -208,7 +218,7 @@ def make_served_target(directory: Path, kind: str) -> Path:
     embeddings, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embeddings.div_(embeddings.std())
     circle = torch.randperm(len(embeddings), generator=torch.Generator().manual_seed(0))
-    lm_head[circle.roll(-1)] = embeddings[circle]
+    lm_head[circle.roll(-TARGETS[kind].step)] = embeddings[circle]
     for name, parameter in model.named_parameters():
         if name.endswith("o_proj.weight"):
             parameter.mul_(TARGETS[kind].disturbance)
@@ -223,7 +233,8 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     for name, parameter in head.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    tokens, depths = answers(target), 3
+    # A head without a chain cannot learn the circle, but repetition; answers that repeat must begin with all tokens.
+    tokens, depths = answers(target, *((16, 16, 48) if head.mask_hidden is None else (256, 4, 12))), 3
     num_rows = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
@@ -254,11 +265,11 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     return head.eval().requires_grad_(False)
 
 
-def answers(target: Target) -> torch.Tensor:
-    """Random prompts of 16 tokens and 48 greedy ones behind them [16, 64]."""
-    prompts = torch.randint(0, 256, (16, 16), generator=torch.Generator().manual_seed(2))
-    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=48, **settings)
+def answers(target: Target, count: int, prompt_tokens: int, new_tokens: int) -> torch.Tensor:
+    """Random prompts, each followed by the target's greedy answer [count, prompt_tokens + new_tokens]."""
+    prompts = torch.randint(0, 256, (count, prompt_tokens), generator=torch.Generator().manual_seed(2))
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new_tokens}
+    return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
 
 
 def write_served_head(directory: Path, target: Target, case: Case, head: Head) -> dict[str, Any]:
