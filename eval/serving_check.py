@@ -114,6 +114,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
         "method": facts["method"],
         "model": str(head_dir.resolve()),
         "num_speculative_tokens": settings.num_speculative_tokens,
+        **facts.get("speculative_settings", {}),
     }
     has_gpu = torch.cuda.is_available()
     return StartedVllm(

@@ -66,7 +66,8 @@ def export(config: PipelineConfig) -> None:
         config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(temporary, form)
     )
     facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
-    write_json(temporary / "serving.json", {**facts, "hf_overrides": form.hf_overrides, "head_sha256": trained.sha256})
+    serving = {"hf_overrides": form.hf_overrides, "speculative_settings": form.speculative_settings}
+    write_json(temporary / "serving.json", {**facts, **serving, "head_sha256": trained.sha256})
     (temporary / "README.md").write_text(readme(config, form, trained, target_dir, output_dir))
     write_provenance(temporary, config)
     shutil.rmtree(output_dir, ignore_errors=True)

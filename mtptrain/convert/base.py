@@ -39,6 +39,8 @@ class Format(ABC):
     """The engine's name for this way of drafting."""
     hf_overrides: dict[str, object] | None = None
     """Changes to the target's config that vLLM needs."""
+    speculative_settings: dict[str, object] = {}  # noqa: RUF012 (never changed)
+    """Settings of vLLM's `--speculative-config` besides method, model and number of tokens."""
     weights_name = "model.safetensors"
     """The file of the head's tensors."""
     names: dict[str, str]

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format, Tensors, rename
 from mtptrain.convert.sglang import MIMO_LAYER, SglangEagle, SglangMtp
-from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMtp
+from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.layers import head_dims
@@ -108,6 +108,9 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     if form is VllmEagle3:
         tensors = _eagle3_tensors(tensors, config)
         settings |= _eagle3_settings(directory, config, tensors, target_config)
+        if "mask_hidden" in tensors:
+            name, form = "peagle", VllmPeagle
+            settings["mask_token_id"] = [config.get("mask_token_id")]
     return PublishedHead(directory, name, settings, tensors, form, config)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.peagle import PeagleHead, mask_token_id
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, sliding_window
 
 EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
@@ -20,6 +21,7 @@ class VllmFormat(Format):
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         settings = {"method": self.method, "model": str(directory), "num_speculative_tokens": num_speculative_tokens}
+        settings |= self.speculative_settings
         overrides = "" if self.hf_overrides is None else f" --hf-overrides '{json.dumps(self.hf_overrides)}'"
         return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'{overrides}"
 
@@ -120,3 +122,24 @@ class VllmEagle3(VllmFormat):
     def layer_ids(self, layers: tuple[int, ...]) -> list[int]:
         """Returns vLLM's layer ids, which are the same as ours: id k is the stream after k decoder layers."""
         return list(layers)
+
+
+class VllmPeagle(VllmEagle3):
+    """Exports `peagle`: an EAGLE-3 head, the state of its mask rows, and the id of the mask token.
+
+    vLLM takes the mask token's embedding from the target. It fuses `mask_hidden` itself.
+    """
+
+    speculative_settings = {"parallel_drafting": True}  # noqa: RUF012 (never changed)
+    head: PeagleHead.Config
+
+    def tensors(self, state: Tensors) -> Tensors:
+        tensors = super().tensors(state)
+        return tensors | {"mask_hidden": tensors["mask_hidden"].flatten()[None]}
+
+    def state(self, tensors: Tensors) -> Tensors:
+        state = super().state(tensors)
+        return state | {"mask_hidden": state["mask_hidden"].view(-1, self.dims.hidden_size)}
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        return super().config_json(dtype) | {"mask_token_id": mask_token_id(self.head, self.target)}

@@ -20,6 +20,8 @@ class FirstDepth:
     logits: torch.Tensor  # [B, D]
     recycled: torch.Tensor  # [B, H], the state that depth 1 reads
     position: torch.Tensor  # [B], position of the row
+    later_logits: tuple[torch.Tensor, ...] = ()
+    """Logits of depths 1 .. K - 1, each [B, D], from a head whose one forward drafts all depths."""
 
 
 class HeadDrafter:
@@ -50,18 +52,35 @@ class HeadDrafter:
         return self.later_depths(self.first_depth(verified), sampler)
 
     def first_depth(self, verified: Verified) -> FirstDepth:
-        """Run depth 0 over the rows that the target has read. This rebuilds the head's keys there."""
+        """Run depth 0 over the rows that the target has read. This rebuilds the head's keys there.
+
+        A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask rows follow the row whose next
+        token is the newest one. They take the place of rejected rows, which later rounds overwrite anyway.
+        """
         next_tokens = verified.tokens.gather(1, verified.positions + 1)  # [B, S]
         aux_hidden_states = verified.states.aux_hidden_states
         fused = self.head.fuse(  # [B, S, H]
             verified.states.hidden_states if aux_hidden_states is None else aux_hidden_states
         )
+        positions, num_masks = verified.positions, 0
+        if self.head.mask_hidden is not None:
+            assert self.head.mask_token_id is not None
+            num_masks = self.num_speculative_tokens - 1
+            fused = F.pad(fused, (0, 0, 0, num_masks))  # [B, S + K - 1, H]
+            next_tokens = F.pad(next_tokens, (0, num_masks))
+            indices = torch.arange(fused.shape[1], device=fused.device)
+            positions = positions[:, :1] + indices
+            is_mask = indices > verified.last_row[:, None]
+            fused = torch.where(is_mask[..., None], self.head.fuse(self.head.mask_hidden), fused)
+            next_tokens = next_tokens.masked_fill(is_mask, self.head.mask_token_id)
         states, recycled = self.head.decode(  # [B, S, H]
-            fused, self.parts.embed(next_tokens), verified.positions, self.cache
+            fused, self.parts.embed(next_tokens), positions, self.cache
         )
         rows = torch.arange(len(states), device=states.device)
-        logits = self.head.logits(states[rows, verified.last_row], self.parts)
-        return FirstDepth(logits, recycled[rows, verified.last_row], verified.num_tokens - 2)
+        logits = [
+            self.head.logits(states[rows, verified.last_row + depth], self.parts) for depth in range(1 + num_masks)
+        ]
+        return FirstDepth(logits[0], recycled[rows, verified.last_row], verified.num_tokens - 2, tuple(logits[1:]))
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
         """Run the other depths, each on the token and the state of the previous one."""
@@ -71,7 +90,9 @@ class HeadDrafter:
         all_logits = []
         logits, recycled, position = first.logits, first.recycled, first.position
         for depth in range(self.num_speculative_tokens):
-            if depth > 0:
+            if depth > 0 and first.later_logits:
+                logits = first.later_logits[depth - 1]
+            elif depth > 0:
                 position = position + 1
                 embeddings = self.parts.embed(tokens[-1][:, None])
                 states, fed_back = self.head.decode(recycled[:, None], embeddings, position[:, None], self.cache)
@@ -101,6 +122,11 @@ class TreeDrafter(HeadDrafter):
 
     def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, num_nodes: int, top_k: int) -> None:
         super().__init__(head, parts, num_speculative_tokens)
+        if head.mask_hidden is not None:
+            raise ValueError(
+                "acceptance.baselines: must be without tree for head peagle, whose drafts do not depend on each other, "
+                "but has it; leave it out"
+            )
         self.top_k = top_k
         self.num_nodes = min(num_nodes, top_k + (num_speculative_tokens - 1) * top_k**2)
 

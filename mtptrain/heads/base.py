@@ -39,6 +39,11 @@ class Head(nn.Module, ABC):
     """i64[D]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
     lm_head: nn.Linear | None
     """The head's own output layer [D, H]. None if it uses the target's frozen one."""
+    mask_hidden: nn.Parameter | None
+    """State [L, H] that every depth after 0 reads, if one forward drafts all depths. None if each depth reads the
+    state and the token of the previous one."""
+    mask_token_id: int | None = None
+    """Token whose embedding the depths after 0 read together with `mask_hidden`."""
     self_attn: Attention
     """The layer's attention; every subclass must set it."""
     activation_checkpointing: bool = False
@@ -50,6 +55,7 @@ class Head(nn.Module, ABC):
         super().__init__()
         self.register_buffer("d2t", None)
         self.lm_head = None
+        self.mask_hidden = None
         self.capture_layers = self.layers_to_capture(config, target_config)
 
     @classmethod
@@ -94,7 +100,12 @@ class Head(nn.Module, ABC):
         """
 
     def forward(
-        self, target_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing, ttt_steps: int
+        self,
+        target_states: torch.Tensor,
+        embeddings: torch.Tensor,
+        packing: Packing,
+        ttt_steps: int,
+        mask_embedding: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Training: compute the states of all depths at the draft positions.
 
@@ -106,6 +117,7 @@ class Head(nn.Module, ABC):
             embeddings: embedding of the token after each packed token [N, H].
             packing: documents and draft positions.
             ttt_steps: T.
+            mask_embedding: embedding [H] of `mask_token_id`, for a head that has one.
 
         Returns:
             States [T, M, H]. `logits` of depth k at position t predict token t + 2 + k; they are meaningless if the
@@ -117,10 +129,14 @@ class Head(nn.Module, ABC):
         positions, prompt_positions = packing.split(packing.positions)
         num_drafts = len(positions)
         embeddings = F.pad(embeddings, (0, 0, 0, ttt_steps - 1))  # [M + T - 1, H]
+        mask_state = None if self.mask_hidden is None else self._run(self._fuse, self.mask_hidden)  # [H]
         states, own_keys, own_values = [], [], []
         for depth in range(ttt_steps):
             # 2. Combine states and embeddings, which move on by one token per depth, and project them.
             shifted = embeddings[depth : depth + num_drafts]
+            if depth > 0 and mask_state is not None:
+                assert mask_embedding is not None
+                hidden_states, shifted = mask_state[None], mask_embedding[None]  # one row [1, H] for all positions
             residual, query, own_key, own_value = self._run(self._project, hidden_states, shifted, positions + depth)
             # 3. Depth 0 provides the keys of all tokens; each later depth one more key per draft position.
             if depth == 0:
@@ -130,7 +146,7 @@ class Head(nn.Module, ABC):
                 )
             else:
                 own_keys.append(own_key)
-                own_values.append(own_value)
+                own_values.append(own_value.expand_as(own_key))
             # 4. Attend, compute the rest of the layer, and feed its states back.
             attended = depth_attention(query, key, value, own_keys, own_values, packing)  # [M, heads, head_dim]
             depth_states, hidden_states = self._run(self._finish, residual, attended)

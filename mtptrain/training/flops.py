@@ -31,7 +31,7 @@ class StepFlops:
         """Returns the FLOPs of a head for a target with V tokens over T depths: per weight 2 forward and 4 backward.
 
         The target's states need no gradient, so an input projection that reads them without a norm in between costs 2
-        fewer.
+        fewer. A head with `mask_hidden` projects the one input of its later depths once, which counts as nothing.
         """
         weights = {
             name: module.weight.numel() for name, module in head.named_modules() if isinstance(module, nn.Linear)
@@ -42,6 +42,7 @@ class StepFlops:
             weights.pop(name) for name in list(weights) if not name.startswith(("self_attn.", "mlp."))
         )
         keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
+        queries = weights["self_attn.q_proj"]
         is_fused = bool(head.capture_layers)  # the input projection runs at depth 0 only
         has_bare_input = not any(
             isinstance(getattr(head, norm, None), (RmsNorm, nn.ModuleList)) for norm in INPUT_NORMS
@@ -49,8 +50,9 @@ class StepFlops:
         draft = (own_vocab * 6) if own_vocab else vocab_size * hidden_size * 4
         return StepFlops(
             per_token=first * (4 if has_bare_input else 6) + keys * 6,
-            per_row=depths * (6 * (sum(weights.values()) - keys) + draft)
-            + (depths - 1) * 6 * ((0 if is_fused else first) + keys)
+            per_row=depths * (6 * (sum(weights.values()) - keys - queries) + draft)
+            + 6 * queries
+            + (depths - 1) * (0 if head.mask_hidden is not None else 6 * ((0 if is_fused else first) + keys + queries))
             + 2 * vocab_size * hidden_size,
             per_pair=depths * 12 * int(head.self_attn.o_proj.in_features),
         )

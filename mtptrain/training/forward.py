@@ -42,7 +42,8 @@ def training_losses(
             target_states = parts.final_norm(batch.hidden_states[target_tokens])
         # 2. Run the head at every depth [T, M, H].
         embeddings = parts.embed(batch.next_ids)  # [N, H]
-        states = (call_head or head)(read_states, embeddings, batch.packing, len(batch.is_draft))
+        mask = None if head.mask_token_id is None else parts.embed(batch.next_ids.new_full((), head.mask_token_id))
+        states = (call_head or head)(read_states, embeddings, batch.packing, len(batch.is_draft), mask)
     with clock.phase("loss"):
         # 3. Compute the losses, with the head's own lm_head if it has one.
         return draft_losses(

@@ -26,6 +26,7 @@ from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.packing import Packing
+from mtptrain.heads.peagle import PeagleHead
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE, make_target
@@ -45,10 +46,14 @@ class TargetKind:
     disturbance: float
     """How much attention takes part in the answer: about every third token should leave the circle."""
     settings: dict[str, Any] = field(default_factory=dict)
+    step: int = 1
+    """Steps in the circle from a token to the next one; with 0 it repeats, which heads without a chain can foresee."""
 
 
 TARGETS = {
     "llama": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}),
+    "llama_repeating": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}, step=0),
+    "qwen3_repeating": TargetKind("qwen3", 1.5, {"head_dim": 128}, step=0),
     "llama_8_layers": TargetKind("llama", 0.8, {"num_hidden_layers": 8}),
     "mistral": TargetKind("mistral", 1.5, {"sliding_window": None}),
     "qwen2": TargetKind("qwen2", 1.5, {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 256}}),
@@ -77,6 +82,7 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "eagle3_norms_before": Eagle3Head.Config(capture_layers=[1, 2, 4], norm_before_fc=True, norm_before_residual=True),
     "eagle3_1": Eagle3Head.Config(capture_layers=[1, 2, 3], fc_norm=True, norm_output=True),
     "eagle3_default_layers": Eagle3Head.Config(),
+    "peagle": PeagleHead.Config(capture_layers=[1, 2, 3]),
 }
 
 
@@ -111,6 +117,11 @@ def one_layer_later(directory: Path) -> None:
     )
 
 
+def another_mask_token(directory: Path) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_token_id": 3}))
+
+
 def without_norms(*names: str) -> dict[str, Break]:
     """Leaves each norm out: its weight becomes one."""
     return {name: changed(name + ".weight", torch.ones_like) for name in names}
@@ -127,6 +138,7 @@ BREAKS: dict[str, dict[str, Break]] = {
     | {"columns": swapped(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")), "layer_ids": one_layer_later},
     "eagle3_norms_before": without_norms("input_norm"),
     "eagle3_1": without_norms("fc_norm.0", "fc_norm.1", "fc_norm.2"),
+    "peagle": {"mask_hidden": changed("mask_hidden", torch.neg), "mask_token": another_mask_token},
 }
 """Of each kind of head, what is wrong in the served directory."""
 
@@ -151,6 +163,8 @@ class Case:
 
 EVERYWHERE = ("mtp", "eagle", "eagle3")
 """Heads that are tried with every family."""
+IN_TABLE = (*EVERYWHERE, "peagle")
+"""Rows of the README's table for each engine."""
 CASES = [
     *(
         Case(head, target, num_speculative_tokens)
@@ -160,6 +174,8 @@ CASES = [
     ),
     *(Case(head, target) for head in ("eagle3_own_lm_head", "eagle3_norms_before") for target in ("llama", "qwen3")),
     *(Case(head, target) for head in EVERYWHERE for target in ("mistral", "qwen2", "qwen3_moe")),
+    *(Case("peagle", target) for target in ("llama", "qwen3", "mistral", "qwen2", "qwen3_moe", "qwen3_repeating")),
+    *(Case("peagle", "llama_repeating", num_speculative_tokens) for num_speculative_tokens in (1, 3, 5)),
     Case("mtp", "gemma3_text"),
     Case("eagle", "gemma3_text"),
     Case("eagle3_default_layers", "llama_8_layers"),
@@ -181,7 +197,11 @@ BF16_CASES = [
     Case("eagle3", "qwen3", dtype="bfloat16"),
     Case("mtp", "gemma3_text", dtype="bfloat16"),
 ]
-BROKEN_CASES = [Case(head, "llama", broken=broken) for head, breaks in BREAKS.items() for broken in breaks]
+BROKEN_CASES = [
+    Case(head, "llama_repeating" if head == "peagle" else "llama", broken=broken)
+    for head, breaks in BREAKS.items()
+    for broken in breaks
+]
 
 
 def make_served_target(directory: Path, kind: str) -> Path:
@@ -198,7 +218,7 @@ def make_served_target(directory: Path, kind: str) -> Path:
     embeddings, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embeddings.div_(embeddings.std())
     circle = torch.randperm(len(embeddings), generator=torch.Generator().manual_seed(0))
-    lm_head[circle.roll(-1)] = embeddings[circle]
+    lm_head[circle.roll(-TARGETS[kind].step)] = embeddings[circle]
     for name, parameter in model.named_parameters():
         if name.endswith("o_proj.weight"):
             parameter.mul_(TARGETS[kind].disturbance)
@@ -213,7 +233,8 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     for name, parameter in head.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    tokens, depths = answers(target), 3
+    # A head without a chain cannot learn the circle, but repetition; answers that repeat must begin with all tokens.
+    tokens, depths = answers(target, *((16, 16, 48) if head.mask_hidden is None else (256, 4, 12))), 3
     num_rows = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
@@ -221,6 +242,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         :, :num_rows
     ]
     embeddings = target.parts.embed(tokens[:, 1 : 1 + num_rows]).flatten(0, 1)  # [N, H]
+    mask = None if head.mask_token_id is None else target.parts.embed(torch.tensor(head.mask_token_id))  # [H]
     unread = F.pad(tokens, (0, depths), value=-100)
     labels = torch.stack(
         [unread[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)]
@@ -235,7 +257,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         labels = torch.where(labels < 0, labels, draft_ids[labels])
     optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
     for _ in range(num_steps):
-        states = head(target_states.flatten(0, 1), embeddings, Packing.of([num_rows] * len(tokens)), depths)
+        states = head(target_states.flatten(0, 1), embeddings, Packing.of([num_rows] * len(tokens)), depths, mask)
         logits = head.logits(states, target.parts)
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
@@ -243,11 +265,11 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     return head.eval().requires_grad_(False)
 
 
-def answers(target: Target) -> torch.Tensor:
-    """Random prompts of 16 tokens and 48 greedy ones behind them [16, 64]."""
-    prompts = torch.randint(0, 256, (16, 16), generator=torch.Generator().manual_seed(2))
-    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=48, **settings)
+def answers(target: Target, count: int, prompt_tokens: int, new_tokens: int) -> torch.Tensor:
+    """Random prompts, each followed by the target's greedy answer [count, prompt_tokens + new_tokens]."""
+    prompts = torch.randint(0, 256, (count, prompt_tokens), generator=torch.Generator().manual_seed(2))
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new_tokens}
+    return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
 
 
 def write_served_head(directory: Path, target: Target, case: Case, head: Head) -> dict[str, Any]:
@@ -256,4 +278,8 @@ def write_served_head(directory: Path, target: Target, case: Case, head: Head) -
     write_head(directory, form, head.state_dict())
     if case.broken:
         BREAKS[case.head][case.broken](directory)
-    return {"method": form.method, "hf_overrides": form.hf_overrides}
+    return {
+        "method": form.method,
+        "hf_overrides": form.hf_overrides,
+        "speculative_settings": form.speculative_settings,
+    }

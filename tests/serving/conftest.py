@@ -148,6 +148,7 @@ def served(
             "method": facts["method"],
             "model": str(exports / str(case)),
             "num_speculative_tokens": case.num_speculative_tokens,
+            **facts["speculative_settings"],
         }
         plain = plain_job(str(case), target_of(case.target), dtype=case.dtype)
         jobs.append(replace(plain, speculative_config=draft, hf_overrides=facts["hf_overrides"]))

@@ -19,7 +19,7 @@ EAGLE3_VARIANTS: list[dict[str, object]] = [
     {"fc_norm": True, "head_dim": 128, "capture_layers": [1, 3]},
 ]
 CASES = [(engine, name, {}) for engine, name in FORMATS] + [
-    (engine, name, settings) for engine, name in FORMATS if name == "eagle3" for settings in EAGLE3_VARIANTS
+    (engine, name, settings) for engine, name in FORMATS if name in ("eagle3", "peagle") for settings in EAGLE3_VARIANTS
 ]
 every_case = pytest.mark.parametrize(("engine", "name", "settings"), CASES)
 

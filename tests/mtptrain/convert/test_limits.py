@@ -39,6 +39,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         r"gemma3_text: "
         r"vLLM's class has no interface for it; train head=mtp",
     ),
+    ("vllm", "peagle", {}, "gemma3_text", {}, r"head peagle for vllm, but is gemma3_text: .*; train head=mtp"),
     ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class returns the output of the MLP .*; "
                                                 r"train head=mtp"),
     (
@@ -112,7 +113,8 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         for engine, name in FORMATS
         if not any(
             row.find_violation(
-                head_config(name, capture_layers=[2, 3]) if name == "eagle3" else head_config(name), configured(family)
+                head_config(name, capture_layers=[2, 3]) if name in ("eagle3", "peagle") else head_config(name),
+                configured(family),
             )
             for row in LIMITS
             if (row.engine, row.head) == (engine, name)
@@ -123,7 +125,10 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         (engine, name, family) for engine in ("vllm", "sglang") for name in ("mtp", "eagle") for family in families
     }
     expected |= {
-        (engine, "eagle3", family) for engine in ("vllm", "sglang") for family in families if family != "gemma3_text"
+        (engine, name, family)
+        for engine, name in (("vllm", "eagle3"), ("sglang", "eagle3"), ("vllm", "peagle"))
+        for family in families
+        if family != "gemma3_text"
     }
     assert served == expected | {("transformers", "mtp", "llama")}, "mistral's default has a sliding window"
 

@@ -113,6 +113,15 @@ def test_eagle3_names_every_variant_in_its_config(target: LlamaConfig) -> None:
     assert config["draft_vocab_size"] == 96 and config["head_dim"] == 128
 
 
+def test_peagle_adds_the_state_and_the_token_of_mask_rows_to_eagle3(target: LlamaConfig) -> None:
+    form, plain = (format_for("vllm", head_config(name), target) for name in ("peagle", "eagle3"))
+    tensors = shapes(form.tensors(random_head(form.head, target).state_dict()))
+    assert tensors == {**eagle3_layer(), "norm.weight": [64], "fc.weight": [64, 192], "mask_hidden": [1, 192]}
+    assert form.config_json("bfloat16") == plain.config_json("bfloat16") | {"mask_token_id": 259}
+    assert '"parallel_drafting": true' in form.launch("TARGET", Path("/DIR"), 5)
+    assert "parallel_drafting" not in plain.launch("TARGET", Path("/DIR"), 5)
+
+
 def test_layer_ids_are_ours_and_left_out_where_they_are_the_engines_default() -> None:
     target = target_config(num_hidden_layers=12)
     config = format_for("vllm", head_config("eagle3", capture_layers=[0, 5, 12]), target).config_json("bfloat16")

@@ -19,6 +19,7 @@ from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.peagle import PeagleHead
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
@@ -88,9 +89,10 @@ def unchanged(tensors: Tensors) -> Tensors:
 def test_every_exported_format_gives_back_the_weights_that_went_in(tmp_path: Path, engine: str, name: str) -> None:
     target_dir = make_target(tmp_path / "target", num_hidden_layers=4)
     eagle3 = Eagle3Head.Config(capture_layers=[1, 3], draft_vocab_size=48)
-    config = {"mtp": MTP, "eagle": EAGLE, "eagle3": eagle3}[name]
+    peagle = PeagleHead.Config(capture_layers=[1, 3], draft_vocab_size=48, mask_token_id=7)
+    config = {"mtp": MTP, "eagle": EAGLE, "eagle3": eagle3, "peagle": peagle}[name]
     state = write(tmp_path / "head", engine, config, target_dir)
-    if name == "eagle3":
+    if name in ("eagle3", "peagle"):
         (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
     assert_equal(load_init(str(tmp_path / "head"), config, target_dir), state)
 
@@ -296,7 +298,7 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
             {},
             r"norm\.weight of .* must be of shape \(64,\) for head eagle3 .*, but is absent; choose another",
         ),
-        (lambda t: {**t, "mask_hidden": torch.ones(1, 3)}, {}, r"mask_hidden of .* must be absent for head eagle3"),
+        (lambda t: {**t, "mask_hidden": torch.ones(1, 3)}, {}, r"must hold a head eagle3, .*, but holds a head peagle"),
         (
             lambda t: {**t, "fc.weight": torch.ones(64, 64)},
             {},
@@ -494,11 +496,11 @@ def test_training_starts_from_the_published_head_and_acceptance_measures_it_befo
     assert again["head"] == str(run_dir / "train/best") and again["accepted_at"] == report["accepted_at"]
 
 
-@pytest.mark.parametrize("name", ["mtp", "eagle", "eagle3"])
+@pytest.mark.parametrize("name", HEADS)
 def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: str, tiny_target: Path) -> None:
     target = load_target(tiny_target, torch.float32, torch.device("cpu"))
     layer = dict(target.model.model.layers[-1].named_parameters())
-    settings = {"capture_layers": [0, 1, 2]} if name == "eagle3" else {}
+    settings = {"capture_layers": [0, 1, 2]} if name in ("eagle3", "peagle") else {}
     torch.manual_seed(3)
     head, before = (build_head(HEADS[name].Config(**settings), target.config) for _ in range(2))
     before.load_state_dict(head.state_dict())

@@ -31,7 +31,8 @@ def target(tiny_target: Path) -> Target:
 
 def random_head(target: Target, name: str = "mtp", seed: int = 0) -> Head:
     torch.manual_seed(seed)
-    return build_head(HEADS[name].Config(), target.config).eval()
+    settings = {"capture_layers": [1, 2]} if name == "peagle" else {}
+    return build_head(HEADS[name].Config(**settings), target.config).eval()
 
 
 def random_prompts(count: int, vocab_size: int = 256, longest: int = 60) -> list[list[int]]:
@@ -100,13 +101,16 @@ def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **setting
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("kind", ["head", "prompt lookup", "tree", "hybrid", "model", "tree that is often right"])
+@pytest.mark.parametrize(
+    "kind", ["head", "peagle", "prompt lookup", "tree", "hybrid", "model", "tree that is often right"]
+)
 def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
     target: Target, kind: str, batch_size: int
 ) -> None:
     head = HeadDrafter(random_head(target), target.parts, 3)
     drafters: dict[str, Drafter] = {
         "head": head,
+        "peagle": HeadDrafter(random_head(target, "peagle"), target.parts, 3),
         "prompt lookup": PromptLookupDrafter(3),
         "tree": TreeDrafter(head.head, target.parts, 3, num_nodes=20, top_k=4),
         "hybrid": HybridDrafter(head, min_match=2),
@@ -311,6 +315,7 @@ def chi_square_p_value(
     sampled, num_speculative_tokens = HeadDrafter(random_head(target, seed=5), target.parts, 2, sample_drafts=True), 2
     drafters: dict[str, Drafter] = {
         "sampled drafts": sampled,
+        "peagle": HeadDrafter(random_head(target, "peagle", seed=5), target.parts, 2, sample_drafts=True),
         "greedy drafts": CertainDrafts(sampled),
         "tree": TreeDrafter(sampled.head, target.parts, 2, num_nodes=7, top_k=3),
         "hybrid": HybridDrafter(sampled, min_match=1),
@@ -342,7 +347,7 @@ def chi_square_p_value(
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("kind", ["sampled drafts", "greedy drafts", "tree", "hybrid", "model"])
+@pytest.mark.parametrize("kind", ["sampled drafts", "peagle", "greedy drafts", "tree", "hybrid", "model"])
 def test_sampled_speculation_follows_the_targets_joint_distribution(
     small_vocabulary: Target, temperature: float, kind: str
 ) -> None:

@@ -15,6 +15,7 @@ from mtptrain.target.position_cache import PositionCache
 
 DEPTHS = 5
 LENGTHS = [9, 9, 6, 2, 1]
+MASK_EMBEDDING = torch.randn(128, generator=torch.Generator().manual_seed(4))
 
 
 def tiny_config(**settings: object) -> LlamaConfig:
@@ -38,6 +39,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "eagle3",
         {"capture_layers": [0, 2], "norm_before_fc": True, "norm_before_residual": True},
     ),
+    "peagle": ("peagle", {"capture_layers": [0, 1, 2]}),
+    "peagle, draft vocabulary": ("peagle", {"capture_layers": [1, 2], "draft_vocab_size": 20, "norm_output": True}),
     "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
 }
 
@@ -76,7 +79,7 @@ def run(
     head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing, shift: int = 1
 ) -> torch.Tensor:
     """States of training [T, M, H]; depth 0 of token t reads the embedding of token t + shift."""
-    return head(hidden_states, torch.roll(embeddings, -shift, 0), packing, DEPTHS)
+    return head(hidden_states, torch.roll(embeddings, -shift, 0), packing, DEPTHS, MASK_EMBEDDING)
 
 
 def serve(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, row: int) -> list[torch.Tensor]:
@@ -91,8 +94,10 @@ def serve(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, row
     )
     states = [out[0, -1]]
     for depth in range(1, min(DEPTHS, len(embeddings) - 1 - row)):
-        position = torch.tensor([[row + depth]])
-        out, recycled = head.decode(recycled[:, -1:], embeddings[None, None, row + 1 + depth], position, cache)
+        position, embedding = torch.tensor([[row + depth]]), embeddings[None, None, row + 1 + depth]
+        if head.mask_hidden is not None:
+            recycled, embedding = head.fuse(head.mask_hidden)[None, None], MASK_EMBEDDING[None, None]
+        out, recycled = head.decode(recycled[:, -1:], embedding, position, cache)
         states.append(out[0, 0])
     return states
 

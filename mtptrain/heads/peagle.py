@@ -1,0 +1,45 @@
+"""Head `peagle`: EAGLE-3 that drafts all K tokens in one forward.
+
+Depth 0 is that of head `eagle3`. Every later depth reads a learned state and the embedding of a mask token instead of
+the state and the token of the depth before, so no depth waits for another. P-EAGLE: Parallel-Drafting EAGLE with
+Scalable Training (arXiv 2602.01469).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from mtptrain.heads.eagle3 import Eagle3Head
+
+
+class PeagleHead(Eagle3Head):
+    """P-EAGLE head, which vLLM serves with `parallel_drafting`."""
+
+    @dataclass
+    class Config(Eagle3Head.Config):
+        name: str = "peagle"
+        mask_token_id: int | None = None
+        """Token that stands for the tokens not drafted yet; best one that texts do not contain. The default is the last
+        id of the target's vocabulary, which most models leave unused."""
+
+    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+        super().__init__(config, target_config)
+        self.mask_token_id = mask_token_id(config, target_config)
+        self.mask_hidden = nn.Parameter(torch.randn(len(self.capture_layers), target_config.hidden_size))
+
+
+def mask_token_id(config: PeagleHead.Config, target_config: PreTrainedConfig) -> int:
+    """Returns the id of the mask token.
+
+    Raises:
+        ValueError: the vocabulary does not have the configured id.
+    """
+    last = int(target_config.vocab_size) - 1
+    if config.mask_token_id is not None and not 0 <= config.mask_token_id <= last:
+        raise ValueError(
+            f"head.mask_token_id: must be within 0..{last}, the target's vocabulary, but is {config.mask_token_id}; "
+            "set the id of a token that texts do not contain"
+        )
+    return last if config.mask_token_id is None else config.mask_token_id

@@ -1,0 +1,87 @@
+"""A head that drafts all tokens in one forward drafts what it was trained to, whatever rounds were before."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.decoding.draft import Draft, Verified
+from mtptrain.decoding.drafters import HeadDrafter, TreeDrafter
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import speculate
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.heads.packing import Packing
+from mtptrain.heads.peagle import PeagleHead
+from mtptrain.target.model import Target, load_target
+from mtptrain.target.position_cache import PositionCache
+
+K = 4
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Target:
+    return load_target(tiny_target, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def head(target: Target) -> Head:
+    torch.manual_seed(0)
+    return build_head(PeagleHead.Config(capture_layers=[1, 2]), target.config).eval().requires_grad_(False)
+
+
+class Recorder(HeadDrafter):
+    """Keeps the tokens of every round's sequences, and the logits of its drafts."""
+
+    def start(self, batch_size: int, num_slots: int) -> None:
+        super().start(batch_size, num_slots)
+        self.rounds: list[tuple[list[list[int]], tuple[torch.Tensor, ...]]] = []
+        self.forwards = 0
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        draft = super().draft(verified, sampler)
+        rows = [row[:count] for row, count in zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)]
+        assert draft.logits is not None
+        self.rounds.append((rows, draft.logits))
+        return draft
+
+
+def trained_logits(target: Target, head: Head, tokens: list[int]) -> torch.Tensor:
+    """Returns what training computes for the last draft position [K, V]: it reads the target up to the newest token."""
+    ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+    captured = target.forward(ids, positions, PositionCache(len(tokens)), head.capture_layers).aux_hidden_states
+    assert captured is not None and head.mask_token_id is not None
+    num_rows = len(tokens) - 1
+    mask_embedding = target.parts.embed(torch.tensor(head.mask_token_id))
+    states = head(captured[0, :num_rows], target.parts.embed(ids[0, 1:]), Packing.of([num_rows]), K, mask_embedding)
+    return head.logits(states[:, -1], target.parts)
+
+
+@torch.no_grad()
+def test_the_drafts_of_every_round_are_those_of_training(target: Target, head: Head) -> None:
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [9] * 6]
+    recorder = Recorder(head, target.parts, K)
+    generations = speculate(target, recorder, prompts, num_speculative_tokens=K, max_new_tokens=16, sampler=Sampler())
+    assert len(recorder.rounds) > 8, "most drafts of a random head are rejected"
+    assert any(sum(generation.accepted_at) < generation.drafted for generation in generations)
+    for rows, logits in recorder.rounds:
+        for index, tokens in enumerate(rows):
+            drafted = torch.stack([each[index] for each in logits])
+            torch.testing.assert_close(drafted, trained_logits(target, head, tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_one_forward_drafts_all_tokens(target: Target, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, calls, decode = Recorder(head, target.parts, K), [], head.decode
+    monkeypatch.setattr(head, "decode", lambda *args: calls.append(None) or decode(*args))
+    speculate(target, recorder, [[1, 2, 3]], num_speculative_tokens=K, max_new_tokens=8, sampler=Sampler())
+    assert len(calls) == len(recorder.rounds)
+
+
+def test_a_tree_is_refused(target: Target, head: Head) -> None:
+    with pytest.raises(ValueError, match=r"acceptance\.baselines: must be without tree for head peagle"):
+        TreeDrafter(head, target.parts, K, num_nodes=8, top_k=2)
+
+
+def test_a_mask_token_beyond_the_vocabulary_is_refused(target: Target) -> None:
+    with pytest.raises(ValueError, match=r"head\.mask_token_id: must be within 0\.\.259, .* but is 260; set the id"):
+        build_head(PeagleHead.Config(capture_layers=[1, 2], mask_token_id=260), target.config)
