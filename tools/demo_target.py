@@ -7,6 +7,7 @@ and ``figures.json`` (data split, training, held-out loss by position).
     python -m tools.demo_target --output-dir mtptrain/demo_target
     python -m tools.demo_target --output-dir mtptrain/demo_target --from-phase 1    (from saved weights)
     python -m tools.demo_target --output-dir runs/small_model --draft-for mtptrain/demo_target    (a small draft model)
+    python -m tools.demo_target --output-dir runs/deep --hidden-size 192 --layers 12    (another size)
 """
 
 import argparse
@@ -14,7 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,17 @@ DRAFT_SIZES = {
 DRAFT_PHASES = (Phase(4_000_000, {0.0: 256}, lr_scale=1.0),)
 # Files of the library that were not written by people: documentation as one string, character tables.
 GENERATED = ("pydoc_data/*", "encodings/*")
+
+
+def sizes_of(hidden_size: int) -> dict[str, int]:
+    """Returns the sizes of a model's layers, in the demo target's proportions, with heads of 64."""
+    heads = hidden_size // 64
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2 if heads % 2 == 0 else heads,
+    }
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -241,19 +253,35 @@ def held_out_document_loss(model: LlamaForCausalLM, documents: list[np.ndarray])
     return {"nats_per_token": round(total / count, 4), "tokens": count}
 
 
-def main() -> None:
+def arguments() -> tuple[argparse.Namespace, dict[str, int], tuple[Phase, ...]]:
+    """Returns the command line's arguments, the sizes of the model and the phases of its training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument(
         "--from-phase", type=int, default=0, help="0: start from random weights; above 0: from those in output-dir"
     )
     parser.add_argument("--draft-for", type=Path, help="train a small model with the tokenizer of this target")
+    parser.add_argument("--hidden-size", type=int, help="a multiple of 64; by default that of the demo target")
+    parser.add_argument("--layers", type=int, help="decoder layers; by default those of the demo target")
+    parser.add_argument("--tokens", type=int, help="tokens of the first phase")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.draft_for is not None and (args.from_phase or args.output_dir.resolve() == args.draft_for.resolve()):
         parser.error("--draft-for: must differ from --output-dir, and cannot be combined with --from-phase")
+    if args.hidden_size is not None and (args.hidden_size < 64 or args.hidden_size % 64):
+        parser.error(f"--hidden-size: must be a multiple of 64, but is {args.hidden_size}")
     sizes, phases = (TARGET_SIZES, PHASES) if args.draft_for is None else (DRAFT_SIZES, DRAFT_PHASES)
+    if args.hidden_size is not None:
+        sizes = sizes | sizes_of(args.hidden_size)
+    if args.layers is not None:
+        sizes = sizes | {"num_hidden_layers": args.layers}
+    if args.tokens is not None:
+        phases = (replace(phases[0], tokens=args.tokens), *phases[1:])
+    return args, sizes, phases
 
+
+def main() -> None:
+    args, sizes, phases = arguments()
     torch.manual_seed(args.seed)
     texts = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE).texts
     held_out = {name: text for name, text in texts.items() if is_held_out(name)}
@@ -263,7 +291,7 @@ def main() -> None:
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.draft_for)
         if len(tokenizer) != VOCAB_SIZE:
-            parser.error(f"--draft-for: must be a demo target, with {VOCAB_SIZE} tokens, but has {len(tokenizer)}")
+            raise SystemExit(f"--draft-for: must be a demo target, with {VOCAB_SIZE} tokens, but has {len(tokenizer)}")
     tokenizer.save_pretrained(args.output_dir)
     training_documents, held_out_documents = (
         encode(tokenizer, list(training.values())),
