@@ -138,6 +138,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     _check_relations(config)
     check_acceptance(config.acceptance)
     _check_stream(config)
+    _check_depths(config)
     return config
 
 
@@ -163,6 +164,15 @@ def _check_stream(config: PipelineConfig) -> None:
                 f"{name}: must be 1 with train.stream=true, which reads every shard once and deletes it, but is "
                 f"{value}; set {name}=1, or train.stream=false"
             )
+
+
+def _check_depths(config: PipelineConfig) -> None:
+    depths, drafts = config.head.ttt_steps, config.acceptance.num_speculative_tokens
+    if hasattr(config.head, "mask_token_id") and drafts > depths:
+        raise ValueError(
+            f"acceptance.num_speculative_tokens: must be at most head.ttt_steps={depths} with head {config.head.name}, "
+            f"which learns each depth apart, but is {drafts}; lower it, or train with head.ttt_steps={drafts}"
+        )
 
 
 register()

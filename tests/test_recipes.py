@@ -196,6 +196,12 @@ def test_what_cannot_be_measured_together_is_refused(overrides: list[str], messa
         make_config(*(f"acceptance.{override}" for override in overrides))
 
 
+def test_a_head_without_a_chain_drafts_no_more_than_it_was_trained_for() -> None:
+    with pytest.raises(ValueError, match=r"acceptance\.num_speculative_tokens: must be at most head\.ttt_steps=3 "):
+        make_config("head=peagle", "head.ttt_steps=3", "acceptance.num_speculative_tokens=4")
+    make_config("head=eagle3", "head.ttt_steps=3", "acceptance.num_speculative_tokens=4")
+
+
 def test_every_setting_that_is_checked_is_provoked_here() -> None:
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_module._check_relations)))
     related = {
