@@ -69,7 +69,7 @@ def main(cfg: DictConfig) -> None:
     device = init_ranks().device
     if config.check.size is CheckSize.full and device.type != "cuda":
         raise ValueError(
-            "check.size: must be tiny on a machine without a GPU, because the benchmarks of full take hours on a CPU, "
+            "check.size: must be tiny on a machine without a GPU, because the full benchmarks take hours on a CPU, "
             "but is full; set check.size=tiny, or use a machine with a GPU"
         )
     overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]

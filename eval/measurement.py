@@ -121,7 +121,7 @@ class Measured:
 
 @dataclass
 class Share:
-    """What one rank has decoded, and has still to decode, with one candidate."""
+    """One rank's progress with one candidate."""
 
     clock: PhaseClock
     waiting: dict[str, list[int]]

@@ -279,7 +279,7 @@ def explain(
 
 def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
-    first = "the engine does not report the place; start the server with --per-request-spec-decode-metrics detailed"
+    first = "the engine does not report which token; start the server with --per-request-spec-decode-metrics detailed"
     if divergence is not None:
         first = f"first in prompt {prompt_ids[divergence.prompt]}, {divergence}"
     return (

@@ -141,7 +141,10 @@ class Study:
             )
 
     def prompts_file(self) -> Path:
-        """Writes prompts of every length to a file and returns its path. All lengths share the same end positions."""
+        """Writes prompts of every length to a file, and returns its path.
+
+        Prompts of all lengths end at the same positions of held-out documents.
+        """
         lengths, directory, answers = self.settings.prompt_tokens, self.directory / "held_out", self.config.acceptance
         longest = [*self.common, f"prompts.max_document_tokens={max(lengths)}"]
         self._run(

@@ -81,7 +81,10 @@ def print_tables(name: str, prompt_tokens: Sequence[int], measured: StudyResults
 
 @matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name does not begin a formula
 def draw(prompt_tokens: Sequence[int], measured: StudyResults, path: Path) -> None:
-    """Plot acceptance length by prompt length and acceptance rate by position. Error bars are deviations over seeds."""
+    """Plot acceptance length by prompt length and acceptance rate by draft position.
+
+    Error bars are standard deviations over seeds.
+    """
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     by_tokens, by_position = figure.subplots(1, 2)
     depths = range(num_depths(measured))

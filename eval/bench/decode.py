@@ -113,7 +113,7 @@ def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
     if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
         raise ValueError(
             f"bench.batch_sizes: must be at most {num_prompts}, the number of prompts in the smaller half (one half is "
-            f"measured, the other predicts), but hold {max(bench.batch_sizes)}; lower it, or raise "
+            f"measured, the other gives the prediction), but hold {max(bench.batch_sizes)}; lower it, or raise "
             "bench.decode_prompts and acceptance.num_prompts"
         )
     return halves
@@ -176,7 +176,7 @@ class Spent:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all phases but the prompt's."""
+        """Seconds of all phases except `prompt`."""
         return sum(seconds for name, seconds in self.phases.items() if name != "prompt")
 
     @property

@@ -219,7 +219,7 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
 def bench_vllm(
     config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path
 ) -> ExtractionFigures:
-    """Returns tokens/s of the vLLM backend, without its startup; empty if vLLM or a checkpoint is missing."""
+    """Returns tokens/s of the vLLM backend, startup excluded; empty if vLLM or a checkpoint is missing."""
     if config.bench.target is not None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Runs the benchmarks at the dimensions of an 8B target with random weights, or at tiny sizes, without any bounds."""
+"""Runs the benchmarks at the dimensions of an 8B target with random weights, or at tiny sizes. They have no bounds."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ STEP_TINY = (
 
 
 NEEDED_GB = {"extraction": 30, "step": 60, "peer": 75}
-"""GPU memory in GB that each benchmark needs at the dimensions of 8B. The one with the peer also runs `Plain`."""
+"""GPU memory in GB that each benchmark needs at the dimensions of 8B. `peer` also runs the unoptimised step."""
 
 
 def too_small(bench: str) -> str:

@@ -85,7 +85,7 @@ class Stages:
         """Run a program and return what it printed.
 
         Raises:
-            RuntimeError: the program failed. The message ends with the last line of its stderr. Its whole output is in
+            RuntimeError: the program failed. The message has the last line of its stderr; the whole output is in
                 `<module>.log` next to the run folder.
         """
         result = self._run(
@@ -253,7 +253,7 @@ def stored_states(store: HiddenStore, index: int) -> torch.Tensor:
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Returns the loss of every step in the file of metrics, whose last line is left out if it is unfinished."""
+    """Returns the loss of every step in the metrics file. An incomplete last line is ignored."""
     path = run_dir / "train" / METRICS
     lines = path.read_text().rpartition("\n")[0].splitlines() if path.is_file() else []
     records: list[dict[str, Any]] = [json.loads(line) for line in lines]
