@@ -1,9 +1,9 @@
-"""After stage 3: chooses the best of the heads that training kept, if it could not measure them itself.
+"""After stage 3: chooses the best of the heads that training kept but did not measure.
 
 This is for targets too large for validation during training. With `train.validation_prompts=0`, training keeps a head
 every `train.validate_every` steps in `run_dir/train/heads/`. This program measures them, and `run_dir/train/best/` if
-training measured that head, on the prompts that validation would have used. Their number is `train.validation_prompts`,
-or its default if that is 0. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
+training measured that head, on the prompts that validation would have used: `train.validation_prompts` of them, or the
+default number if that is 0. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
 
     python -m eval.choose_head recipe=llama3_3_70b_mtp
 """
@@ -36,7 +36,7 @@ def main(cfg: DictConfig) -> None:
     heads = heads_to_measure(stage_dir)
     measured = measure(config, heads, ranks)
     if ranks.is_first:
-        # max returns the first of equals, as training does.
+        # If several are equal, max returns the first, which is also the one that training keeps.
         best_step = max(measured, key=lambda step: measured[step].acceptance_length)
         keep_best(config, heads[best_step], measured[best_step])
         write_json(stage_dir / CHOICE, describe(config, measured, best_step))
@@ -45,7 +45,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
-    """Returns the directories of the kept heads by step, and of the best head where training has measured it.
+    """Returns the directories of the kept heads by step, and that of the best head if training has measured it.
 
     Raises:
         FileNotFoundError: no head was kept.
@@ -54,8 +54,8 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
     if not heads:
         raise FileNotFoundError(
             f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain.train with the "
-            "same recipe and run_dir, train.validation_prompts=0 and train.validate_every above 0, which keep the head "
-            "of each such step"
+            "same recipe and run_dir, train.validation_prompts=0 and train.validate_every=N, which keeps the head "
+            "every N steps"
         )
     best = stage_dir / "best/head.json"
     facts = json.loads(best.read_text()) if best.is_file() else {}

@@ -2,9 +2,9 @@
 
     python -m eval.compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
 
-The reports must have the same prompts, target and settings. Tokens/s are shown only if batches, ranks and devices are
-the same too. Later turns of conversations contain the target's own answers, which differ from run to run at a
-temperature above 0 or in bf16.
+The reports must have the same prompts, target and settings. Tokens/s are shown only if batch sizes, numbers of ranks
+and devices are the same too. Later turns of conversations contain the target's own answers, which may differ from run
+to run at a temperature above 0 or in bf16.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: a file is not a report, is given twice, or was not measured as the first one was.
+        ValueError: a file is not a report, is given twice, or was measured with other settings than the first.
     """
     reports: dict[str, dict[str, Any]] = {}
     for path in paths:
@@ -55,23 +55,25 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             report = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
         except ValueError as error:
             raise ValueError(
-                f"{path}: must be a report.json of eval.acceptance, but is not JSON ({error}); measure again"
+                f"{path}: must be a report.json of eval.acceptance, but is not JSON ({error}); run eval.acceptance "
+                "again"
             ) from error
         if isinstance(report, dict):
             report = {"top_p": 1.0, "top_k": 0} | report
         if not isinstance(report, dict) or not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise ValueError(
-                f"{path}: must be a report.json of eval.acceptance, but is not, or has an older format; measure again"
+                f"{path}: must be a report.json of eval.acceptance, but is not one, or has an older format; run "
+                "eval.acceptance again"
             )
         try:
             render_page({str(path): report})
         except UNREADABLE as error:
             raise ValueError(
-                f"{path}: must be complete, as eval.acceptance writes it, but something is missing ({error!r}); "
-                "measure again"
+                f"{path}: must have all figures that eval.acceptance writes, but some are missing or invalid "
+                f"({error!r}); run eval.acceptance again"
             ) from error
         if path.resolve() in map(Path.resolve, map(Path, reports)):
-            raise ValueError(f"{path}: reports must be different, but this one is given twice; remove it")
+            raise ValueError(f"{path}: each report must be given once, but this one is given twice; remove one")
         reports[str(path)] = report
     (first_path, first), *others = reports.items()
     for other_path, report in others:
@@ -89,7 +91,7 @@ def refuse_constant(name: str) -> None:
 
 
 def short_names(paths: list[str]) -> list[str]:
-    """Strips the leading and trailing parts that all paths share; returns the whole paths if the rest is not unique."""
+    """Returns paths without the leading and trailing parts that all share, or whole if the rest is not unique."""
     parts = [Path(path).parts for path in paths]
     start = next((i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
     end = next(

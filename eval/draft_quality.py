@@ -18,13 +18,14 @@ class QualityFigures:
     overlap_at: list[float]
     """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
     accepted_at: list[float]
-    """Share of these rounds that accepted the draft at this position."""
+    """Share of the counted rounds that accepted the draft at this position."""
     rounds_at: list[int]
     calibration: list[dict[str, float]]
-    """Drafts in ten bins of confidence, the head's probability for its draft. Each non-empty bin has the number of
-    drafts, their mean confidence and the share accepted. Empty for sampled drafts, which another rule accepts."""
+    """Ten bins by confidence, the head's probability of its draft. Each non-empty bin has the number of drafts, their
+    mean confidence and the share accepted. Empty for sampled drafts, which are accepted by another rule."""
     calibration_error: float | None
-    """Distance between mean confidence and share accepted, averaged over drafts. None for sampled drafts."""
+    """Expected calibration error: the distance between a bin's mean confidence and its share accepted, averaged over
+    drafts. None for sampled drafts."""
     temperature: float
     """Temperature of the distributions; 1 if the output is greedy."""
 
@@ -68,13 +69,13 @@ class DraftQuality:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def sums(self) -> torch.Tensor:
-        """Returns sums f64[K + bins, 4] of rounds, overlap, accepted and confidence, by position and by bin."""
+        """Returns f64[K + bins, 4]: sums of rounds, overlap, accepted and confidence by position, then by bin."""
         return (
             torch.zeros(self.num_depths + NUM_BINS, 4, dtype=torch.float64) if self._sums is None else self._sums.cpu()
         )
 
     def figures(self, sums: torch.Tensor) -> QualityFigures:
-        """Computes the figures from `sums` that were added up over all ranks."""
+        """Returns the figures, computed from `sums` added up over all ranks."""
         by_depth, by_bin = sums[: self.num_depths], sums[self.num_depths :]
         means, bin_means = by_depth / by_depth[:, :1].clamp(min=1), by_bin / by_bin[:, :1].clamp(min=1)
         distances = (bin_means[:, 2] - bin_means[:, 3]).abs() * by_bin[:, 0]

@@ -1,11 +1,11 @@
-"""Checks on a machine with GPUs what CPU tests cannot show: that every stage runs, that its results are right within
-the rounding of bf16, and how fast it is. Takes a few minutes and downloads nothing.
+"""Checks what CPU tests cannot show: that every stage runs on GPUs, that its results are right within the rounding of
+bf16, and how fast it is. Takes a few minutes and downloads nothing.
 
-It runs the programs of the recipe as users do, with little text, in `run_dir/gpu_check/`. It compares attention, loss
-and decoding with their definitions, and kills and resumes a training run. Then it runs the benches at the dimensions of
-an 8B target with random weights. It prints a table and writes `run_dir/gpu_check/report.json`; the exit code is 1 if a
-check failed. A check that needs vLLM, the other trainer, a second GPU or more GPU memory is skipped if that is missing,
-and its row says so.
+It runs the programs of the pipeline as users do, on a small amount of text, in `run_dir/gpu_check/`. It compares
+attention, loss and decoding with their definitions, and kills and resumes a training run. Then it runs the benchmarks
+at the dimensions of an 8B target with random weights. It prints a table and writes `run_dir/gpu_check/report.json`; the
+exit code is 1 if a check failed. A check that needs vLLM, vLLM Speculators, a second GPU or more GPU memory is skipped
+if that is missing, and its row says so.
 
     make gpu-check
     python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check
@@ -69,8 +69,8 @@ def main(cfg: DictConfig) -> None:
     device = init_ranks().device
     if config.check.size is CheckSize.full and device.type != "cuda":
         raise ValueError(
-            "check.size: must be tiny where there is no GPU, but is full, whose benches take hours on a CPU; run it on "
-            "a machine with a GPU"
+            "check.size: must be tiny on a machine without a GPU, because the full benchmarks take hours on a CPU, "
+            "but is full; set check.size=tiny, or use a machine with a GPU"
         )
     overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
     directory = config.stage_dir("gpu_check")
@@ -80,7 +80,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def forwarded(given: Sequence[str]) -> list[str]:
-    """Returns the overrides, the recipe among them, that are passed on to the programs under check."""
+    """Returns the overrides that are passed on to the checked programs, including the recipe."""
     return [override for override in given if not override.lstrip("+~").startswith(("check.", "run_dir="))]
 
 
@@ -122,9 +122,9 @@ def checks_of(stages: Stages, size: CheckSize, device: torch.device) -> dict[str
         **({} if is_tiny else {"greedy answers, bfloat16": partial(stages.greedy, torch.bfloat16)}),
         "export": stages.export,
         "served by vLLM": stages.serving,
-        "bench of extraction": partial(bench_extraction, stages, is_tiny),
-        "bench of the step": partial(bench_step, stages, is_tiny),
-        "step compared with vLLM Speculators": partial(bench_peer, stages, is_tiny),
+        "extraction benchmark": partial(bench_extraction, stages, is_tiny),
+        "training step benchmark": partial(bench_step, stages, is_tiny),
+        "training step, compared with vLLM Speculators": partial(bench_peer, stages, is_tiny),
     }
 
 

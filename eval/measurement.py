@@ -35,7 +35,7 @@ CONTEXT_BUCKETS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter to measure, and how its tokens are sampled."""
+    """A drafter to measure, and the sampler to decode with."""
 
     drafter: Drafter
     sampler: Sampler
@@ -45,25 +45,25 @@ class Candidate:
 
 @dataclass(frozen=True)
 class DecodedPrompt:
-    """A decoded prompt: a prompt of the file, or a later turn of a conversation."""
+    """The answer to a prompt, or to a later turn of a conversation."""
 
     generation: Generation
     prompt_tokens: int
     category: str | None
     source: str
-    """File or question that the prompt was cut from; the prompt's id if it comes from a file of prompts."""
+    """File or question that the prompt was cut from; the prompt's id if it is from `acceptance.prompts_file`."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate's answers over all ranks."""
+    """A candidate's answers from all ranks, and its speed."""
 
     answers: dict[tuple[str, int], DecodedPrompt]
     """By prompt id and turn; turns start at 1."""
     seconds: dict[str, float]
-    """Seconds of the first rank, by the names of `PHASES` and in total as `all`."""
+    """Seconds on the first rank, by phase (see `PHASES`) and in total (`all`)."""
     tokens_per_s: float
-    """New tokens per second of the first rank."""
+    """New tokens per second on the first rank."""
     cut_conversations: int
     """Conversations whose next turn would have exceeded the target's context."""
     quality: QualityFigures | None
@@ -121,18 +121,18 @@ class Measured:
 
 @dataclass
 class Share:
-    """A rank's state of one candidate."""
+    """One rank's progress with one candidate."""
 
     clock: PhaseClock
     waiting: dict[str, list[int]]
-    """Prompts of the next turn, by id."""
+    """Prompts of the current turn, by id."""
     answers: dict[tuple[str, int], DecodedPrompt] = field(default_factory=dict)
     seconds: float = 0.0
     num_cut: int = 0
 
 
 def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> list[dict[str, list[int]]]:
-    """Returns the batches of `token_batches`, each as prompts by id."""
+    """Returns prompts by id in the batches that `token_batches` forms."""
     ids = list(prompts)
     lengths = [len(prompt) for prompt in prompts.values()]
     batches = token_batches(lengths, settings.max_new_tokens, settings.batch_size, settings.batch_tokens)
@@ -153,7 +153,7 @@ class Measurement:
         self.settings = settings
         self.target = target
         self.tokenizer = tokenizer
-        """Renders later turns of conversations; None if there are none."""
+        """Renders the later turns of conversations; None if no prompt is a conversation."""
         self.prompts = prompts
         self.ranks = ranks
 
@@ -204,7 +204,7 @@ class Measurement:
             share.answers[prompt_id, turn] = DecodedPrompt(generation, len(prompt), category, source)
 
     def _advance_turn(self, share: Share, turn: int) -> None:
-        """Set the prompts of the next turn: the conversation so far and the user's next turn."""
+        """Set the prompts of the next turn, each the conversation so far and the user's next message."""
         following = {
             prompt_id: self._next_prompt(share, prompt_id, turn)
             for prompt_id in share.waiting

@@ -44,9 +44,9 @@ from .report_page import write_run_page
 
 InputIds = dict[str, list[int]]
 BFLOAT16_TOLERANCE = 0.02
-"""Relative difference of acceptance lengths that is allowed in bf16."""
+"""Largest relative difference of acceptance lengths that is allowed in bf16."""
 CACHED_SEQUENCES = 64
-"""Sequences that the cache of an engine on a CPU has room for. By default it would take nearly all memory."""
+"""Number of sequences that fit into the KV cache of an engine on a CPU. vLLM's default takes nearly all memory."""
 
 
 @program
@@ -55,8 +55,8 @@ def main(cfg: DictConfig) -> None:
     settings = config.acceptance
     if settings.temperature > 0:
         raise ValueError(
-            f"acceptance.temperature: must be 0 for this check, but is {settings.temperature:g}, where drafts are "
-            "accepted at random; leave it out"
+            "acceptance.temperature: must be 0 for this check, because above 0 drafts are accepted at random, but is "
+            f"{settings.temperature:g}; leave it out"
         )
     target_dir = resolve_target(config.target.path, config.target.revision)
     prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # the first turns of conversations
@@ -83,7 +83,10 @@ def main(cfg: DictConfig) -> None:
 
 
 def spare_tokens(config: PipelineConfig) -> int:
-    """If one request comes within 2 K tokens of the end of the context, vLLM's drafts become useless for all."""
+    """Returns the number of tokens to keep free at the end of the context.
+
+    If one request comes within 2 K tokens of the end, vLLM's drafts become useless for all requests.
+    """
     return 2 * config.acceptance.num_speculative_tokens
 
 
@@ -91,10 +94,10 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     """Returns the engine, after quick checks that it can serve the head and the prompts.
 
     Raises:
-        FileNotFoundError: the Python or the exported head does not exist.
+        FileNotFoundError: the Python interpreter or the exported head does not exist.
         ConnectionError: no server answers.
-        ValueError: the Python has no vLLM, the head was exported for another engine, or the server's context is too
-            short.
+        ValueError: the interpreter has no vLLM, the export is for another engine or of another head, or the server's
+            context is too short.
     """
     serving, settings = config.serving, config.acceptance
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
@@ -102,8 +105,8 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
         server = VllmServer(serving.url)
         if server.max_model_len < needed_tokens:
             raise ValueError(
-                f"serving.url: the server's context must hold {needed_tokens} tokens, the longest prompt, its answer "
-                f"and 2 K more, but holds {server.max_model_len}; start it with --max-model-len {needed_tokens}"
+                f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, its answer "
+                f"and 2 K more), but holds {server.max_model_len}; start it with --max-model-len {needed_tokens}"
             )
         return server
     head_dir = Path(serving.head_dir or config.stage_dir("export") / serving.engine)
@@ -131,7 +134,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
 
 
 def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:
-    """Returns `serving.json` of the exported head: how an engine loads it.
+    """Returns the contents of the exported head's `serving.json`, which says how an engine loads the head.
 
     Raises:
         FileNotFoundError: nothing was exported.
@@ -145,14 +148,14 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
         )
     if facts["head_sha256"] != head_sha256:
         raise ValueError(
-            f"{head_dir / 'serving.json'}: head_sha256 must be {head_sha256}, that of this run's head, but is "
-            f"{facts['head_sha256']}: another head was exported; run mtptrain.export again"
+            f"{head_dir / 'serving.json'}: head_sha256 must be {head_sha256}, the hash of this run's head, but is "
+            f"{facts['head_sha256']}, the hash of another head; run mtptrain.export again"
         )
     return facts
 
 
 def cache_bytes(target: PreTrainedConfig, max_model_len: int) -> int:
-    """Bytes of float32 keys and values for the target's layers and two more, in blocks of up to 128 tokens."""
+    """Returns the bytes of a float32 KV cache for the target's layers and two more, in blocks of up to 128 tokens."""
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     token_bytes = 2 * 4 * (target.num_hidden_layers + 2) * target.num_key_value_heads * head_dim
     return CACHED_SEQUENCES * (max_model_len + 128) * token_bytes + (64 << 20)
@@ -160,7 +163,7 @@ def cache_bytes(target: PreTrainedConfig, max_model_len: int) -> int:
 
 @dataclass(frozen=True)
 class OurRun:
-    """The prompts decoded by our own loop."""
+    """The answers of our own decoding loop to all prompts."""
 
     drafted: list[Generation]
     plain: list[list[int]]
@@ -212,7 +215,7 @@ def decode(
 
 
 def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineCounts:
-    """Returns the counts. Raises ValueError if the server was started with another number of drafts, or none."""
+    """Returns the counts. Raises ValueError if the server does not draft `num_speculative_tokens` tokens a round."""
     num_drafts = 0 if counts is None else len(counts.accepted_at)
     if counts is None or num_drafts != config.acceptance.num_speculative_tokens:
         raise ValueError(
@@ -224,7 +227,7 @@ def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineC
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of both sides."""
+    """The results of our own loop and of the engine."""
 
     ours: OurRun
     theirs: EngineRun
@@ -237,14 +240,14 @@ class Comparison:
 
     @property
     def num_plain(self) -> tuple[int, int]:
-        """The number of answers with drafts, ours and theirs, that equal plain greedy decoding."""
+        """How many of our drafted answers, and how many of the engine's, equal plain greedy decoding."""
         ours = [generation.tokens for generation in self.ours.drafted]
         plain = self.ours.plain
         return sum(map(eq, ours, plain)), sum(map(eq, self.theirs.tokens, plain))
 
     @property
     def rows(self) -> list[tuple[str, float, float]]:
-        """All that is compared: name, our value, their value."""
+        """Every compared figure: its name, our value and the engine's value."""
         ours, theirs = self.acceptance, self.counts
         accepted = enumerate(zip(ours.accepted_at, theirs.accepted_at, strict=True))
         return [
@@ -264,7 +267,7 @@ class Comparison:
 def explain(
     config: PipelineConfig, target_dir: Path, prompts: list[list[int]], comparison: Comparison
 ) -> Divergence | None:
-    """Returns the first token on which both sides differ, if the engine reports enough to tell."""
+    """Returns the first token at which the two sides differ, or None if the engine reports too little to find it."""
     target, loaded = load_pair(config, target_dir)
     divergence = first_answer_divergence(target, prompts, comparison.ours.plain, comparison.theirs.tokens)
     if divergence is not None or comparison.theirs.accepted_by_round is None:
@@ -277,13 +280,14 @@ def explain(
 
 def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
-    first = "the engine does not report where; start the server with --per-request-spec-decode-metrics detailed"
+    first = "the engine does not report which token; start the server with --per-request-spec-decode-metrics detailed"
     if divergence is not None:
         first = f"first in prompt {prompt_ids[divergence.prompt]}, {divergence}"
     return (
-        f"serving check: vLLM {comparison.theirs.version} must equal our counters and plain greedy decoding, but "
-        f"differs in {', '.join(unequal) or 'its answers'}: {first}. A gap below 1e-3 is rounding. Otherwise export "
-        "the head again; a server must be idle, run in float32 and be started with --no-enable-chunked-prefill"
+        f"serving check: vLLM {comparison.theirs.version} must have our counters and the answers of plain greedy "
+        f"decoding, but differs in {', '.join(unequal) or 'its answers'}: {first}. A gap below 1e-3 is rounding. "
+        "Otherwise export the head again; a server must be idle, run in float32 and be started with "
+        "--no-enable-chunked-prefill"
     )
 
 

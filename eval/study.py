@@ -113,12 +113,12 @@ class Study:
             }
             if asdict(variant.prompts) | lengths_of != asdict(source):
                 raise ValueError(
-                    f"study.variants.{name}: must have the study's settings of prompts, except max_document_tokens "
+                    f"study.variants.{name}: must have the study's `prompts` settings, except max_document_tokens "
                     "and max_train_tokens, but some differ; make it a separate study"
                 )
             if variant.acceptance != answers:
                 raise ValueError(
-                    f"study.variants.{name}: must have the study's settings of acceptance, but some differ; set them "
+                    f"study.variants.{name}: must have the study's `acceptance` settings, but some differ; set them "
                     "for all variants"
                 )
         if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
@@ -141,7 +141,10 @@ class Study:
             )
 
     def prompts_file(self) -> Path:
-        """Writes prompts of every length. All lengths end at the same positions of held-out documents."""
+        """Writes prompts of every length to a file, and returns its path.
+
+        Prompts of all lengths end at the same positions of held-out documents.
+        """
         lengths, directory, answers = self.settings.prompt_tokens, self.directory / "held_out", self.config.acceptance
         longest = [*self.common, f"prompts.max_document_tokens={max(lengths)}"]
         self._run(
@@ -206,7 +209,7 @@ class Study:
         return result_of(output_dir / "generations.jsonl", self.settings.prompt_tokens)
 
     def _data(self, variant: str) -> Path:
-        """Run the stages before training, and return their folder. Variants with equal settings share it."""
+        """Run the stages before training, and return their folder. Variants that need the same data share it."""
         needs = {name: needed_data(config) for name, config in self.variants.items()}
         first = next(name for name in needs if needs[name] == needs[variant])
         directory, programs = self.directory / "data" / first, list(STAGES.values())
@@ -229,7 +232,7 @@ class Study:
             False if training diverged, otherwise True.
 
         Raises:
-            ValueError: they have already run there with other settings.
+            ValueError: the programs have already run there with other settings.
             RuntimeError: a program failed.
         """
         path, wanted = directory / record, json.loads(json.dumps(settings))
@@ -240,7 +243,7 @@ class Study:
             if different:
                 raise ValueError(
                     f"{path}: {different[0]} must be {wanted[different[0]]}, but was "
-                    f"{recorded['settings'].get(different[0])}; remove the folder, or set study.name"
+                    f"{recorded['settings'].get(different[0])}; remove the folder, or set another study.name"
                 )
             state = recorded["state"]
         if state == "begun":
@@ -303,7 +306,7 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
 
 
 def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
-    """Computes the result of a run from the counts of its answers. Lengths are None where no round had drafts."""
+    """Returns the result of a run from the counts of its answers. A length is None if no round had drafts."""
     lines = [json.loads(line) for line in generations.read_text().splitlines()]
     names = ("tokens", "rounds", "empty_rounds", "drafted", "accepted_at")
     answers = [

@@ -1,4 +1,4 @@
-"""Shows the results of a study: tables over seeds, and a plot."""
+"""Prints the results of a study as tables and plots them, with means and standard deviations over seeds."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 RunResult = dict[str, Any]
-"""The result of one run: `acceptance_rate_at`; by prompt length, acceptance lengths: `acceptance`, `without_loops`."""
+"""One run's `acceptance_rate_at`, and its acceptance lengths by prompt length (`acceptance` and `without_loops`)."""
 StudyResults = Mapping[str, Mapping[int, RunResult | None]]
 """Results by variant and seed; None if the training diverged."""
 
@@ -43,7 +43,7 @@ def num_depths(measured: StudyResults) -> int:
 
 
 def lengths_table(prompt_tokens: Sequence[int], measured: StudyResults, key: str = "acceptance") -> list[list[str]]:
-    """Returns the acceptance length of each variant for each prompt length, below a row of column names."""
+    """Returns a row of column names, then a row of acceptance lengths by prompt length for each variant."""
     rows = [["prompts of", *(f"{each} tokens" for each in prompt_tokens), "trained"]]
     for variant, runs in measured.items():
         diverged = sum(run is None for run in runs.values())
@@ -53,7 +53,10 @@ def lengths_table(prompt_tokens: Sequence[int], measured: StudyResults, key: str
 
 
 def positions_table(measured: StudyResults) -> list[list[str]]:
-    """Returns the share accepted at each position, over prompts of all lengths, below a row of column names."""
+    """Returns a row of column names, then a row of acceptance rates by draft position for each variant.
+
+    The rates are over prompts of all lengths.
+    """
     depths = range(num_depths(measured))
     rows = [["accepted", *(f"at {depth}" for depth in depths)]]
     return rows + [
@@ -78,7 +81,10 @@ def print_tables(name: str, prompt_tokens: Sequence[int], measured: StudyResults
 
 @matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name does not begin a formula
 def draw(prompt_tokens: Sequence[int], measured: StudyResults, path: Path) -> None:
-    """Plot acceptance length by prompt length, and acceptance by position, with standard deviations over seeds."""
+    """Plot acceptance length by prompt length and acceptance rate by draft position.
+
+    Error bars are standard deviations over seeds.
+    """
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     by_tokens, by_position = figure.subplots(1, 2)
     depths = range(num_depths(measured))

@@ -5,16 +5,16 @@
         bench.out=decode.json
 
 Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K take turns on each batch,
-and the fastest of `bench.repeats` counts. Tokens/s are counted after the prompt; answers have exactly
+and the fastest of `bench.repeats` runs is reported. Tokens/s exclude the prompt; answers have exactly
 `acceptance.max_new_tokens` tokens.
 
-The prediction does not use these measurements. It takes the cost of a round from prompts of random tokens, and the
-rounds that an answer needs from how often the drafts of the largest K are accepted at each position on prompts of other
-files. A batch takes as long as its slowest answer; `refilled` is the speed-up if new prompts replaced finished ones, as
-in an engine.
+The predicted speed-up does not use these measurements. The cost of a round is measured on prompts of random tokens. The
+number of rounds is computed from the acceptance rate at each position on prompts of other files, with the largest K. A
+batch takes as long as its slowest answer; `refilled` estimates the speed-up if new prompts replaced finished ones, as
+with an engine's continuous batching.
 
-Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `eval.acceptance` if that is
-of the same head and settings.
+Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `eval.acceptance` if that page
+is about the same head, prompts and settings.
 """
 
 from collections.abc import Sequence
@@ -107,14 +107,14 @@ def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
     """Returns the prompts to measure, and prompts of other sources to predict from.
 
     Raises:
-        ValueError: one of them cannot fill the largest batch.
+        ValueError: one of the two halves cannot fill the largest batch.
     """
     halves: list[Batch] = [half[: bench.decode_prompts] for half in halves_of(prompts)]
     if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
         raise ValueError(
-            f"bench.batch_sizes: must be at most {num_prompts}, the prompts of each half, one measured and one "
-            f"predicted from, but hold {max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and "
-            "acceptance.num_prompts"
+            f"bench.batch_sizes: must be at most {num_prompts}, the number of prompts in the smaller half (one half is "
+            f"measured, the other gives the prediction), but hold {max(bench.batch_sizes)}; lower it, or raise "
+            "bench.decode_prompts and acceptance.num_prompts"
         )
     return halves
 
@@ -122,11 +122,11 @@ def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
 def measure(
     config: PipelineConfig, target: Target, head: Head, prompts: Batch, other_prompts: Batch
 ) -> list[DecodingRow]:
-    """Returns a row for each batch size and K, 0 for plain decoding.
+    """Returns a row for each batch size and K; K = 0 is plain decoding.
 
     Args:
-        prompts: what is measured.
-        other_prompts: prompts of other sources, whose acceptance gives the prediction.
+        prompts: the prompts to measure.
+        other_prompts: prompts of other sources, whose acceptance rates predict the number of rounds.
     """
     settings, bench, deepest = config.acceptance, config.bench, max(config.bench.draft_depths)
     drafters: dict[int, Drafter] = {0: NoDrafter()}
@@ -176,7 +176,7 @@ class Spent:
 
     @property
     def seconds(self) -> float:
-        """Seconds after the prompts."""
+        """Seconds of all phases except `prompt`."""
         return sum(seconds for name, seconds in self.phases.items() if name != "prompt")
 
     @property
@@ -193,7 +193,7 @@ class Spent:
 
 
 def halves_of(prompts: Prompts) -> tuple[list[list[int]], list[list[int]]]:
-    """Splits prompts by their files or conversations, which go to both halves alternately."""
+    """Splits prompts into two halves by source: files or conversations go to one half and the other in turn."""
     source_index: dict[str, int] = {}
     halves: tuple[list[list[int]], list[list[int]]] = ([], [])
     for prompt_id, prompt in prompts.input_ids.items():
@@ -233,9 +233,9 @@ def num_rounds(answer: Generation) -> int:
 
 
 def needed_rounds(answer: Generation, depths: int) -> float:
-    """Returns the rounds that an answer would need with fewer drafts of the same acceptance at each position.
+    """Returns the expected number of rounds with `depths` drafts, given an answer's acceptance rate at each position.
 
-    A round of X tokens exceeds the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
+    If rounds give X tokens each, the last one exceeds the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
     """
     rates = [accepted / max(answer.rounds, 1) for accepted in answer.accepted_at[:depths]]
     mean = 1 + sum(rates)
@@ -253,8 +253,8 @@ def describe(
     """Returns one row of the table; phases are in milliseconds per round.
 
     Args:
-        measured: what decoding the prompts took, by K.
-        costs: what decoding random tokens took, by K.
+        measured: tokens, rounds and seconds of decoding the prompts, by K.
+        costs: the same for prompts of random tokens.
         other_answers: the answers to each batch of the other prompts, with the largest K.
     """
     spent, plain = measured[depths], measured[0]
@@ -262,7 +262,7 @@ def describe(
     other_rounds, other_plain_rounds = (
         sum(max(needed_rounds(answer, drafts) for answer in batch) for batch in other_answers) for drafts in (depths, 0)
     )
-    own_rounds = sum(map(num_rounds, spent.answers))  # of each answer, until it was finished
+    own_rounds = sum(map(num_rounds, spent.answers))  # rounds of each answer until it finished
     return {
         "batch_size": batch_size,
         "num_speculative_tokens": depths,
@@ -281,7 +281,7 @@ def describe(
 
 
 def recommended(rows: Sequence[DecodingRow], batch_size: int) -> int:
-    """Returns the K that decodes fastest, 0 if plain decoding does."""
+    """Returns the K that decodes fastest, or 0 if plain decoding is fastest."""
     fastest = max((row for row in rows if row["batch_size"] == batch_size), key=lambda row: float(row["speed_up"]))
     return int(fastest["num_speculative_tokens"])
 

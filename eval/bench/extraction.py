@@ -4,11 +4,11 @@
 - *ours*: the transformers backend writing a store to disk, in bf16 and fp8, and with the writer stubbed out;
 - *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most
   scripts do;
-- *vLLM*: its backend writing a store, if `serving.python` or `.venv-vllm` has vLLM;
+- *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM;
 - *reading*: packed training batches from disk, compared with a plain copy of the memory-mapped shards.
 
-All candidates take turns, except vLLM, which needs its own process. Torch computes with one thread, as in a rank on a
-CPU. The writer adds two threads, and reading fp8 without decoding adds one that reads ahead. Extraction runs over
+All candidates take turns, except vLLM, which needs its own process. Torch uses one thread, torchrun's default for each
+rank. The writer adds two threads, and reading fp8 without decoding adds one that reads ahead. Extraction runs over
 documents of random tokens with log-normal lengths; the stores that are read have documents of 2,048 tokens.
 
     python -m eval.bench.extraction recipe=quickstart
@@ -219,7 +219,7 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
 def bench_vllm(
     config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path
 ) -> ExtractionFigures:
-    """Returns tokens/s of the vLLM backend, without its startup time; empty without vLLM or a checkpoint."""
+    """Returns tokens/s of the vLLM backend, startup excluded; empty if vLLM or a checkpoint is missing."""
     if config.bench.target is not None:
         return {}
     try:
@@ -246,9 +246,9 @@ def bench_vllm(
 
 
 def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
-    """Returns GB/s of reading states as training does, GB/s of copying memory-mapped shards, and `bench_opening`.
+    """Returns GB/s of reading states as training does, GB/s of copying mapped shards, and `bench_opening`'s figures.
 
-    GB/s count the bytes of bf16 states, also for fp8 stores.
+    All GB/s count the bytes that the states have in bf16, even for fp8 stores.
     """
     stores = {
         dtype: random_store(directory / dtype.value, dtype, bench.read_tokens, 2048, READ_HIDDEN_SIZE)
@@ -268,7 +268,10 @@ def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
 
 
 def bench_opening(num_tokens: int, directory: Path) -> ExtractionFigures:
-    """Returns the time and anonymous memory it takes to open a store and read what training reads at startup."""
+    """Returns the time and anonymous memory that it takes to open a store and read what training reads at startup.
+
+    Also returns the bytes per token that the store has beyond the states.
+    """
     random_store(directory, StoreDtype.bfloat16, num_tokens, 500, 64)
 
     def open_whole() -> HiddenStore:
@@ -304,7 +307,7 @@ def copy_mapped(store: HiddenStore) -> None:
 def read_batches(schedule: BatchSchedule) -> None:
     """Read an epoch as training does: four documents per batch, aligned for three depths."""
     num_tokens = sum(batch.document_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
-    assert num_tokens == schedule.store.manifest.num_tokens, "an epoch is the whole store"
+    assert num_tokens == schedule.store.manifest.num_tokens, "an epoch must read the whole store"
 
 
 def print_table(config: PipelineConfig, device: torch.device, figures: ExtractionFigures) -> None:

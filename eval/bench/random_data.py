@@ -24,7 +24,7 @@ def random_documents(config: PipelineConfig, vocab_size: int) -> Documents:
 
 
 def random_store(directory: Path, dtype: StoreDtype, num_tokens: int, length: int, hidden_size: int) -> HiddenStore:
-    """Writes two shards of documents of the same length."""
+    """Writes a store of two shards whose documents all have the same length, and returns it."""
     rng = np.random.default_rng(0)
     documents = Documents.from_list(
         [(i, rng.integers(0, 1000, length), np.ones(length)) for i in range(num_tokens // length)]

@@ -1,4 +1,4 @@
-"""Runs EAGLE-3 training steps of vLLM Speculators, with JSON lines as requests and answers.
+"""Runs EAGLE-3 training steps of vLLM Speculators. Requests on stdin and answers on stdout are JSON lines.
 
 `eval.bench.train` starts it with the Python of `bench.peer_python`, which has no mtptrain; only `step_memory` is
 shared. A request is `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or
@@ -20,7 +20,7 @@ from eval.bench.step_memory import resident_bytes, tensor_bytes
 
 
 class Peer:
-    """One model, one batch, one optimizer: bf16 autocast over fp32 weights, as its own trainer does on a GPU."""
+    """Trains one model on one batch with bf16 autocast over fp32 weights, as Speculators' trainer does on a GPU."""
 
     def __init__(self, request: dict) -> None:
         hidden_size, vocab_size, self.device = (

@@ -1,6 +1,6 @@
 """Measures the memory of a step: the bytes of its tensors, and the resident memory of the process.
 
-Imports nothing but torch, because other trainers' environments import it too.
+Imports only torch and the standard library, because the peer's process, which has no mtptrain, imports it too.
 """
 
 import ctypes

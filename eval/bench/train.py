@@ -9,12 +9,13 @@ Documents have 512 random tokens and random states. A step is forward, loss, bac
 fp32 master weights. Candidates take turns:
 
 - *ours*: the trainer's step in its DeepSpeed engine; *eager*: the same without torch.compile;
-- *plain*: the unoptimised implementation, which runs every row at every depth over dense masks and keeps all logits,
-  eagerly;
+- *plain*: the unoptimised implementation in eager mode, which runs every row at every depth over dense masks and keeps
+  all logits;
 - *peer*: EAGLE-3 of vLLM Speculators, eager on a CPU.
 
 Memory is the peak of the step's tensors beyond those that exist before it: activations, gradients and the optimizer's
-temporaries. On a CPU, RSS is the growth of the process. `bench.out=FILE` writes the figures as JSON.
+temporaries. RSS, on a CPU only, is the growth of the process's resident memory. `bench.out=FILE` writes the figures as
+JSON.
 """
 
 import json
@@ -75,8 +76,8 @@ def check(config: PipelineConfig) -> None:
         raise ValueError(f"bench.target: must be one of {known} or left out, but is {config.bench.target!r}")
     if config.bench.target is not None and not torch.cuda.is_available():
         raise ValueError(
-            f"bench.target: must be left out where there is no GPU, but is {config.bench.target}; its steps take hours "
-            "on a CPU"
+            "bench.target: must be left out on a machine without a GPU, because its steps take hours on a CPU, but is "
+            f"{config.bench.target}; leave it out"
         )
     for size in (*config.bench.hidden_sizes, config.bench.prompt_sizes[0]):
         if size % 64:
@@ -157,7 +158,7 @@ def uncompiled(run: Callable[[], float]) -> float:
 
 
 def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Returns seconds of the fastest of several steps of each candidate, which take turns."""
+    """Returns the seconds of each candidate's fastest step. Candidates take turns."""
     best = dict.fromkeys(candidates, math.inf)
     for turn in range(repeats + 1):
         for name, run in candidates.items():
@@ -208,7 +209,7 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
 def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[TrainFigures]:
     """Measures one document of each length with an answer of 1,024 tokens at its end.
 
-    Those up to a quarter of the longest are also measured with all tokens supervised."""
+    Documents of up to a quarter of the longest are also measured with all tokens supervised."""
     measured = []
     case, longest = (
         case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths),

@@ -25,7 +25,7 @@ from mtptrain.utils.distributed import Ranks
 
 WORKER = Path(__file__).with_name("speculators_worker.py")
 Shape = tuple[Sequence[int], Sequence[int]]
-"""Token counts of each document and of its prompt."""
+"""Number of tokens in each document, and in the prompt of each."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Ours:
 
 
 class Plain(Ours):
-    """The plain formula on the same weights and batch: all rows at every depth, dense masks, and all logits kept."""
+    """An unoptimised step on the same weights and batch: all rows at every depth, dense masks, and all logits kept."""
 
     def step(self) -> None:
         engine, batch = self.trainer.engine, self.batch.to(self.trainer.ranks.device, torch.bfloat16)
@@ -126,10 +126,10 @@ def dense_attention(
 
     Args:
         query: [M, heads, head_dim].
-        keys: those of depth 0 [N, key heads, head_dim], then those that each row has added at depths 1, 2, ... [M,
-            ...].
+        keys: the keys of depth 0 [N, key heads, head_dim], then each row's own keys at depths 1, 2, ..., each
+            [M, key heads, head_dim].
         values: like `keys`.
-        is_seen: bool[M, N], the tokens that each row sees.
+        is_seen: bool[M, N], whether a row attends to a token.
     """
     itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
     mask = torch.cat([is_seen, *[itself] * (len(keys) - 1)], dim=1)
@@ -164,7 +164,7 @@ def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: i
 
 
 class PeerProcess:
-    """The other trainer, in a separate process with its own packages. It is idle while others are measured."""
+    """The other trainer, in a separate process with its own packages. It is idle while other candidates run."""
 
     def __init__(self, python: str, case: Case, shape: Shape, device: torch.device) -> None:
         self._process = subprocess.Popen(
@@ -197,7 +197,7 @@ class PeerProcess:
         if not line:
             ended = self._process.wait()
             raise RuntimeError(
-                f"bench.peer_python: the peer must answer, but ended with {ended}; run {WORKER} by hand to see why"
+                f"bench.peer_python: the peer must answer, but exited with {ended}; run {WORKER} by hand to see why"
             )
         answer: dict[str, Any] = json.loads(line)
         return answer

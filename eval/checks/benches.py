@@ -1,4 +1,4 @@
-"""Runs the benches with random weights, at the dimensions of an 8B target or at tiny ones. No figure fails a check."""
+"""Runs the benchmarks at the dimensions of an 8B target with random weights, or at tiny sizes. They have no bounds."""
 
 import json
 from collections.abc import Sequence
@@ -39,16 +39,14 @@ STEP_TINY = (
 
 
 NEEDED_GB = {"extraction": 30, "step": 60, "peer": 75}
-"""GB of GPU memory that each bench needs at the dimensions of 8B. The peer bench includes the plain formula."""
+"""GPU memory in GB that each benchmark needs at the dimensions of 8B. `peer` also runs the unoptimised step."""
 
 
 def too_small(bench: str) -> str:
-    """Returns why a bench at the dimensions of 8B cannot run on this GPU, or an empty string if it can."""
+    """Returns why a benchmark at the dimensions of 8B cannot run on this GPU, or an empty string if it can."""
     found = torch.cuda.get_device_properties(0).total_memory / 1e9
     return (
-        ""
-        if found >= NEEDED_GB[bench]
-        else f"needs {NEEDED_GB[bench]} GB of memory on a GPU, and there are {found:.0f}"
+        "" if found >= NEEDED_GB[bench] else f"needs {NEEDED_GB[bench]} GB of GPU memory, but this GPU has {found:.0f}"
     )
 
 

@@ -21,7 +21,7 @@ BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 """Maximum relative error by dtype. bf16 rounds with a relative error of 2^-9, and several roundings add up."""
 DEPTHS = 3
 LENGTHS, PROMPTS = [129, 40, 300], [30, 0, 100]
-"""Number of tokens of each document, and of the prompt at its start."""
+"""Number of tokens in each document, and in the prompt at its start."""
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -46,7 +46,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
     return at_most(
         max(relative_error(*pair) for pair in zip(*results, strict=True)),
         BOUNDS[dtype],
-        "largest error of states and gradients",
+        "largest error of output and gradients",
     )
 
 
@@ -58,7 +58,7 @@ def dense_depth_attention(
     own_values: Sequence[torch.Tensor],
     packing: Packing,
 ) -> torch.Tensor:
-    """Computes the same as `depth_attention`, directly from its definition."""
+    """Computes `depth_attention` directly from its definition."""
     document = (packing.positions == 0).cumsum(0)  # [N]
     tokens = torch.arange(len(key), device=key.device)
     is_seen = (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])  # [M, N]
@@ -81,7 +81,7 @@ def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Ca
 
 @torch.no_grad()
 def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding:
-    """Compares the states of decoding with a cache, one draft at a time, with those of the packed training forward."""
+    """Compares a head's states during decoding with a cache to those of its packed training forward."""
     _, built, parts, batch = random_case(head, device, dtype)
     embeddings = parts.embed(batch.next_ids)  # [N, H]
     reads = parts.final_norm(batch.hidden_states) if batch.aux_hidden_states is None else batch.aux_hidden_states

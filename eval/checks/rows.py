@@ -21,7 +21,7 @@ class Finding:
 
     outcome: Outcome
     figure: str = ""
-    """The measured figure, in words."""
+    """The measured figure with its name."""
     bound: str = ""
     """The bound on the figure; empty if there is none."""
     reason: str = ""
@@ -44,7 +44,7 @@ def skipped(reason: str) -> Finding:
 
 
 def measured(figure: str) -> Finding:
-    """Returns a passed check for a figure without a bound."""
+    """Returns a passed finding for a figure without a bound."""
     return Finding(Outcome.passed, figure)
 
 
@@ -57,7 +57,7 @@ def at_most(value: float, bound: float, what: str) -> Finding:
 
 
 def run_check(name: str, check: Check) -> Row:
-    """Runs one check. Any error makes it a failed row, so that the other checks still run."""
+    """Runs one check and returns its row. An exception gives a failed row, so that the other checks still run."""
     started = time.perf_counter()
     try:
         finding = check()

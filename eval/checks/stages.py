@@ -67,14 +67,14 @@ def run_in_process(module: str, arguments: list[str], num_ranks: int) -> subproc
 
 
 class Stages:
-    """Runs the programs of the recipe one after the other, in a folder of their own."""
+    """Runs the programs of the pipeline one after the other, in their own run folder."""
 
     def __init__(self, config: PipelineConfig, overrides: Sequence[str], device: torch.device, run: RunProgram) -> None:
         """
         Args:
-            config: the settings that `overrides` give, with the run_dir that the programs write to.
-            overrides: command-line overrides of every program, without run_dir.
-            device: where the checks compute.
+            config: the settings that result from `overrides`, with the run_dir that the programs write to.
+            overrides: command-line overrides for every program, without run_dir.
+            device: the device that the checks compute on.
             run: runs one program.
         """
         self.config, self.overrides, self.device, self._run = config, list(overrides), device, run
@@ -85,7 +85,7 @@ class Stages:
         """Run a program and return what it printed.
 
         Raises:
-            RuntimeError: the program failed; the message has the last line of its errors. All that it printed is in
+            RuntimeError: the program failed. The message has the last line of its stderr; the whole output is in
                 `<module>.log` next to the run folder.
         """
         result = self._run(
@@ -104,7 +104,7 @@ class Stages:
         return measured(", ".join(f"{name} {value:,}" for name, value in manifest.items() if isinstance(value, int)))
 
     def extraction(self) -> Finding:
-        """Compares the states that the transformers backend stores with those of a plain forward in fp32."""
+        """Compares the states that the transformers backend stores with those of an unpacked forward in fp32."""
         self.program("data_prep.hidden_states", num_ranks=self.num_ranks)
         store = HiddenStore.open(self.directory / "hidden_states")
         target = load_target(self._target_dir(), torch.float32, self.device)
@@ -150,14 +150,14 @@ class Stages:
         if len(ours) != len(theirs) or killed_at >= len(theirs):
             return Finding(
                 Outcome.failed,
-                reason=f"must be killed before step {len(theirs)} and resume to it: killed at {killed_at}, ended at "
-                f"{len(ours)}",
+                reason=f"training must be killed before step {len(theirs)} and then resume up to it, but was killed "
+                f"at step {killed_at} and ended at step {len(ours)}",
             )
         error = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
         return at_most(
             error,
             LOSS_ERROR if self.device.type == "cuda" else 0.0,
-            f"killed after step {killed_at}, largest error of a loss",
+            f"killed after step {killed_at}, largest relative error of a loss",
         )
 
     def acceptance(self) -> Finding:
@@ -195,8 +195,8 @@ class Stages:
         ]
         gaps = [abs(each.logit_gap) / max(1.0, abs(each.logit)) for each in divergences if each is not None]
         figure = (
-            f"{len(plain) - len(gaps)} of {len(plain)} answers equal, largest gap {max(gaps, default=0.0):.2g} of the "
-            "logit"
+            f"{len(plain) - len(gaps)} of {len(plain)} answers are equal, largest relative logit gap "
+            f"{max(gaps, default=0.0):.2g}"
         )
         return judged(
             max(gaps, default=0.0) <= NEAR_TIE[dtype],
@@ -207,10 +207,10 @@ class Stages:
 
     def export(self) -> Finding:
         self.program("mtptrain.export", "export.engine=vllm")
-        return measured("proposals equal after reloading")
+        return measured("proposals are the same after reloading")
 
     def serving(self) -> Finding:
-        """Runs eval.serving_check, which has bounds of its own and fails if they are exceeded."""
+        """Runs eval.serving_check, which has its own bounds and fails if they are exceeded."""
         if reason := self.vllm_is_missing():
             return skipped(reason)
         self.program("eval.serving_check")
@@ -236,7 +236,7 @@ class Stages:
         return STORE_ERROR[getattr(torch, self.config.hidden_states.dtype)]
 
     def _sibling(self, name: str, *stages: str) -> Path:
-        """Returns a new run folder next to this one, with a copy of the output of some stages."""
+        """Returns a new run folder next to this one, with copies of the outputs of `stages`."""
         run_dir = self.directory.with_name(name)
         shutil.rmtree(run_dir, ignore_errors=True)
         for stage in stages:
@@ -253,7 +253,7 @@ def stored_states(store: HiddenStore, index: int) -> torch.Tensor:
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Returns the loss of every recorded step. An unfinished last line is left out."""
+    """Returns the loss of every step in the metrics file. An incomplete last line is ignored."""
     path = run_dir / "train" / METRICS
     lines = path.read_text().rpartition("\n")[0].splitlines() if path.is_file() else []
     records: list[dict[str, Any]] = [json.loads(line) for line in lines]

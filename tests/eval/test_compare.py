@@ -238,7 +238,7 @@ def test_no_report_is_lost_if_paths_are_alike(tmp_path: Path) -> None:
         for name in ("acceptance/report.json", "acceptance/acceptance/report.json")
     ]
     assert list(compare.read_reports(paths)) == [str(path) for path in paths]
-    with pytest.raises(ValueError, match="reports must be different, but this one is given twice"):
+    with pytest.raises(ValueError, match="each report must be given once, but this one is given twice"):
         compare.read_reports([paths[0], paths[0]])
 
 
@@ -265,7 +265,7 @@ def test_an_incomplete_report_is_refused(tmp_path: Path, keys: tuple[str, ...]) 
     del part[keys[-1]]
     path.write_text(json.dumps(report))
     with pytest.raises(
-        ValueError, match=r"report\.json: must be complete, as eval\.acceptance writes it, but something is missing \("
+        ValueError, match=r"report\.json: must have all figures that eval\.acceptance writes, but some are missing or"
     ):
         compare.read_reports([path])
 
@@ -279,7 +279,7 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
         compare.read_reports([tmp_path / "torn.json"])
     (tmp_path / "other.json").write_text('{"rounds": 3}')
     with pytest.raises(
-        ValueError, match=r"other\.json: must be a report\.json of eval\.acceptance, but is not, or has an older format"
+        ValueError, match=r"other\.json: must be a report\.json of eval\.acceptance, but is not one, or has an older"
     ):
         compare.read_reports([tmp_path / "other.json"])
     with pytest.raises(FileNotFoundError, match=r"must be a report\.json of eval\.acceptance, but does not"):

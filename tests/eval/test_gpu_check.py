@@ -33,13 +33,13 @@ NEEDS_MORE = {
     "extraction by vLLM",
     "extraction by vLLM, tensor parallel",
     "served by vLLM",
-    "step compared with vLLM Speculators",
+    "training step, compared with vLLM Speculators",
 }
 """Checks that need another environment."""
 
 
 def run_quickly(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
-    """Forks start faster, but the bench of the step needs its own process, in which compilation is disabled."""
+    """Forks start faster, but the training step benchmark needs its own process, in which compilation is disabled."""
     return (run_in_process if module == "eval.bench.train" else run_ranks)(module, arguments, num_ranks)
 
 
@@ -65,7 +65,7 @@ def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
     assert report(rows, tmp_path / "gpu_check", CPU) == 0
     printed = capsys.readouterr().out
     assert "*** SKIPPED served by vLLM: vLLM IS NOT INSTALLED: serving.python: must be a Python with vLLM" in printed
-    assert "*** SKIPPED step compared with vLLM Speculators: SPECULATORS IS NOT INSTALLED" in printed
+    assert "*** SKIPPED training step, compared with vLLM Speculators: SPECULATORS IS NOT INSTALLED" in printed
     written = json.loads((tmp_path / "gpu_check/report.json").read_text())
     assert written["failed"] == 0 and [row["name"] for row in written["rows"]] == [row.name for row in rows]
 
@@ -143,4 +143,5 @@ def test_the_full_size_is_refused_without_a_gpu(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = run_program("eval.gpu_check", f"run_dir={tmp_path}/run")
     assert result.returncode != 0
-    assert "check.size: must be tiny where there is no GPU, but is full" in result.stderr
+    assert "check.size: must be tiny on a machine without a GPU" in result.stderr
+    assert "but is full; set check.size=tiny" in result.stderr

@@ -15,7 +15,7 @@ def test_a_check_of_sampled_decoding_is_refused(tmp_path: Path, tiny_target: Pat
     )
     assert result.returncode != 0
     assert (
-        "acceptance.temperature: must be 0 for this check, but is 0.7, where drafts are accepted at random; leave"
+        "acceptance.temperature: must be 0 for this check, because above 0 drafts are accepted at random, but is 0.7;"
         in result.stderr
     )
 
@@ -36,6 +36,6 @@ def test_an_export_for_another_engine_is_refused(tmp_path: Path) -> None:
 def test_an_export_of_another_head_is_refused(tmp_path: Path) -> None:
     (tmp_path / "serving.json").write_text(json.dumps({"engine": "vllm", "head_sha256": "before"}))
     with pytest.raises(
-        ValueError, match=r"head_sha256 must be of this run, .* but is before: another head was exported; run mtptrain"
+        ValueError, match=r"head_sha256 must be of this run, .* but is before, the hash of another head; run mtptrain"
     ):
         read_serving_facts(tmp_path, "vllm", "of this run")

@@ -66,7 +66,7 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     assert set(report["measured"]["norms"]["1"]["acceptance"]) == {"48"}
     # A variant whose settings have changed is refused.
     status, _, errors = study(tmp_path, overrides, "study.variants.norms=['head.norms=[hnorm]']")
-    assert status != 0 and "head must be {" in errors and "; remove the folder, or set study.name" in errors
+    assert status != 0 and "head must be {" in errors and "; remove the folder, or set another study.name" in errors
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
         (("study=norms", '+study.variants.x=["target.path=/x"]'), "study.variants.x: must have the study's target"),
         (
             ("study=norms", '+study.variants.x=["prompts.validation_fraction=0.001"]'),
-            "must have the study's settings of prompts",
+            "must have the study's `prompts` settings",
         ),
         (
             ("study=norms", '+study.variants.x=["acceptance.temperature=1"]'),
-            "study.variants.x: must have the study's settings of acceptance",
+            "study.variants.x: must have the study's `acceptance` settings",
         ),
         (("study=norms", "study.seeds=[1,1]"), "study.seeds: must be distinct and at least 0, but are [1, 1]"),
         (("study=norms", '+study.variants.x=["train.lr=-1"]'), "train.lr: must be a number of at least 0"),

@@ -31,7 +31,7 @@ def test_every_batch_size_and_depth_is_measured_and_written(
     assert json.loads((run_dir / "bench_decode/report.json").read_text())["rows"] == rows
     assert "<svg" in (run_dir / "bench_decode/report.svg").read_text()
     too_many = run_program("eval.bench.decode", *overrides, "bench.batch_sizes=[1,3]", "bench.decode_prompts=2")
-    assert "bench.batch_sizes: must be at most 2, the prompts of each half" in too_many.stderr
+    assert "bench.batch_sizes: must be at most 2, the number of prompts in the smaller half" in too_many.stderr
 
 
 def answer(rounds: int, *accepted_at: int) -> Generation:
