@@ -11,6 +11,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from datasets.utils.logging import CRITICAL, set_verbosity
 
 from mtptrain.config import ConversationSchema
 from mtptrain.data.questions import question_group
@@ -263,6 +264,7 @@ def _read_json(path: str) -> Rows:
 
 
 def _read_parquet(path: str) -> Rows:
+    set_verbosity(CRITICAL)  # datasets would also log the error that is raised here
     try:
         rows = Dataset.from_parquet(path)
     except (ValueError, OSError, DatasetGenerationError) as error:
