@@ -15,8 +15,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtptrain.config import RECIPES
-from mtptrain.mistakes import mistake
+from mtptrain.config import RECIPES, PipelineConfig
+from mtptrain.mistakes import CONFIG_GROUPS, mistake, unknown_name
 from mtptrain.utils.errors import (
     EXIT_INTERRUPTED,
     EXIT_MISTAKE,
@@ -76,6 +76,7 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         try:
             refuse_dashes(get_args_parser().parse_known_args()[1])
             refuse_renamed(sys.argv[1:])
+            refuse_additions(sys.argv[1:])
             run()
         except KeyboardInterrupt:
             exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
@@ -94,6 +95,17 @@ def refuse_renamed(arguments: Sequence[str]) -> None:
             raise ValueError(
                 f"{name}: must be given by its new name, {RENAMED[name]}, but is given as {argument}; rename it"
             )
+
+
+def refuse_additions(arguments: Sequence[str]) -> None:
+    """Raises ValueError if +NAME=VALUE adds a setting that nothing reads; Hydra refuses those within a section only."""
+    for argument in arguments:
+        name = argument.split("=")[0].lstrip("+")
+        if argument.startswith("+") and name.split(".")[0] not in (
+            *PipelineConfig.__dataclass_fields__,
+            *CONFIG_GROUPS,
+        ):
+            raise ValueError(unknown_name(name, arguments))
 
 
 def refuse_dashes(unknown: Sequence[str]) -> None:

@@ -14,6 +14,9 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from mtptrain.config import RECIPES
 from mtptrain.utils.errors import one_line
 
+CONFIG_GROUPS = {path.name for path in Path(RECIPES).iterdir() if path.is_dir()} | {"head"}
+"""Names that choose a file of recipes/ or a head."""
+
 
 def mistake(error: Exception, arguments: Sequence[str]) -> str:
     """Returns what is wrong with the arguments, of which Hydra or OmegaConf raised an error."""
@@ -87,8 +90,7 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
 
 def setting_names(arguments: Sequence[str]) -> list[str]:
     """Returns the dotted names of all settings, with the recipe and head of the arguments if they can be composed."""
-    groups = {path.name for path in Path(RECIPES).iterdir() if path.is_dir()} | {"head"}
-    for chosen in ([each for each in arguments if each.partition("=")[0] in groups], ["recipe=quickstart"]):
+    for chosen in ([each for each in arguments if each.partition("=")[0] in CONFIG_GROUPS], ["recipe=quickstart"]):
         try:
             with initialize_config_dir(RECIPES, version_base="1.3"):
                 composed = OmegaConf.to_container(compose("pipeline", chosen))

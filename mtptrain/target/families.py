@@ -82,7 +82,17 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
         ) from error
 
 
+def _rope_thetas(config: PreTrainedConfig) -> list[float]:
+    """Returns every rope_theta of a config: one, or one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sections = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    return [section["rope_theta"] for section in sections if section.get("rope_theta") is not None]
+
+
 def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
+    for theta in _rope_thetas(config):
+        if theta <= 0:
+            raise ValueError(f"{path}: rope_theta must be above 0, but is {theta}; {DOWNLOAD_AGAIN}")
     for name in SIZES:
         size = getattr(config, name, None)
         if size is not None and size < 1:

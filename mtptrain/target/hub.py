@@ -90,6 +90,12 @@ def weight_files(target_dir: Path) -> list[Path]:
     index = target_dir / "model.safetensors.index.json"
     if index.is_file():
         files = [target_dir / name for name in _indexed_files(index)]
+        single = target_dir / "model.safetensors"
+        if single.is_file() and single not in files:
+            raise ValueError(
+                f"{target_dir}: must have either {single.name} or {index.name}, but has both, of which transformers "
+                "would read the first; remove the one that does not belong to the checkpoint"
+            )
     else:
         files = sorted(target_dir.glob("*.safetensors"))
     missing = [path for path in files if not path.is_file()]

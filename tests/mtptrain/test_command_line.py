@@ -51,6 +51,10 @@ def test_a_program_refuses_an_old_name(module: str) -> None:
             ["train.lrr=1"],
             "train.lrr: must be the name of a setting, but no setting has this name; did you mean train.lr?",
         ),
+        (
+            ["+sed=1"],
+            "sed: must be the name of a setting, but no setting has this name; did you mean seed?",
+        ),
         (["lr=1"], "lr: must be the name of a setting, but no setting has this name; did you mean train.lr?"),
         (
             ["~acceptance.topp"],
@@ -62,7 +66,7 @@ def test_a_program_refuses_an_old_name(module: str) -> None:
             "deepspeed.steps: must be the name of a setting, but no setting has this name; `--cfg job` shows all "
             "settings, or write +deepspeed.steps=VALUE to add it",
         ),
-        (["head=mtpp"], "head: must be one of eagle, eagle3, mtp, but is 'mtpp'; did you mean mtp?"),
+        (["head=mtpp"], "head: must be one of eagle, eagle3, mtp, peagle, but is 'mtpp'; did you mean mtp?"),
         (["train.loss=lkk"], "train.loss: must be one of kl, lk, ce, but is 'lkk'; did you mean lk?"),
         (["train.lr=fast"], "train.lr: must be of type float, but is 'fast'; correct it"),
         (["train.lr"], "train.lr: must be NAME=VALUE, but has no value; write train.lr=VALUE"),
@@ -144,5 +148,5 @@ def test_every_program_with_a_config_has_this_command_line() -> None:
         for path in (ROOT / package).rglob("*.py")
     }
     programs = [path for path, text in sources.items() if re.search(r"^@program\ndef main\(", text, re.MULTILINE)]
-    assert len(programs) == 14
+    assert len(programs) == 15
     assert [path.name for path, text in sources.items() if "hydra.main(" in text] == ["command_line.py"]

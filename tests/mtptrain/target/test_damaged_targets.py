@@ -60,6 +60,7 @@ def test_a_config_that_cannot_be_read_is_named(target: Path, name: str, content:
         ("hidden_size", -64, "hidden_size must be at least 1, but is -64"),
         ("head_dim", -2, "head_dim must be at least 1, but is -2"),
         ("max_position_embeddings", -1, "max_position_embeddings must be at least 1, but is -1"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": -1.0}, "rope_theta must be above 0, but is -1.0"),
         ("num_key_value_heads", 0, "num_key_value_heads must be at least 1, but is 0"),
         ("num_key_value_heads", 3, "num_attention_heads must be a multiple of num_key_value_heads, but they are 1 and"),
         ("vocab_size", "many", "must be readable by transformers, which reports .*'vocab_size' expected int, got str"),
@@ -135,6 +136,12 @@ def test_an_index_that_cannot_be_followed_is_named(target: Path, content: bytes,
     for read in (check_weights, weights_fingerprint):
         with pytest.raises(ValueError, match=rf"/{INDEX}: {message}"):
             read(target)
+
+
+def test_an_index_beside_other_weights_is_refused(target: Path) -> None:
+    (target / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    with pytest.raises(ValueError, match=rf"target: must have either model\.safetensors or {INDEX}, but has both"):
+        weights_fingerprint(target)
 
 
 @pytest.mark.parametrize(
