@@ -101,7 +101,8 @@ def refuse_additions(arguments: Sequence[str]) -> None:
     """Raises ValueError if +NAME=VALUE adds a setting that nothing reads; Hydra refuses those within a section only."""
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+")
-        if argument.startswith("+") and name.split(".")[0] not in (
+        sections = (*PipelineConfig.__dataclass_fields__, *CONFIG_GROUPS)
+        if argument.startswith("+") and name.split(".")[0] not in sections:
             *PipelineConfig.__dataclass_fields__,
             *CONFIG_GROUPS,
         ):
