@@ -99,13 +99,10 @@ def refuse_renamed(arguments: Sequence[str]) -> None:
 
 def refuse_additions(arguments: Sequence[str]) -> None:
     """Raises ValueError if +NAME=VALUE adds a setting that nothing reads; Hydra refuses those within a section only."""
+    sections = {*PipelineConfig.__dataclass_fields__, *CONFIG_GROUPS}
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+")
-        sections = (*PipelineConfig.__dataclass_fields__, *CONFIG_GROUPS)
         if argument.startswith("+") and name.split(".")[0] not in sections:
-            *PipelineConfig.__dataclass_fields__,
-            *CONFIG_GROUPS,
-        ):
             raise ValueError(unknown_name(name, arguments))
 
 
