@@ -44,6 +44,7 @@ from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.files import write_json
 
 from .draft_quality import DraftQuality
+from .examples import coloured, examples
 from .measurement import Candidate, Measured, Measurement
 from .report_page import read_report, write_run_page
 
@@ -66,7 +67,7 @@ def main(cfg: DictConfig) -> None:
     target = load_target(target_dir, dtype, ranks.device)
 
     candidates = candidates_of(settings, found, target, model, ranks.rank)
-    tokenizer = load_tokenizer(target_dir) if prompts.turns else None
+    tokenizer = load_tokenizer(target_dir)
     measured = Measurement(settings, target, tokenizer, prompts, ranks).run(candidates)
     if ranks.is_first:
         write_provenance(output_dir, config)
@@ -75,8 +76,10 @@ def main(cfg: DictConfig) -> None:
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)
         described = report(config, found, target_dir, prompts, ranks, measured)
+        described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_json(output_dir / "report.json", described)
         print_table(config, measured)
+        print_example(described["examples"])
         write_run_page(config)
         if config.train.tracker is Tracker.wandb:
             figures = {name: described[name] for name in ("acceptance_length", "acceptance_rate_at", "tokens_per_step")}
@@ -229,6 +232,14 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     console.print(table)
     if len(measured["head"].sources) == 1:
         console.print("no confidence intervals: all prompts come from one file or question; use at least two")
+
+
+def print_example(shown: list[dict[str, Any]]) -> None:
+    """Print the answer of middling acceptance. Colours show its accepted drafts, on a terminal only."""
+    if shown and (console := Console()).is_terminal:
+        example = shown[len(shown) // 2]
+        console.rule(f"prompt {example['id']}, accepted drafts coloured: {example['acceptance_length']:.2f} per round")
+        console.print(coloured(example))
 
 
 if __name__ == "__main__":

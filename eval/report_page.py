@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from mtptrain.config import PipelineConfig
 
 from .drawing import drawing
-from .report_plots import plots_of
+from .report_plots import colours_of, plots_of
 from .study_figures import lengths_table
 
 ReportFigures = Mapping[str, Any]
@@ -67,6 +67,8 @@ DECODING_LEGEND = (
     "other files and the cost of rounds of random tokens. Refilled: if new prompts replaced finished ones, as in an "
     "engine."
 )
+PLAIN = "no drafts"
+"""Name of plain decoding on the page."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Section:
     rows: Sequence[Sequence[str]] = ()
     legend: str = ""
     svg: str = ""
+    summary: str = ""
+    """A sentence for the top of the page."""
     error: str = ""
     """Why there is nothing to show."""
 
@@ -140,7 +144,8 @@ def decoding_section(path: Path, report: ReportFigures) -> Section | None:
         return None
     rows = [[format(row[key], form) for key, form in DECODING_COLUMNS.values()] for row in decoding["rows"]]
     command, svg = decoding.get("command", ""), read_svg(path.with_suffix(".svg"))
-    return Section("Speed-up over plain decoding", command, list(DECODING_COLUMNS), rows, DECODING_LEGEND, svg)
+    best = best_draft_depths(decoding["rows"])
+    return Section("Speed-up over plain decoding", command, list(DECODING_COLUMNS), rows, DECODING_LEGEND, svg, best)
 
 
 def study_section(path: Path, report: ReportFigures) -> Section:
@@ -183,6 +188,7 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
     has_speed = have_equal_speeds(reports)
     num_depths = max(len(each["acceptance_rate_at"]) for each in drafters.values())
     at_depth = [f"at {depth}" for depth in range(num_depths)]
+    colours = colours_of(drafters)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -191,13 +197,55 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
         lstrip_blocks=True,
     )
     return environment.get_template("report.html.jinja").render(
+        title=f"Acceptance of head {first['head_name']}" if len(reports) == 1 else f"Acceptance of {len(reports)} runs",
+        length=f"{first['acceptance_length']:.2f}" if len(reports) == 1 else "",
+        interval=interval_sentence(first),
+        verdict=[*verdict(drafters, has_speed), *(section.summary for section in sections if section.summary)],
+        examples=first.get("examples", []) if len(reports) == 1 else [],
         commands=[each["command"] for each in reports.values() if "command" in each],
         settings=settings,
         columns=["", "length", "no loops", "per step", *at_depth, "prompts", "tokens/s"],
-        rows=[table_row(name, each, num_depths, has_speed) for name, each in drafters.items()],
+        rows=[
+            {"colour": colours[name], **table_row(name, each, num_depths, has_speed)} for name, each in drafters.items()
+        ],
         sections=sections,
         plots=plots_of(drafters, has_speed),
     )
+
+
+def verdict(drafters: Mapping[str, ReportFigures], has_speed: bool) -> list[str]:
+    """Returns sentences that say which drafter is best, whether that is certain, and what it gains in tokens/s."""
+    drafting = {name: each for name, each in drafters.items() if each["drafted"]}
+    if not drafting:
+        return ["No drafter proposed a token."]
+    best, *others = sorted(drafting, key=lambda name: -drafting[name]["tokens_per_step"])
+    sentence = f"Each step of the target gives {drafting[best]['tokens_per_step']:.2f} tokens with {best}"
+    if others:
+        second = drafting[others[0]]
+        sentence += f", the most, and {second['tokens_per_step']:.2f} with {others[0]}"
+        intervals = [each["intervals"] and each["intervals"]["tokens_per_step"] for each in (drafting[best], second)]
+        if all(intervals):
+            are_apart = intervals[0][0] > intervals[1][1]
+            sentence += f"; their 95 % intervals {'do not overlap' if are_apart else 'overlap'}"
+    sentences = [sentence + "."]
+    plain = next((each for name, each in drafters.items() if name.endswith(PLAIN)), None)
+    if plain is not None and has_speed:
+        gain = drafting[best]["tokens_per_s"] / plain["tokens_per_s"]
+        sentences.append(f"With {best} decoding was {gain:.2f} times as fast as without drafts in this measurement.")
+    return sentences
+
+
+def best_draft_depths(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the sentence that names the fastest K at each batch size of `eval.bench.decode`."""
+    best: dict[int, Mapping[str, Any]] = {}
+    for row in rows:
+        if row["batch_size"] not in best or row["speed_up"] > best[row["batch_size"]]["speed_up"]:
+            best[row["batch_size"]] = row
+    parts = [
+        f"K = {row['num_speculative_tokens']} ({row['speed_up']:.2f} times plain decoding) at batch size {size}"
+        for size, row in best.items()
+    ]
+    return f"Fastest here: {', '.join(parts)}."
 
 
 def table_row(name: str, figures: ReportFigures, num_depths: int, has_speed: bool) -> dict[str, Any]:
@@ -223,7 +271,7 @@ def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures
     for name, report in reports.items():
         prefix = f"{name}: " if len(reports) > 1 else ""
         for drafter, figures in {"head": report, **report["baselines"]}.items():
-            shown = f"head {report['head_name']}" if drafter == "head" else drafter.replace("_", " ")
+            shown = {"head": f"head {report['head_name']}", "none": PLAIN}.get(drafter, drafter.replace("_", " "))
             setting = f" ({report[drafter]})" if drafter in ("tree", "hybrid", "model") else ""
             drafters[prefix + shown + setting] = {**figures, **report["speed"][drafter]}
     return drafters
@@ -240,6 +288,11 @@ def have_equal_speeds(reports: Mapping[str, ReportFigures]) -> bool:
         )
         == 1
     )
+
+
+def interval_sentence(figures: ReportFigures) -> str:
+    shown = length_interval(figures)
+    return "without an interval: all prompts are from one source" if figures["intervals"] is None else f"95 % {shown}"
 
 
 def length_interval(figures: ReportFigures) -> str:

@@ -14,6 +14,16 @@ Drafters = Mapping[str, Mapping[str, Any]]
 """The figures of each drafter, by the name to show."""
 
 
+COLOURS = ("#2a6fbb", "#d9822b", "#4a9d5b", "#b0413e", "#7b5ea7", "#8c6d4f", "#c76aa8", "#6b7280", "#a3a13a", "#2b9aa8")
+PHASE_COLOURS = ("#37474f", "#78909c", "#b0bec5", "#8d6e63", "#bcaaa4", "#e0e0e0")
+"""Greys and browns, so that a phase is not taken for a drafter."""
+
+
+def colours_of(drafters: Drafters) -> dict[str, str]:
+    """Returns the colour of each drafter, the same in the table and in every plot."""
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(drafters)}
+
+
 def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
     """Returns the plots that have something to show, by their titles."""
     plots: dict[str, Callable[[Axes, Drafters], bool]] = {
@@ -34,7 +44,7 @@ def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
 @matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name does not begin a formula
 def draw(plot: Callable[[Axes, Drafters], bool], drafters: Drafters) -> str:
     """Returns a plot as SVG, or nothing if it has no content."""
-    figure, buffer = Figure(figsize=(11, 4), layout="constrained"), io.StringIO()
+    figure, buffer = Figure(figsize=(6.4, 3.8), layout="constrained"), io.StringIO()
     has_content = plot(figure.subplots(), drafters)
     figure.savefig(buffer, format="svg")
     svg = buffer.getvalue()
@@ -42,8 +52,9 @@ def draw(plot: Callable[[Axes, Drafters], bool], drafters: Drafters) -> str:
 
 
 def put_legend(axes: Axes) -> None:
-    """Place the legend next to the plot; many drafters leave no room inside."""
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    """Place the legend below the plot, unless there is only one thing to tell apart."""
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
 
 
 def plot_positions(axes: Axes, drafters: Drafters) -> bool:
@@ -51,10 +62,11 @@ def plot_positions(axes: Axes, drafters: Drafters) -> bool:
         rates = each["acceptance_rate_at"]
         if each["drafted"]:
             positions = range(len(rates))
-            (line,) = axes.plot(positions, rates, marker="o", label=name)
+            colour = colours_of(drafters)[name]
+            axes.plot(positions, rates, marker="o", label=name, color=colour)
             if each["intervals"] is not None:
                 low, high = zip(*each["intervals"]["acceptance_rate_at"], strict=True)
-                axes.fill_between(positions, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+                axes.fill_between(positions, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.set_xticks(positions)
     axes.set(xlabel="draft position", ylabel="accepted", ylim=(0, 1))
     put_legend(axes)
@@ -68,7 +80,7 @@ def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
     for index, (name, each) in enumerate(shown.items()):
         centers = [i + (index - (len(shown) - 1) / 2) * width for i, group in enumerate(groups) if group in each[key]]
         lengths = [each[key][group]["acceptance_length"] for group in groups if group in each[key]]
-        axes.bar(centers, lengths, width * 0.92, label=name)
+        axes.bar(centers, lengths, width * 0.92, label=name, color=colours_of(drafters)[name])
     counts = {
         group: max(each[key][group]["prompts"] for each in drafters.values() if group in each[key]) for group in groups
     }
@@ -77,17 +89,18 @@ def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
     )
     axes.set(ylabel="acceptance length", ylim=(1, None))
     put_legend(axes)
-    return len(groups) > 0
+    return len(groups) > 1
 
 
 def plot_prompts(axes: Axes, drafters: Drafters) -> bool:
     """Share of prompts with at least this acceptance length, as curves: bars of many drafters would hide each other."""
     for name, each in drafters.items():
         if lengths := sorted(each["acceptance_length_of_prompts"], reverse=True):
-            axes.step(lengths, [(i + 1) / len(lengths) for i in range(len(lengths))], where="post", label=name)
+            shares = [(i + 1) / len(lengths) for i in range(len(lengths))]
+            axes.step(lengths, shares, where="post", label=name, color=colours_of(drafters)[name])
     axes.set(xlabel="acceptance length of at least", ylabel="share of prompts", ylim=(0, 1))
     put_legend(axes)
-    return True
+    return any(len(each["acceptance_length_of_prompts"]) > 1 for each in drafters.values())
 
 
 def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
@@ -95,21 +108,20 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
     shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
     for name, quality in shown.items():
         positions = range(len(quality["overlap_at"]))
-        (line,) = axes.plot(
-            positions, quality["overlap_at"], marker="o", label=f"{name}: sum min(p, q) at {quality['temperature']:g}"
-        )
+        colour = colours_of(drafters)[name]
+        label = f"{name}: sum min(p, q) at {quality['temperature']:g}"
+        axes.plot(positions, quality["overlap_at"], marker="o", label=label, color=colour)
         axes.plot(
             positions,
             quality["accepted_at"],
             marker="x",
             linestyle="--",
-            color=line.get_color(),
+            color=colour,
             label=f"{name}: accepted",
         )
         axes.set_xticks(positions)
     axes.set(xlabel="draft position", ylabel="mean over rounds", ylim=(0, 1))
-    if shown:
-        put_legend(axes)
+    put_legend(axes)
     return bool(shown)
 
 
@@ -123,11 +135,16 @@ def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
     for name, quality in shown.items():
         label = f"{name}: off by {quality['calibration_error']:.3f}"
         confidence = [tenth["confidence"] for tenth in quality["calibration"]]
-        axes.plot(confidence, [tenth["accepted"] for tenth in quality["calibration"]], marker="o", label=label)
+        axes.plot(
+            confidence,
+            [tenth["accepted"] for tenth in quality["calibration"]],
+            marker="o",
+            label=label,
+            color=colours_of(drafters)[name],
+        )
     axes.plot([0, 1], [0, 1], color="#999", linewidth=0.8)
     axes.set(xlabel="the head's probability for its draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
-    if shown:
-        put_legend(axes)
+    put_legend(axes)
     return bool(shown)
 
 
@@ -135,7 +152,7 @@ def plot_costs(axes: Axes, drafters: Drafters) -> bool:
     """Milliseconds per new token in each phase, on the first rank."""
     names = list(drafters)[::-1]
     left = [0.0] * len(names)
-    for phase in (*PHASES, "rest"):
+    for phase, colour in zip((*PHASES, "rest"), PHASE_COLOURS, strict=True):
         spent = []
         for name in names:
             seconds, per_token = drafters[name]["seconds"], 1e3 / drafters[name]["tokens_per_s"]
@@ -143,10 +160,10 @@ def plot_costs(axes: Axes, drafters: Drafters) -> bool:
             spent.append(
                 (seconds["all"] - named if phase == "rest" else seconds.get(phase, 0.0)) / seconds["all"] * per_token
             )
-        axes.barh(names, spent, left=left, label=phase)
+        axes.barh(names, spent, left=left, label=phase, color=colour)
         left = [a + b for a, b in zip(left, spent, strict=True)]
     for name, total in zip(names, left, strict=True):
         axes.text(total, names.index(name), f" {drafters[name]['tokens_per_s']:,.0f} tokens/s", va="center", fontsize=9)
     axes.set(xlabel="ms per new token", xlim=(0, max(left) * 1.2))
-    axes.legend(fontsize=9, ncols=len(PHASES) + 1, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    axes.legend(fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     return True

@@ -137,7 +137,7 @@ def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(
     assert report["by_category"]["a"]["prompts"] == report["by_category"]["b"]["prompts"] == 3
     assert all(figures["seconds"]["verify"] > 0 for figures in report["speed"].values())
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 7 and "<td>prompt lookup</td>" in page
+    assert page.count("<svg") == 6 and "</span>prompt lookup</td>" in page
 
 
 def test_a_conversation_goes_on_from_the_targets_own_answer(finished: Run, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path:
     assert list(report["baselines"]) == names and all(report["baselines"][name]["prompts"] == 8 for name in names)
     assert [report["baselines"][name]["quality"]["temperature"] for name in names] == [0.7, 0.7, 1.0, 1.0]
     assert "temperature 0.7 sampled drafts" in result.stdout
-    assert "<td>temperature 1</td>" in (tmp_path / "report.html").read_text()
+    assert "</span>temperature 1</td>" in (tmp_path / "report.html").read_text()
 
 
 def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: Run, tmp_path: Path) -> None:

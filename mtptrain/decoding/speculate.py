@@ -15,7 +15,7 @@ positions.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -121,6 +121,8 @@ class Generation:
     drafted: int
     accepted_at: list[int]
     """Rounds that accepted the draft at each position [K]."""
+    accepted_by_round: list[int] = field(default_factory=list)
+    """Accepted drafts of each round. Together with the first token and a bonus token per round they are all tokens."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,7 @@ class _Batch:
             self.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
         self.is_active = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
+        self._accepted: list[torch.Tensor] = []  # [B] of each round, -1 for finished sequences
         self._counts = torch.zeros(len(prompts), 3 + num_depths, dtype=torch.long, device=device)
 
     def prompt_positions(self) -> torch.Tensor:
@@ -248,6 +251,7 @@ class _Batch:
         self.tokens.scatter_(1, positions, read.gather(1, accepted.branch))
         self.tokens[self.rows, self.num_tokens + accepted.count] = accepted.bonus
         self._counts += _round_counts(draft, accepted.count, num_depths) * self.is_active[:, None]
+        self._accepted.append(accepted.count.masked_fill(~self.is_active, -1))
         is_end = torch.isin(self.tokens.gather(1, positions + 1), self._eos)
         has_ended = (is_end & (self.depths <= accepted.count[:, None])).any(1)
         # A finished sequence keeps its length, so tokens that are still decoded after it have no effect.
@@ -256,13 +260,15 @@ class _Batch:
 
     def generations(self) -> list[Generation]:
         generations = []
-        for row, prompt, end, (rounds, empty_rounds, drafted, *accepted_at) in zip(
-            self.tokens.tolist(), self.prompts, self.num_tokens.tolist(), self._counts.tolist(), strict=True
+        accepted = torch.stack([*self._accepted, torch.full_like(self.num_tokens, -1)], 1).tolist()
+        for row, prompt, end, (rounds, empty_rounds, drafted, *accepted_at), of_rounds in zip(
+            self.tokens.tolist(), self.prompts, self.num_tokens.tolist(), self._counts.tolist(), accepted, strict=True
         ):
             new_tokens = row[len(prompt) : end][: self.max_new_tokens]
             ends = [i for i, token in enumerate(new_tokens) if token in self.eos_token_ids]
             new_tokens = new_tokens[: ends[0] + 1] if ends else new_tokens
-            generations.append(Generation(new_tokens, rounds, empty_rounds, drafted, accepted_at))
+            kept = [count for count in of_rounds if count >= 0]
+            generations.append(Generation(new_tokens, rounds, empty_rounds, drafted, accepted_at, kept))
         return generations
 
 

@@ -25,7 +25,7 @@ def figures(lengths: list[int]) -> dict[str, Any]:
         "intervals": None if found is None else asdict(found),
         "without_loops": pooled,
         "by_prompt_tokens": {"0": pooled, "256": pooled},
-        "by_category": {"code <b>": pooled},
+        "by_category": {"code <b>": pooled, "text": pooled},
         "quality": None,
         "acceptance_length_of_prompts": [1 + sum(each.accepted_at) / each.rounds for each in generations],
     }
@@ -72,7 +72,7 @@ def test_reports_are_compared_in_a_table_and_on_a_page_without_a_network(
     page, table = (tmp_path / "page.html").read_text(), capsys.readouterr().out
     assert re.search(r"a: head mtp .* 2\.050 .* 1\.90-2\.20 ", table) and re.search(r"b: head mtp .* 1\.600 ", table)
     for name in ("a: head mtp", "a: prompt lookup", "b: head mtp", "b: prompt lookup"):
-        assert f"<td>{name}</td>" in page
+        assert f"</span>{name}</td>" in page
     assert page.count("<svg") == 5, "positions, prompt tokens, categories, prompts, costs"
     assert not re.findall(r"(?:src|href)=[\"']https?://", page.replace('xmlns:xlink="', "")) and "<script" not in page
     assert "<b>" not in page, "names are text, not markup"
@@ -293,7 +293,8 @@ def test_a_report_of_one_source_shows_no_interval(tmp_path: Path, capsys: pytest
     reports = compare.read_reports(paths)
     assert reports["one"]["intervals"] is None
     page = report_page.render_page(reports)
-    assert '2.200 <span class="ci">one source</span>' in page and '2.050 <span class="ci">1.90-2.20</span>' in page
+    assert '2.200 <span class="quiet">one source</span>' in page
+    assert '2.050 <span class="quiet">1.90-2.20</span>' in page
     compare.print_table(reports)
     assert "one source" in capsys.readouterr().out
 

@@ -161,6 +161,9 @@ def test_a_random_heads_drafts_are_mostly_rejected_and_counted_so(target: Target
     assert all(generation.drafted == 3 * generation.rounds for generation in generations)
     for generation in generations:
         assert len(generation.tokens) == 24 <= 1 + generation.rounds + sum(generation.accepted_at)
+        by_round = generation.accepted_by_round
+        assert len(by_round) == generation.rounds
+        assert generation.accepted_at == [sum(count > depth for count in by_round) for depth in range(3)]
 
 
 def test_decoding_stops_at_the_end_of_sequence_token_and_at_no_other(target: Target) -> None:

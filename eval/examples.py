@@ -1,0 +1,81 @@
+"""Example answers whose text shows which tokens were accepted drafts."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from mtptrain.decoding.acceptance import has_loop
+from mtptrain.decoding.speculate import Generation
+
+from .measurement import Measured
+
+NUM_EXAMPLES, PROMPT_TOKENS = 3, 48
+"""Examples of a report, and tokens of each prompt's end that they show."""
+ACCEPTED_STYLE = "black on #a6dfb4"
+
+
+def is_accepted(generation: Generation) -> list[bool]:
+    """Returns whether each token of an answer was an accepted draft, rather than chosen by the target alone.
+
+    The target chooses the first token, and one bonus token after the accepted drafts of each round.
+    """
+    flags = [False]
+    for count in generation.accepted_by_round:
+        flags += [True] * count + [False]
+    return flags[: len(generation.tokens)]
+
+
+def examples(
+    measured: Measured, prompts: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """Returns first answers at the quartiles of the acceptance length, without loops as far as there are such answers.
+
+    Returns:
+        The prompt's id, the text of its end, the acceptance length of the answer, and the answer as pieces of text,
+        each with whether it was drafted and accepted.
+    """
+    firsts = {prompt_id: answer.generation for (prompt_id, turn), answer in measured.answers.items() if turn == 1}
+    drafted = {prompt_id: each for prompt_id, each in firsts.items() if each.rounds}
+    ranked = sorted(
+        {prompt_id: each for prompt_id, each in drafted.items() if not has_loop(each.tokens)} or drafted,
+        key=lambda prompt_id: acceptance_length(drafted[prompt_id]),
+    )
+    count = min(NUM_EXAMPLES, len(ranked))
+    chosen = [ranked[(2 * i + 1) * len(ranked) // (2 * count)] for i in range(count)]
+    return [
+        {
+            "id": prompt_id,
+            "prompt": decoded(tokenizer, prompts[prompt_id][-PROMPT_TOKENS:]),
+            "acceptance_length": acceptance_length(drafted[prompt_id]),
+            "pieces": pieces(drafted[prompt_id], tokenizer),
+        }
+        for prompt_id in chosen
+    ]
+
+
+def acceptance_length(generation: Generation) -> float:
+    return 1 + sum(generation.accepted_at) / generation.rounds
+
+
+def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """Returns the text of runs of tokens, and whether they were accepted drafts."""
+    flagged = zip(generation.tokens, is_accepted(generation), strict=True)
+    return [
+        (decoded(tokenizer, [token for token, _ in run]), accepted)
+        for accepted, run in groupby(flagged, key=lambda pair: pair[1])
+    ]
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(tokens)))
+
+
+def coloured(example: dict[str, Any]) -> Text:
+    """Returns an example for a terminal, with its accepted drafts on a coloured ground."""
+    text = Text(example["prompt"], style="dim")
+    for piece, accepted in example["pieces"]:
+        text.append(piece, style=ACCEPTED_STYLE if accepted else "not dim bold")
+    return text

@@ -1,0 +1,101 @@
+"""The page of a measurement: the result first, a verdict, plots with more than one point, coloured example answers."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from eval.examples import coloured, examples, is_accepted
+from eval.measurement import DecodedPrompt, Measured
+from eval.report_page import best_draft_depths, render_page, verdict
+from mtptrain.decoding.acceptance import has_loop
+from mtptrain.decoding.speculate import Generation
+from tests.conftest import make_tokenizer
+from tests.eval.test_compare import write_report
+
+
+def test_the_first_token_and_each_bonus_token_are_the_targets_own() -> None:
+    generation = Generation(list(range(7)), 3, 0, 9, [2, 1, 0], [2, 0, 1])
+    assert is_accepted(generation) == [False, True, True, False, False, True, False]
+    cut = Generation(list(range(3)), 1, 0, 3, [1, 1, 1], [3])
+    assert is_accepted(cut) == [False, True, True]
+
+
+def measured(answers: dict[str, Generation]) -> Measured:
+    decoded = {(name, 1): DecodedPrompt(each, 4, None, name) for name, each in answers.items()}
+    return Measured(decoded, {"all": 1.0}, 1.0, 0, None)
+
+
+def answer(text: str, *accepted: int) -> Generation:
+    tokens = make_tokenizer()(text)["input_ids"]
+    assert len(tokens) == 1 + sum(accepted) + len(accepted) and not has_loop(tokens)
+    at = [sum(count > depth for count in accepted) for depth in range(3)]
+    return Generation(tokens, len(accepted), 0, 3 * len(accepted), at, list(accepted))
+
+
+HOSTILE = "<script>$x_$ &"
+
+
+def test_examples_are_whole_answers_whose_accepted_drafts_are_marked() -> None:
+    answers = {"low": answer("abcd", 0, 0, 0), "mid": answer("abcdef", 1, 1, 0), "high": answer(HOSTILE, 3, 3, 3, 0)}
+    prompts = {name: make_tokenizer()(f"to {name}: ")["input_ids"] for name in answers}
+    shown = examples(measured(answers), prompts, make_tokenizer())
+    assert [each["id"] for each in shown] == ["low", "mid", "high"]
+    assert shown[1]["prompt"] == "to mid: "
+    assert shown[1]["pieces"] == [("a", False), ("b", True), ("c", False), ("d", True), ("ef", False)]
+    assert "".join(text for text, _ in shown[2]["pieces"]) == HOSTILE
+    console = Console(force_terminal=True, color_system="truecolor", width=80)
+    with console.capture() as capture:
+        console.print(coloured(shown[1]))
+    assert re.search(r"48;2;166;223;180mb\x1b", capture.get()) and not re.search(r"48;2;166;223;180mc", capture.get())
+
+
+def test_the_result_comes_first_and_the_settings_last_and_text_is_escaped(tmp_path: Path) -> None:
+    answers = {"high": answer(HOSTILE, 3, 3, 3, 0)}
+    report = json.loads(write_report(tmp_path / "report.json", [8, 6]).read_text())
+    report["by_prompt_tokens"].pop("256")
+    report["baselines"]["prompt_lookup"]["by_prompt_tokens"].pop("256")
+    report["examples"] = examples(measured(answers), {"high": [60, 98, 62]}, make_tokenizer())
+    page = render_page({"run": report})
+    places = [page.index(text) for text in ('class="length"', "Each step of the target", "<table>", "<svg", "<mark>")]
+    assert places == sorted(places) and places[-1] < page.index("Settings and command")
+    assert "<script>" not in page and "&lt;" in page and "<b>" not in page
+    assert "Acceptance length by prompt length" not in page, "one bucket"
+    assert 'name="viewport"' in page
+
+
+def figures(tokens_per_step: float, interval: list[float] | None, tokens_per_s: float = 1.0) -> dict[str, object]:
+    return {
+        "drafted": 0 if tokens_per_step == 1.0 else 9,
+        "tokens_per_step": tokens_per_step,
+        "tokens_per_s": tokens_per_s,
+        "intervals": None if interval is None else {"tokens_per_step": interval},
+    }
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "certainty"),
+    [([1.9, 2.1], [2.4, 2.6], "; their 95 % intervals do not overlap."), ([1.9, 2.5], [2.4, 2.6], " overlap.")],
+)
+def test_the_verdict_names_the_best_drafter_and_whether_it_is_certain(
+    low: list[float], high: list[float], certainty: str
+) -> None:
+    drafters = {"a": figures(2.0, low), "b": figures(2.5, high, 6.0), "no drafts": figures(1.0, [1.0, 1.0], 4.0)}
+    first, speed = verdict(drafters, has_speed=True)
+    assert first.startswith("Each step of the target gives 2.50 tokens with b, the most, and 2.00 with a")
+    assert first.endswith(certainty)
+    assert speed == "With b decoding was 1.50 times as fast as without drafts in this measurement."
+    assert verdict({"a": figures(2.0, None)}, has_speed=True) == ["Each step of the target gives 2.00 tokens with a."]
+
+
+def test_the_fastest_k_of_each_batch_size_is_named() -> None:
+    rows = [
+        {"batch_size": size, "num_speculative_tokens": depths, "speed_up": speed_up}
+        for size, depths, speed_up in ((1, 0, 1.0), (1, 3, 1.7), (1, 5, 1.6), (8, 0, 1.0), (8, 3, 0.8))
+    ]
+    assert best_draft_depths(rows) == (
+        "Fastest here: K = 3 (1.70 times plain decoding) at batch size 1, K = 0 (1.00 times plain decoding) at batch "
+        "size 8."
+    )
