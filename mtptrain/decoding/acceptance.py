@@ -1,4 +1,4 @@
-"""Measures acceptance: decodes prompts, and turns the counts of rounds into lengths, rates and their intervals."""
+"""Measures acceptance: decodes prompts, and turns the counts of rounds into lengths, rates and confidence intervals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def summarise(generations: Sequence[Generation]) -> Acceptance:
 
 @dataclass(frozen=True)
 class Intervals:
-    """95 % intervals (low, high) by bootstrap over sources: a file or conversation is resampled with all its rounds."""
+    """95 % confidence intervals (low, high), by a bootstrap that resamples whole files or conversations."""
 
     acceptance_length: tuple[float, float]
     acceptance_rate_at: list[tuple[float, float]]
@@ -70,7 +70,7 @@ class Intervals:
 
 
 def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: int = 0) -> Intervals | None:
-    """Returns intervals of the measures of `summarise`, for other prompts of the same kind.
+    """Returns confidence intervals for the measures of `summarise` on other prompts of the same kind.
 
     Args:
         sources: the answers to the prompts of each source. Prompts from the same file are not independent.
@@ -124,8 +124,8 @@ def token_batches(
         lengths: tokens of each prompt.
         max_new_tokens: tokens of each answer.
         batch_size: maximum number of prompts in a batch.
-        batch_tokens: maximum number of tokens in a batch, counting each prompt as padded, and its answer. A
-            prompt that exceeds it alone gets its own batch. None sets no bound.
+        batch_tokens: maximum number of tokens in a batch, counting every padded prompt and its answer. A prompt that
+            exceeds this limit alone gets its own batch. None sets no limit.
 
     Returns:
         The indices of the prompts in each batch.

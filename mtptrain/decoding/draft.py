@@ -20,7 +20,7 @@ class Verified:
     positions: torch.Tensor
     """Positions of the rows [B, S]. Those from `num_tokens` - 1 on were rejected or are padding."""
     states: TargetStates
-    """The target's states of the rows [B, S, H], and those that the drafter captures [B, S, L, H]."""
+    """The target's states at the rows [B, S, H], and the streams that the drafter captures [B, S, L, H]."""
 
     @property
     def last_row(self) -> torch.Tensor:
@@ -82,6 +82,6 @@ class Drafter(Protocol):
         """Propose continuations of each sequence.
 
         Args:
-            verified: what the target has just read.
-            sampler: also used for verification. A copy of it would draw the same random numbers twice.
+            verified: the rows that the target has just read.
+            sampler: the object that verification also uses. A copy would draw the same random numbers again.
         """

@@ -21,7 +21,7 @@ class FirstDepth:
     recycled: torch.Tensor  # [B, H], the state that depth 1 reads
     position: torch.Tensor  # [B], position of the row
     later_logits: tuple[torch.Tensor, ...] = ()
-    """Logits of depths 1 .. K - 1, each [B, D], from a head whose one forward drafts all depths."""
+    """Logits of depths 1 .. K - 1, each [B, D], from a head that drafts all depths in one forward."""
 
 
 class HeadDrafter:
@@ -124,8 +124,8 @@ class TreeDrafter(HeadDrafter):
         super().__init__(head, parts, num_speculative_tokens)
         if head.mask_hidden is not None:
             raise ValueError(
-                "acceptance.baselines: must be without tree for head peagle, whose drafts do not depend on each other, "
-                "but has it; leave it out"
+                "acceptance.baselines: must not contain tree for head peagle, whose drafts do not depend on "
+                "each other, but does; remove it"
             )
         self.top_k = top_k
         self.num_nodes = min(num_nodes, top_k + (num_speculative_tokens - 1) * top_k**2)
@@ -158,7 +158,7 @@ class TreeDrafter(HeadDrafter):
             all_scores.append(more_scores)
             all_tokens.append(more_tokens.flatten(1))
             all_parents.append(parents.repeat_interleave(width, dim=1))
-            # 3. Continue with the likeliest of these.
+            # 3. Continue with the likeliest of these candidates.
             scores, chosen = more_scores.topk(width)  # [B, W]
             branches = chosen // width
             parents, tokens = num_before + chosen, all_tokens[-1].gather(1, chosen)
@@ -188,7 +188,7 @@ class TreeDrafter(HeadDrafter):
 
 
 class ModelDrafter:
-    """Drafts a chain of K tokens with a small language model of the target's tokenizer."""
+    """Drafts a chain of K tokens with a small language model that has the target's tokenizer."""
 
     capture_layers: tuple[int, ...] = ()
 
@@ -197,7 +197,7 @@ class ModelDrafter:
     ) -> None:
         self.model = model
         self.vocab_size = vocab_size
-        """The target's vocabulary. Checkpoints of one family pad the tokenizer's tokens to different sizes."""
+        """The target's vocabulary. Checkpoints of one family pad the vocabulary to different sizes."""
         self.own_vocab_size = len(model.parts.embed_tokens)
         self.draft_slots = num_speculative_tokens
         self.sample_drafts = sample_drafts

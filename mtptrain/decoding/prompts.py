@@ -22,7 +22,7 @@ from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.files import parse_json, refuse_lone_surrogates
 
 CHOOSING_FRACTION = 0.25
-"""Share of the held-out files or conversations by which training chooses its best head. Reports use the others."""
+"""Share of the held-out files or conversations with which training chooses its best head. Reports use the rest."""
 
 
 class HeldOut(StrEnum):
@@ -82,9 +82,9 @@ def check_num_drafts(prompts: Mapping[str, Sequence[int]], num_speculative_token
     longest = max(map(len, prompts.values()))
     if longest + num_speculative_tokens > context_tokens:
         raise ValueError(
-            f"acceptance.num_speculative_tokens: the drafts must fit the target's context of {context_tokens} tokens "
-            f"after the longest prompt of {longest}, but are {num_speculative_tokens}; set at most "
-            f"{context_tokens - longest}"
+            f"acceptance.num_speculative_tokens: must be at most {context_tokens - longest}, so that the drafts after "
+            f"the longest prompt of {longest} tokens fit the target's context of {context_tokens}, but is "
+            f"{num_speculative_tokens}; lower it"
         )
 
 
@@ -103,7 +103,7 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
         warnings.warn(
             f"acceptance.prompts_file: its first turns should not be among the training prompts, but {len(known):,} of "
             f"{len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}) in {prompts_dir}; "
-            "their acceptance is that of data the head was trained on: leave them out of the file, or out of "
+            "their acceptance is measured on data that the head was trained on: remove them from the file, or from "
             "prompts.paths and train again",
             stacklevel=2,
         )
@@ -112,8 +112,8 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
 def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
     """Returns the held-out documents to cut prompts from.
 
-    From texts, these are all windows. From conversations with the same question, it is only one document, which holds
-    the first answer. All questions then weigh the same, and no prompt begins in the middle of a turn.
+    For texts, these are all windows. For conversations with the same question, only one document is returned, which
+    holds the first answer. All questions then weigh the same, and no prompt begins in the middle of a turn.
 
     Raises:
         FileNotFoundError: stage 1 has not run.
@@ -155,7 +155,7 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
 
 
 def _choosing_hash(group: str) -> float:
-    return name_hash(f"choosing {group}")  # must be independent of the hash that holds documents out
+    return name_hash(f"choosing {group}")  # must be independent of the hash that selects held-out data
 
 
 def first_answers(documents: Documents, entries: list[DocumentEntry], indices: list[int]) -> list[int]:
@@ -213,8 +213,8 @@ def held_out_prompts(
 def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Prompts:
     """Returns the prompts of a jsonl file.
 
-    Each line has `id` (or Spec-Bench's `question_id`) and one of `input_ids`, `text`, `messages` and `turns`. The first
-    of the turns is the prompt.
+    Each line has `id` (or Spec-Bench's `question_id`) and one of `input_ids`, `text`, `messages` and `turns`. With
+    `turns`, the first turn is the prompt.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -237,7 +237,7 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
         if outside:
             raise ValueError(
                 f"{path}:{number}: tokens must be in the target's vocabulary of {vocab_size}, but one is {outside[0]}; "
-                "make the file for this target"
+                "tokenize the prompts for this target"
             )
         prompts.input_ids[prompt_id] = input_ids
         if "category" in row:

@@ -21,7 +21,7 @@ class Sampler:
         return self.temperature == 0.0
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [..., V] divided by the temperature, 0 for the likeliest token, so that none overflows."""
+        """Returns the logits [..., V] minus their maximum, which prevents overflow, divided by the temperature."""
         limits = torch.finfo(torch.float32)
         return (logits - logits.amax(-1, keepdim=True)) / min(max(self.temperature, limits.tiny), limits.max)
 

@@ -68,7 +68,7 @@ def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Te
     chosen_there = target_tokens.gather(1, row_above.expand_as(draft.tokens))  # [B, P]
     is_wrong = F.pad((draft.tokens != chosen_there) | ~draft.is_proposed, (1, 0))  # [B, 1 + P]
     is_kept = ~(ancestors & is_wrong[:, None]).any(2)
-    depths = ancestors.sum(2) - 1  # [B, 1 + P], of each row
+    depths = ancestors.sum(2) - 1  # [B, 1 + P], depth of each row
     count = torch.where(is_kept, depths, 0).amax(1)
     wanted_depths = torch.arange(num_depths + 1, device=depths.device)[:, None]
     at_depth = is_kept[:, None] & (depths[:, None] == wanted_depths)  # [B, 1 + K, 1 + P]
@@ -132,7 +132,7 @@ class Round:
     draft: Draft
     accepted: Accepted
     target_logits: torch.Tensor
-    """After the newest token and after each draft [B, 1+P, V]."""
+    """The target's logits after the newest token and after each draft [B, 1+P, V]."""
     is_active: torch.Tensor
     """bool[B]: the sequences that are not finished."""
 
@@ -143,7 +143,7 @@ moving the accepted branch of a tree in the cache."""
 
 
 @torch.no_grad()
-@eager()  # every round has other shapes, each of which would be compiled
+@eager()  # every round has different shapes, and each would be compiled
 def speculate(
     target: Target,
     drafter: Drafter,

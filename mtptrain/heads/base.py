@@ -60,14 +60,14 @@ class Head(nn.Module, ABC):
 
     @classmethod
     def layers_to_capture(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Return the residual streams of the target that the head reads, in order: id k is the stream after k layers.
+        """Returns the residual streams of the target that the head reads, in order: id k is the stream after k layers.
 
         A head that captures none reads the target's last hidden states, after the final norm.
         """
         return ()
 
     def fuse(self, target_states: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states that depth 0 reads [..., H].
+        """Returns the hidden states that depth 0 reads [..., H].
 
         Args:
             target_states: captured streams [..., L, H], or the target's last hidden states [..., H] if the head
@@ -132,13 +132,13 @@ class Head(nn.Module, ABC):
         mask_state = None if self.mask_hidden is None else self._run(self._fuse, self.mask_hidden)  # [H]
         states, own_keys, own_values = [], [], []
         for depth in range(ttt_steps):
-            # 2. Combine states and embeddings, which move on by one token per depth, and project them.
+            # 2. Combine the states with the embeddings, shifted by one token per depth, and project them.
             shifted = embeddings[depth : depth + num_drafts]
             if depth > 0 and mask_state is not None:
                 assert mask_embedding is not None
                 hidden_states, shifted = mask_state[None], mask_embedding[None]  # one row [1, H] for all positions
             residual, query, own_key, own_value = self._run(self._project, hidden_states, shifted, positions + depth)
-            # 3. Depth 0 provides the keys of all tokens; each later depth one more key per draft position.
+            # 3. Depth 0 provides the keys of all tokens. Each later depth adds one key per draft position.
             if depth == 0:
                 prompts = self._run(self._keys_values, prompt_states, prompt_embeddings, prompt_positions)
                 key, value = (  # [N, kv heads, head_dim]
@@ -184,7 +184,7 @@ class Head(nn.Module, ABC):
     def _project(
         self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return residual stream, queries, keys and values."""
+        """Returns residual stream, queries, keys and values."""
         residual, x = self.combine(hidden_states, embeddings)
         return residual, *self.self_attn.queries_keys_values(x, positions)
 
@@ -192,7 +192,7 @@ class Head(nn.Module, ABC):
     def _keys_values(
         self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values, without the cost of queries."""
+        """Returns keys and values, without computing queries."""
         _, x = self.combine(hidden_states, embeddings)
         return self.self_attn.keys_values(x, positions)
 
@@ -202,14 +202,14 @@ class Head(nn.Module, ABC):
         return self.finish(residual, self.self_attn.o_proj(attended.flatten(-2)))
 
     def _run(self, function: Callable[..., R], *args: torch.Tensor) -> R:
-        """Call the function, with activation checkpointing if the head has it on."""
+        """Call the function, with activation checkpointing if it is enabled."""
         if not self.activation_checkpointing:
             return function(*args)
         result: R = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
         return result
 
     def logits(self, states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
-        """Return logits over the draft vocabulary [..., D], which is the target's unless the head has its own."""
+        """Returns logits over the draft vocabulary [..., D], which is the target's unless the head has its own."""
         return F.linear(states, parts.lm_head if self.lm_head is None else self.lm_head.weight)
 
     @property
@@ -218,7 +218,7 @@ class Head(nn.Module, ABC):
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def target_tokens(self, draft_tokens: torch.Tensor) -> torch.Tensor:
-        """Convert draft token ids to the target's."""
+        """Convert draft token ids to target token ids."""
         return draft_tokens if self.d2t is None else draft_tokens + self.d2t[draft_tokens]
 
     def target_probs(self, draft_probs: torch.Tensor, vocab_size: int) -> torch.Tensor:

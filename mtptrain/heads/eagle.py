@@ -1,4 +1,4 @@
-"""Head `eagle`: EAGLE-1 as published, for ablation and old deployments.
+"""Head `eagle`: EAGLE-1 as published, for ablations and existing deployments.
 
 x = fc[e; h], a Llama layer without its input norm, and the target's frozen lm_head on the residual stream, which is
 also fed back. EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv 2401.15077).
@@ -34,7 +34,7 @@ class EagleHead(Head):
         initialise(self, dims.hidden_size, target_config.num_hidden_layers)
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return fc[e; h], both as the residual stream and as the attention's input."""
+        """Returns fc[e; h], both as the residual stream and as the attention's input."""
         x = self.fc(torch.cat([embeddings, hidden_states], dim=-1))
         return x, x
 

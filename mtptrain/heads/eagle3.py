@@ -27,10 +27,10 @@ class Eagle3Head(Head):
         capture_layers: list[int] | None = None
         """Residual streams to read, by the number of decoder layers before each.
 
-        The default is that of the engines: 2, half of the target's layers, and all but 3."""
+        The default is the engines' default for n layers: 2, n // 2 and n - 3."""
         draft_vocab_size: int | None = None
-        """Size D of the head's own vocabulary, chosen by `data_prep.draft_vocab`, for which it trains its own lm_head.
-        By default the head uses the target's vocabulary and frozen lm_head."""
+        """Size D of the head's own vocabulary, for which it trains its own lm_head. `data_prep.draft_vocab` chooses the
+        tokens. By default the head uses the target's vocabulary and frozen lm_head."""
         norm_before_fc: bool = False
         """Apply one norm to the concatenated streams before fc."""
         fc_norm: bool = False
@@ -64,7 +64,7 @@ class Eagle3Head(Head):
 
     @classmethod
     def layers_to_capture(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Return the configured layers, or the engines' default.
+        """Returns the configured layers, or the engines' default.
 
         Raises:
             ValueError: the layers are not distinct layers of the target in rising order.
@@ -92,7 +92,7 @@ class Eagle3Head(Head):
         return fused
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the hidden state as the residual stream, and [input_layernorm(e); hidden_norm(g)] [..., 2 H]."""
+        """Returns the hidden state as the residual stream, and [input_layernorm(e); hidden_norm(g)] [..., 2 H]."""
         normed = self.hidden_norm(hidden_states)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         return normed if self.norm_before_residual else hidden_states, x

@@ -39,18 +39,18 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
 
 
 def kept_head(stage_dir: Path, step: int) -> Path:
-    """Return the directory in `run_dir/train` for the head of a step that is kept to be measured later."""
+    """Returns the directory in `run_dir/train` for the head of a step that is kept and measured later."""
     return stage_dir / "heads" / f"step_{step:08d}"
 
 
 def kept_heads(stage_dir: Path) -> dict[int, Path]:
-    """Return the directories of all complete kept heads by step, in rising order."""
+    """Returns the directories of all complete kept heads by step, in rising order."""
     directories = sorted(facts.parent for facts in stage_dir.glob("heads/step_*/head.json"))
     return {int(directory.name.removeprefix("step_")): directory for directory in directories}
 
 
 def remove_later_heads(stage_dir: Path, step: int) -> None:
-    """Remove heads kept after `step`, which a resumed run trains again, and `choice.json` if it measured one."""
+    """Remove heads kept after `step`, which a resumed run trains again, and `choice.json` if it lists one of them."""
     choice = stage_dir / CHOICE
     if choice.is_file() and any(head["step"] > step for head in json.loads(choice.read_text())["heads"]):
         choice.unlink()
@@ -60,7 +60,7 @@ def remove_later_heads(stage_dir: Path, step: int) -> None:
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return stored settings of a head, with defaults for settings added since."""
+    """Returns stored settings of a head, with defaults for settings added since."""
     return {**asdict(HEADS[settings["name"]].Config()), **settings}
 
 
@@ -79,7 +79,7 @@ def check_head_target(directory: Path, target_dir: Path) -> None:
     if stored != found:
         raise ValueError(
             f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target_dir}, but is {stored}: the "
-            "head belongs to another target; set target.path to it, or train again"
+            "head belongs to another target; set target.path to that target, or train again"
         )
 
 
@@ -104,9 +104,9 @@ def load_head(
     )
     if different:
         raise ValueError(
-            f"{directory / 'head.json'}: the head's settings must be those of the config, but differ in "
-            + ", ".join(f"head.{key} ({stored.get(key)} there, {wanted.get(key)} here)" for key in different)
-            + "; set them alike or train again"
+            f"{directory / 'head.json'}: the head's settings must match the config, but differ in "
+            + ", ".join(f"head.{key} ({stored.get(key)} stored, {wanted.get(key)} in the config)" for key in different)
+            + "; change the config or train again"
         )
     head = build_head(config, target_config)
     tensor_shapes(directory / "head.safetensors")
@@ -117,7 +117,7 @@ def load_head(
         name = sorted(set(expected.items()) ^ set(found.items()))[0][0]
         raise ValueError(
             f"{directory / 'head.safetensors'}: {name} must be of shape {expected.get(name)} for this target, but is "
-            f"{found.get(name)}; the head belongs to another target, train again"
+            f"{found.get(name)}: the head belongs to another target; train again"
         )
     return fill_head(head, state, dtype, device)
 

@@ -68,7 +68,7 @@ class Rope:
         self.inv_freq, self.scaling = rotary.inv_freq.float(), float(rotary.attention_scaling)  # f32[head_dim / 2]
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin [..., 1, head_dim] for positions [...]."""
+        """Returns cos and sin [..., 1, head_dim] for positions [...]."""
         self.inv_freq = self.inv_freq.to(positions.device, non_blocking=True)
         angles = positions[..., None, None].float() * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
@@ -87,11 +87,11 @@ class HeadDims:
 
 
 def head_dims(config: HeadConfig, target_config: PreTrainedConfig, head_dim: int | None = None) -> HeadDims:
-    """Return the layer sizes of a head for a target.
+    """Returns the layer sizes of a head for a target.
 
     Args:
-        head_dim: the head dim, if the head's file format can store one. Otherwise hidden size / heads, as engines
-            derive it.
+        head_dim: the head dim. None uses hidden size / heads, which is what engines assume if the head's file format
+            does not store one.
 
     Raises:
         ValueError: no engine serves a head with these sizes.
@@ -142,11 +142,11 @@ class Attention(nn.Module):
     def queries_keys_values(
         self, x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rotated queries, rotated keys, and values [..., (kv) heads, head_dim] of x [..., input size]."""
+        """Returns rotated queries, rotated keys, and values [..., (kv) heads, head_dim] of x [..., input size]."""
         return self._rotated(self.q_proj(x), positions), *self.keys_values(x, positions)
 
     def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return only the rotated keys and the values [..., kv heads, head_dim]."""
+        """Returns only the rotated keys and the values [..., kv heads, head_dim]."""
         return self._rotated(self.k_proj(x), positions), self._heads(self.v_proj(x))
 
     def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ class MtpHead(Head):
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return eh_proj[enorm(e); hnorm(h)] as the residual stream, and its norm."""
+        """Returns eh_proj[enorm(e); hnorm(h)] as the residual stream, and its norm."""
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden_states)], dim=-1))
         return x, self.input_layernorm(x)
 

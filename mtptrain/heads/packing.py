@@ -62,7 +62,7 @@ class Packing:
     """i64[N], index of each token in the order of the keys: draft positions first, then prompt tokens."""
     segments: tuple[Segments, ...]
     """The first `Segments` holds every span with its own tokens, causally. The others hold spans with the tokens before
-    them in their document. None of them has two spans of the same document, so no kernel reads more than N keys."""
+    them in their document. None has two spans of the same document, so no kernel reads more than N keys."""
 
     @property
     def num_pairs(self) -> float:

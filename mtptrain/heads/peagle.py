@@ -1,6 +1,6 @@
 """Head `peagle`: EAGLE-3 that drafts all K tokens in one forward.
 
-Depth 0 is that of head `eagle3`. Every later depth reads a learned state and the embedding of a mask token instead of
+Depth 0 works as in head `eagle3`. Every later depth reads a learned state and the embedding of a mask token instead of
 the state and the token of the depth before, so no depth waits for another. P-EAGLE: Parallel-Drafting EAGLE with
 Scalable Training (arXiv 2602.01469).
 """
@@ -21,8 +21,8 @@ class PeagleHead(Eagle3Head):
     class Config(Eagle3Head.Config):
         name: str = "peagle"
         mask_token_id: int | None = None
-        """Token that stands for the tokens not drafted yet; best one that texts do not contain. The default is the last
-        id of the target's vocabulary, which most models leave unused."""
+        """Token that stands for tokens not drafted yet; choose one that the data does not contain. The default is the
+        last id of the target's vocabulary, which most models leave unused."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)

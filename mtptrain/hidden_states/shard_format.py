@@ -42,7 +42,7 @@ def check_store_dtype(dtype: StoreDtype, capture_layers: Collection[int]) -> Non
     if dtype is StoreDtype.fp8_aux and not capture_layers:
         raise ValueError(
             "hidden_states.store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux, "
-            "which keeps only the captured layers in eight bits; set one of these"
+            "which keeps only the captured layers in eight bits; set hidden_states.store_dtype=fp8"
         )
 
 

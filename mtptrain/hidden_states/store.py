@@ -37,13 +37,13 @@ SCHEMA_VERSION = 2
 """Version 2 added the checksums of documents, and of header, tables and loss mask."""
 MANIFEST, PLAN = "manifest.json", "plan.json"
 OPENING_THREADS = 8
-"""The number of shards opened at a time. On a network file system each takes milliseconds."""
+"""The number of shards opened at a time. On a network file system, opening one takes milliseconds."""
 REMEDY = "delete this file and run data_prep.hidden_states, which recomputes only this shard"
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """The manifest's entry of a shard."""
+    """The manifest's entry for a shard."""
 
     file: str
     num_documents: int
@@ -60,7 +60,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """The contents of a finished store. It names no times, hosts or ranks, so that equal states give equal bytes."""
+    """The contents of a finished store. It contains no times, hosts or ranks, so equal states give equal bytes."""
 
     schema_version: int
     identity: StoreIdentity
@@ -112,8 +112,8 @@ class StoredDocument:
     loss_mask: torch.Tensor  # u8[n]
     hidden_states: torch.Tensor  # bf16 or e4m3 [n, H], before the final norm
     aux_hidden_states: torch.Tensor | None  # bf16 or e4m3 [n, L, H]
-    hidden_states_scales: torch.Tensor | None = None  # f32[n], of e4m3
-    aux_hidden_states_scales: torch.Tensor | None = None  # f32[n, L]
+    hidden_states_scales: torch.Tensor | None = None  # f32[n], if e4m3
+    aux_hidden_states_scales: torch.Tensor | None = None  # f32[n, L], if e4m3
 
 
 class HiddenStore:
@@ -169,7 +169,7 @@ class HiddenStore:
             raise ValueError(
                 f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, "
                 f"but is {checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}; "
-                "verify=true checks the whole store"
+                "set verify=true to check the whole store"
             )
         return document
 
@@ -244,8 +244,7 @@ def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
 
     Raises:
         FileNotFoundError: the store does not exist or is unfinished, or a shard is missing.
-        ValueError: the store has another identity, of which the message lists every difference, or a shard is
-            truncated.
+        ValueError: the store has a different identity (the message lists every difference), or a shard is truncated.
     """
     store = HiddenStore.open(directory)
     refuse_other(directory / MANIFEST, expected, store.manifest.identity)
@@ -264,7 +263,7 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
         show_progress: whether to show a progress bar.
 
     Returns:
-        For each damaged shard, by its index, what is wrong and what to do.
+        A message for each damaged shard, by its index, that says what is wrong and what to do.
     """
     chosen = list(range(len(store.manifest.shards)) if shards is None else shards)
     records = {index: store.manifest.shards[index] for index in chosen}
@@ -326,7 +325,7 @@ def _check_length(directory: Path, index: int, record: ShardRecord) -> None:
 
 
 def has_length(path: Path, record: ShardRecord) -> bool:
-    """Returns whether a shard exists in full length. Training may delete a streamed shard at any moment."""
+    """Returns whether a shard exists and has its full length. Training may delete a streamed shard at any moment."""
     try:
         return path.stat().st_size == record.num_bytes
     except FileNotFoundError:

@@ -40,7 +40,7 @@ POLL_S = 0.2
 REPORT_AFTER_S = 10.0
 """Seconds of waiting before a program prints what it is waiting for."""
 SHARD_ORDER, DOCUMENT_ORDER = 1_000_001, 1_000_002
-"""These seed components give the two orders random numbers that differ from those of the epochs."""
+"""Seed components of the two orders. Each epoch's order is seeded with the epoch number, which is smaller."""
 
 
 def shard_windows(num_shards: int, window_shards: int, seed: int) -> list[list[int]]:
@@ -61,7 +61,7 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     """Returns how many windows training has released so far.
 
     Raises:
-        ValueError: training reads the shards in another order, and both programs would wait forever.
+        ValueError: training reads the shards in a different order, so both programs would wait forever.
     """
     path = store_dir / STREAM
     if not path.exists():
@@ -92,7 +92,7 @@ def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> li
             return None
         shards = chain.from_iterable(windows[released : released + OPEN_WINDOWS])
         missing = [shard for shard in shards if read_record(store_dir, shard) is None]
-        # If this differs, shards may be missing because they were just released, so look again.
+        # If training has just released more windows, their shards are missing on purpose, so look again.
         if released_windows(store_dir, windows) == released:
             return missing
 
@@ -197,8 +197,8 @@ def open_stream(
     """
     if (directory / MANIFEST).exists():
         raise ValueError(
-            f"train.stream: must be false if the hidden states are finished, but is true with {directory / MANIFEST}; "
-            "set train.stream=false, which trains on all of them, or choose another run_dir"
+            f"train.stream: must be false if the hidden states are finished, but is true and {directory / MANIFEST} "
+            "exists; set train.stream=false, which trains on all of them, or choose another run_dir"
         )
     wait_until(
         (directory / PLAN).exists, f"{directory / PLAN}, which data_prep.hidden_states with the same settings writes"
@@ -234,17 +234,17 @@ class Releases:
         self._unread_after = np.maximum.accumulate(last)
         if (self._unread_after[:-OPEN_WINDOWS] > first[OPEN_WINDOWS:]).any():
             raise ValueError(
-                f"train.stream_shards: {OPEN_WINDOWS} windows must hold all documents of a step, but those of "
-                f"{len(store.windows[0])} shards do not; raise it, or hidden_states.shard_tokens"
+                f"train.stream_shards: {OPEN_WINDOWS} windows must hold all documents of a step, but windows "
+                f"of {len(store.windows[0])} shards are too small; raise it, or hidden_states.shard_tokens"
             )
 
     def is_written(self, step: int) -> bool:
-        """Returns whether extraction has finished every shard that step `step`, from 0, reads."""
+        """Returns whether extraction has finished every shard that step `step` (from 0) reads."""
         shards = self.store.shards_of(list(chain.from_iterable(self._steps[step])))
         return all(record_path(shard_path(self.store.directory, shard)).exists() for shard in shards)
 
     def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-        """Wait until extraction has written what step `step` (from 0) reads; return a signal that a rank got meanwhile.
+        """Wait until extraction has written what step `step` (from 0) reads; return a signal that a rank received.
 
         All ranks wait here together, so that they can agree on a signal. They could not if each waited inside its own
         step.
@@ -274,8 +274,8 @@ class Releases:
     def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:
         """Deletes the shards that no step after a checkpoint at `step` reads, or all shards after the last step.
 
-        A run that resumes from an earlier step lowers the number of released windows, so that extraction writes them
-        again.
+        A run that resumes from an earlier step lowers the number of released windows, so that extraction writes
+        their shards again.
         """
         count = len(self.store.windows) if is_last else self.num_unread(step)
         self.store.forget(self.store.windows[:count])

@@ -68,7 +68,7 @@ def begin_store(
 ) -> StoreManifest | None:
     """Prepare a directory for new shards, or for the missing ones after an interruption.
 
-    One process of each part calls this. Other parts may be writing other shards at the same time.
+    One process of each `hidden_states.part` calls this. Other parts may be writing other shards at the same time.
 
     Args:
         directory: the store's directory.
@@ -172,8 +172,9 @@ class ShardFile:
             raise
 
     def write(self, document: int, streams: torch.Tensor) -> None:
-        """Write the states [n, L + 1, H] of document `document` of the shard, captured layers first, in any float
-        dtype.
+        """Write the states [n, L + 1, H] of document `document` of the shard.
+
+        The captured layers come first. The states may have any float dtype.
 
         Raises:
             ValueError: a state is not finite.

@@ -22,9 +22,9 @@ from mtptrain.training.step_packing import Step, balance, pack_documents, shuffl
 X = TypeVar("X")
 
 TOKEN_COST = 1 / 16
-"""Cost of a token that only provides keys and values; a row that drafts costs 1."""
+"""Cost of a token that only provides keys and values, relative to a row that drafts."""
 PAIR_COST = 1 / 32_768
-"""Cost of a row's attention to one token."""
+"""Cost of a row's attention to one token, relative to a row that drafts."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Batch:
     """Documents packed without padding, each cut after the last token that a draft needs."""
 
     hidden_states: torch.Tensor
-    """Last layer before the final norm [N, H]; in the store's dtype until `to` decodes it."""
+    """Output of the last layer, before the final norm [N, H]; in the store's dtype until `to` decodes it."""
     aux_hidden_states: torch.Tensor | None
     """Captured residual streams [N, L, H], for heads that read them; in the store's dtype until `to` decodes it."""
     next_ids: torch.Tensor
@@ -46,9 +46,9 @@ class Batch:
     document_tokens: int
     """Tokens of the whole documents, including those that were cut off."""
     hidden_states_scales: torch.Tensor | None = None
-    """f32[N], if the states are e4m3."""
+    """Scales of e4m3 states f32[N], otherwise None."""
     aux_hidden_states_scales: torch.Tensor | None = None
-    """f32[N, L], if the states are e4m3."""
+    """Scales of e4m3 states f32[N, L], otherwise None."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +59,7 @@ class Batch:
         return self.is_draft.shape[1]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """Returns the batch on a device with decoded states in `dtype`. e4m3 states cross the bus as eight bits."""
+        """Returns the batch on a device with states decoded to `dtype`. e4m3 states are copied before decoding."""
         moved = map_tensors(self, lambda x: x.to(device, non_blocking=True))
         aux_hidden_states = moved.aux_hidden_states
         return replace(
@@ -91,7 +91,7 @@ def map_tensors(x: X, function: Callable[[torch.Tensor], torch.Tensor]) -> X:
 
 
 class StateBuffers:
-    """Reuses the memory of finished batches: on a CPU, fresh pages cost more than copying into them.
+    """Reuses the memory of finished batches: on a CPU, the page faults of new memory cost more than the copy.
 
     For a GPU the memory is pinned, and torch itself reuses it once the copies from it are done.
     """
@@ -141,7 +141,7 @@ def make_batch(
         buffers: memory for the states; None allocates it.
     """
     kept: list[StoredDocument] = []
-    spans: list[tuple[int, int, int]] = []  # document, first row, rows
+    spans: list[tuple[int, int, int]] = []  # (document, first row, number of rows)
     used = []
     for document in sorted(documents, key=lambda document: len(document.input_ids), reverse=True):
         first_rows, counts = draft_spans(document.loss_mask.numpy())
@@ -214,7 +214,7 @@ def pack_states(
 
 
 def document_costs(store: HiddenStore) -> NDArray[np.float64]:
-    """Returns the training cost of each document [D], in rows that draft; 0 for a document without any."""
+    """Returns the training cost of each document [D], in units of one row that drafts; 0 if no row drafts."""
     return np.concatenate([shard_costs(mask, offsets) for mask, offsets in store.loss_masks()])
 
 
@@ -229,7 +229,7 @@ def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDA
         drafts[1 + np.maximum(offsets[1:] - distance, 0)] = 0
     changes = np.flatnonzero(drafts[1:] != drafts[:-1])
     first_rows, ends = changes[::2], changes[1::2]
-    document = np.searchsorted(offsets, first_rows, side="right") - 1  # of each span
+    document = np.searchsorted(offsets, first_rows, side="right") - 1  # document of each span
     counts, first_rows, ends = ends - first_rows, first_rows - offsets[document], ends - offsets[document]
     num_documents = len(offsets) - 1
     last_ends = np.zeros(num_documents)
@@ -258,11 +258,11 @@ class BatchSchedule:
         Args:
             store: the hidden states.
             ttt_steps: number of depths T.
-            batch_tokens: most tokens of one micro-batch.
-            micro_batches_per_step: number over all ranks.
+            batch_tokens: maximum tokens of one micro-batch.
+            micro_batches_per_step: number of micro-batches over all ranks.
             seed: shuffles the documents of each epoch.
             for_gpu: read ahead in a thread, into pinned memory.
-            order: order of documents of the only epoch, for a streamed store.
+            order: document indices of the only epoch of a streamed store; None shuffles every epoch.
         """
         self.store = store
         self.order = order
@@ -274,13 +274,13 @@ class BatchSchedule:
         self.costs = document_costs(store)
         self._pins = for_gpu and torch.cuda.is_available()
         self._buffers = StateBuffers(batch_tokens, self._pins)
-        self._epoch, self._first_step = 0, 0  # of the epoch in _packed
+        self._epoch, self._first_step = 0, 0  # the epoch in `_packed` and its first step
         self._packed = self._pack(epoch=0)
         self.steps_per_epoch = len(self._packed)
         if self.steps_per_epoch == 0:
             raise ValueError(
-                "train.micro_batches_per_step: must be at most the number of documents that train, but is "
-                f"{micro_batches_per_step} with {np.count_nonzero(self.costs)} of them in {store.directory}; lower it"
+                "train.micro_batches_per_step: must be at most the number of documents with draft positions, but is "
+                f"{micro_batches_per_step}, and {store.directory} has {np.count_nonzero(self.costs)} of them; lower it"
             )
 
     def _pack(self, epoch: int) -> list[Step]:
@@ -321,8 +321,8 @@ class BatchSchedule:
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
         """Yields this rank's batches of steps first_step .. last_step - 1.
 
-        For a GPU, each is read while the step before it runs. On a CPU nothing is read ahead: a concurrent reader costs
-        a third of the step's speed, reading between steps a hundredth. The states of a step's batches are overwritten
+        For a GPU, each is read while the step before it runs. On a CPU nothing is read ahead: a concurrent reader slows
+        the step by a third, while reading between steps slows it by 1 %. The states of a step's batches are overwritten
         when the next step is requested.
         """
         reader = ThreadPoolExecutor(max_workers=1) if self.for_gpu else None

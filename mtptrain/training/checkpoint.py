@@ -1,9 +1,9 @@
-"""Checkpoints of a training run: head, optimizer, schedule, RNG and step, which gives the position in the data.
+"""Checkpoints of a training run: head, optimizer, RNG and step, which determines the schedule and the next batch.
 
 `checkpoints/step_00000100/state.safetensors` holds each weight and its two Adam moments as unpartitioned fp32 tensors,
 whatever the number of ranks and the ZeRO stage. Rank 0 writes `complete.json` last, with the size and sha256 of the
-state. A checkpoint without that file is ignored. If the state does not match it, the checkpoint is torn, and the run
-resumes from the one before. The head with the best acceptance is in `best/` and is never deleted.
+state. A checkpoint without that file is ignored. If the state does not match that file, the checkpoint is torn, and
+the run resumes from the one before. The head with the best acceptance is in `best/` and is never deleted.
 """
 
 import json
@@ -143,10 +143,10 @@ def find_fault(folder: Path) -> str | None:
 
 
 def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
-    """Refuse to resume from a checkpoint of another head, other data or another optimization.
+    """Refuse to resume from a checkpoint with a different head, data or optimization settings.
 
     Raises:
-        ValueError: a setting differs; the message names each.
+        ValueError: a setting differs; the message lists every difference.
     """
     stored = json.loads((folder / MARKER).read_text())
     if "head" in stored:
@@ -159,16 +159,16 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     ]
     if different:
         raise ValueError(
-            f"{folder}: to go on from this checkpoint, {'; '.join(different)}; set it back, or start anew in another "
-            "run_dir"
+            f"{folder}: to resume from this checkpoint, {'; '.join(different)}; restore these settings, or start again "
+            "in another run_dir"
         )
 
 
 def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
-    """Load a checkpoint, which may have been written by another number of ranks.
+    """Load a checkpoint, which may have been written by a different number of ranks.
 
     Raises:
-        RuntimeError: it does not hold the tensors of this head.
+        RuntimeError: the checkpoint does not hold the tensors of this head.
     """
     path = folder / STATE
     with safe_open(path, framework="pt") as file:
@@ -177,7 +177,7 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
         if held != wanted:
             raise RuntimeError(
                 f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; "
-                "remove the folder to go on from an older one"
+                "remove the folder to resume from an older one"
             )
         rng, step, best = (file.get_tensor(name) for name in RUN)
         torch.set_rng_state(rng)

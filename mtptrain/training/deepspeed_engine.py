@@ -42,7 +42,7 @@ SET_BY_TRAINER = (
 
 
 def check_deepspeed(config: dict[str, Any]) -> None:
-    """Raises ValueError for settings that the trainer does not support, or sets itself."""
+    """Raises ValueError for settings that the trainer does not support or that it sets itself."""
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
@@ -107,10 +107,10 @@ def build_engine(
         schedule: the learning rate schedule of the optimizer.
         config: DeepSpeed's config as the user wrote it, accepted by `check_deepspeed`.
         num_accumulated: micro-batches per rank and step.
-        ranks: this process among all.
+        ranks: the rank of this process, and the number of ranks.
     """
     prepare_single_process()
-    # Shared-memory collectives would be compiled on first use. gloo's are fast enough for a small head.
+    # DeepSpeed would compile its shared-memory collectives on first use. gloo's are fast enough for a small head.
     __compatible_ops__["deepspeed_shm_comm"] = False
     zero = config.get("zero_optimization", {})
     if is_partitioned(config):
@@ -146,8 +146,8 @@ def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = Tr
     Args:
         config: DeepSpeed's config.
         num_accumulated: micro-batches per rank and step.
-        warn: warn about bf16 with ZeRO 1, which accumulates in bf16. It cannot accumulate in fp32, because
-            DeepSpeed then gives `GradientClipper` no gradients.
+        warn: whether to warn that ZeRO 1 accumulates in bf16. It cannot accumulate in fp32, because DeepSpeed then
+            gives `GradientClipper` no gradients.
     """
     if num_accumulated == 1 or not config.get("bf16", {}).get("enabled"):
         return config
@@ -155,9 +155,9 @@ def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = Tr
         return {**config, "data_types": {"grad_accum_dtype": "fp32", **config.get("data_types", {})}}
     if warn:
         warnings.warn(
-            f"deepspeed.zero_optimization.stage: the gradients of the {num_accumulated} micro-batches that each rank "
-            "adds must be summed in fp32 to avoid rounding, but ZeRO 1 sums them in bf16; set deepspeed=zero2, or "
-            "start as many ranks as there are micro-batches",
+            f"deepspeed.zero_optimization.stage: must be 2 to accumulate the gradients of {num_accumulated} "
+            "micro-batches per rank in fp32, but is 1, which accumulates them in bf16; set deepspeed=zero2, or start "
+            "as many ranks as there are micro-batches",
             stacklevel=2,
         )
     return config
@@ -166,7 +166,7 @@ def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = Tr
 class GradientClipper:
     """Clips gradients right before the optimizer reads them: all of them, or with ZeRO this rank's part in fp32.
 
-    DeepSpeed's own norm copies every gradient into fp64, and it forgets the norm when neither ZeRO nor bf16 is used.
+    DeepSpeed's own norm copies every gradient into fp64, and is lost when neither ZeRO nor bf16 is used.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float, is_partitioned: bool, ranks: Ranks) -> None:
@@ -187,7 +187,7 @@ class GradientClipper:
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the 2-norm f32[] of all values together, exact to fp32.
+    """Returns the 2-norm f32[] of all values together, accurate to fp32 rounding.
 
     Summing 10^8 squares in one piece on a CPU would lose two percent.
     """
@@ -195,7 +195,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
-    """Returns fp32 weights and Adam moments on the CPU, by parameter name; {} unless `keep_here`. Collective."""
+    """Returns fp32 weights and Adam moments on the CPU, by name; {} unless `keep_here`. All ranks must call it."""
     state: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         whole = _parameter_state(engine, parameter)
@@ -224,23 +224,23 @@ def _has_fp32_master(parameter: torch.nn.Parameter) -> bool:
 
 @torch.no_grad()
 def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tensor], step: int) -> None:
-    """Load weights and moments into the engine, each rank its part, and set the schedule to `step`.
+    """Load weights and moments into the engine, of which each rank keeps its part, and set the schedule to `step`.
 
     Args:
         engine: an engine that has not made a step.
-        stored: returns a whole tensor by its name in `gather_state`. It is called for one tensor after the other,
+        stored: returns a whole tensor by its name in `gather_state`. It is called for one tensor at a time,
             because a rank may not have room for all of them.
         step: number of optimizer steps that the state has seen.
     """
-    # 1. Create the optimizer's state, which it would otherwise make in its first step. With ZeRO its parameters are
+    # 1. Create the optimizer's state, which it would otherwise create in its first step. With ZeRO its parameters are
     # flat: this rank's part of all parameters, concatenated.
     optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
     for group in optimizer.param_groups:
         for flat in group["params"]:
             zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
             optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
-    # 2. Map parameters to their part of that state, which the safe_set_* functions of step 3 need. DeepSpeed does so
-    # only in its first step.
+    # 2. Map parameters to their part of that state, which the safe_set_* functions below need. DeepSpeed would
+    # otherwise do this in its first step.
     if engine.optimizer is not optimizer:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     # 3. Copy weights and moments.

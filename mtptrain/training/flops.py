@@ -17,28 +17,29 @@ INPUT_NORMS = ("enorm", "hnorm", "fc_norm", "input_norm")
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs of forward, loss and backward: products with weights, and attention. Recomputed work does not count."""
+    """FLOPs of the weight matmuls and attention in forward, loss and backward. Recomputation does not count."""
 
     per_token: int
-    """For each of N tokens: its depth-0 key and value."""
+    """For each of N tokens: its input projection, and its key and value at depth 0."""
     per_row: int
-    """For each of M rows: all depths, with T drafts and one teacher."""
+    """For each of M rows: all other weights at T depths, including the draft logits, and the teacher's logits."""
     per_pair: int
     """For each pair of a row and a token that it attends to, at all depths."""
 
     @staticmethod
     def of(head: Head, vocab_size: int, depths: int) -> "StepFlops":
-        """Returns the FLOPs of a head for a target with V tokens over T depths: per weight 2 forward and 4 backward.
+        """Returns the FLOPs of a head over T depths: for each weight, 2 in the forward pass and 4 in the backward pass.
 
-        The target's states need no gradient, so an input projection that reads them without a norm in between costs 2
-        fewer. A head with `mask_hidden` projects the one input of its later depths once, which counts as nothing.
+        The target's states need no gradient, so an input projection that reads them without a norm in between costs
+        only 2 in the backward pass. A head with `mask_hidden` projects one input for all its later depths; this is not
+        counted.
         """
         weights = {
             name: module.weight.numel() for name, module in head.named_modules() if isinstance(module, nn.Linear)
         }
         hidden_size = int(head.self_attn.o_proj.out_features)
         own_vocab = weights.pop("lm_head", None)
-        first = sum(  # of `combine` or `fuse`
+        first = sum(  # weights of `combine` or `fuse`
             weights.pop(name) for name in list(weights) if not name.startswith(("self_attn.", "mlp."))
         )
         keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
@@ -68,8 +69,8 @@ class StepFlops:
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Returns the FLOP/s of the fastest of ten products of [2048, 2048] matrices, or [8192, 8192] on a GPU.
 
-    A CPU without bf16 instructions may need a minute for each of these. Its peak is measured with [256, 256], where it
-    is as fast.
+    A CPU without bf16 instructions may need a minute for one such product. It is measured with [256, 256] matrices,
+    which it multiplies at the same rate.
     """
     if device.type == "cuda":
         return _rate_of_products(8192, device, dtype)
@@ -78,7 +79,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 SLOW_FLOPS = 1e10
-"""FLOP/s below which a processor is not measured with large products."""
+"""A CPU that reaches fewer FLOP/s with small matrices is not measured with larger ones."""
 
 
 def _rate_of_products(size: int, device: torch.device, dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""The forward pass of training: from stored states to losses. The trainer runs it, and the planner measures it."""
+"""The forward pass of training: from stored states to losses, as the trainer runs it and the planner measures it."""
 
 from collections.abc import Callable
 
@@ -27,13 +27,13 @@ def training_losses(
         parts: the target's frozen parts.
         batch: on the head's device, with decoded states.
         scale: weight of each depth's sum in the loss [T].
-        settings: the loss.
+        settings: which loss, and how it is computed.
         clock: accumulates the seconds of the phases `forward` and `loss`.
         call_head: called in place of the head, for example the engine that wraps it.
     """
     with clock.phase("forward"):
-        # 1. Normalize the target's states of the target tokens [M, H]. The head reads captured layers [N, L, H] if it
-        # has any, otherwise the post-norm states of all tokens [N, H].
+        # 1. Apply the target's final norm to the states at the target tokens [M, H]. A head that captures layers reads
+        # those [N, L, H], any other head the post-norm states of all tokens [N, H].
         target_tokens, read_states = batch.packing.rows + 1, batch.aux_hidden_states  # [M]
         if read_states is None:
             read_states = parts.final_norm(batch.hidden_states)

@@ -24,7 +24,7 @@ class LossSettings:
     feature_weight: float = 0.0
     """Weight in the loss of the smooth L1 distance between the post-norm states of head and target, mean over H."""
     chunk_rows: int = 1536
-    """Rows of one block of logits [rows, V]: all depths of the same target tokens together."""
+    """Maximum rows of one block of logits [rows, V], which holds all depths of the same target tokens."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def rows_of_block(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:
-    """Returns, for each depth, the rows whose target tokens are in the block at `first`, and their slots in it.
+    """Returns, for each depth, the rows whose target tokens are in the block at `first`, and their slots in the block.
 
     If a depth has fewer rows than the block has slots, its rows take the last slots.
     """
@@ -154,7 +154,7 @@ def compare(
 
     Args:
         logits: the logits of all depths, concatenated [T * C, D].
-        counts: bool [T * C].
+        counts: whether each row counts, bool [T * C].
         teacher: the distributions of C target tokens, the same for every depth.
         scale: weight of each depth in the loss [T].
         kind: which loss.
@@ -183,7 +183,7 @@ def compare(
     cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product
     kl = cross + log_total
     if mass is not None:
-        kl = kl + (1 - mass) * (1 - log_total)  # drafted target_probs sum to mass, not 1; add the rest
+        kl = kl + (1 - mass) * (1 - log_total)  # target_probs sum to mass here, not to 1; add the rest
     agrees = (at_token == largest) & (tokens >= 0)
     if kind == LossKind.ce:
         loss = torch.where(tokens >= 0, largest + log_total - at_token, 0.0)
@@ -216,7 +216,7 @@ def _rows_and_grad(
 
     A row stays in a CPU core's cache as in `teacher._softmax`, except with `LossKind.lk`, whose gradient depends on the
     overlap of the whole row. `num_depths` is an argument because torch.compile does not guard on a quotient of sizes:
-    computed from the shapes, it would be wrong when compiled code is reused for another number of depths.
+    if it were computed from the shapes, it would be wrong when compiled code is reused for another number of depths.
     """
     values = teacher_values.expand(num_depths, -1, -1).reshape(logits.shape)
     if teacher_log_total is None:

@@ -36,7 +36,7 @@ class Tracking:
             self._wandb = start_wandb(directory, config, "train")
 
     def _lines(self) -> list[str]:
-        """Returns the lines of an earlier run, without an incomplete last line that a killed run left."""
+        """Returns the lines of an earlier run, without the incomplete last line that a killed run may leave."""
         return (
             [line for line in self.path.read_text().splitlines() if line.endswith("}")] if self.path.is_file() else []
         )
@@ -66,7 +66,7 @@ def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb
 
 
 def curves(metrics: dict[str, object]) -> dict[str, object]:
-    """Returns the metrics with each list over depths as one number per depth: wandb draws no curves of lists."""
+    """Returns the metrics with every list over depths split into single numbers, because wandb cannot plot lists."""
     numbers: dict[str, object] = {}
     for name, value in metrics.items():
         if isinstance(value, list):
@@ -77,12 +77,12 @@ def curves(metrics: dict[str, object]) -> dict[str, object]:
 
 
 def track_report(directory: Path, config: PipelineConfig, figures: dict[str, object], files: Sequence[Path]) -> None:
-    """Log figures and files of the acceptance report to wandb, in the group of the run's training.
+    """Log the acceptance report's metrics and files to wandb, in the same group as the training run.
 
     Args:
         directory: where wandb keeps its own files.
-        figures: as `Tracking.write` takes them.
-        files: are kept as one artifact of type "report".
+        figures: metrics by name, as in `Tracking.write`.
+        files: logged as one artifact of type "report".
     """
     run = start_wandb(directory, config, "acceptance")
     run.log(curves(figures))
@@ -94,7 +94,7 @@ def track_report(directory: Path, config: PipelineConfig, figures: dict[str, obj
 
 
 class StepMeter:
-    """Measures speed, and where time goes, between two calls of `read`."""
+    """Measures throughput and the time spent in each phase between two calls of `read`."""
 
     def __init__(self, device: torch.device, clock: PhaseClock, flops: StepFlops, peak_flops: float) -> None:
         self.device, self.clock, self.flops, self.peak_flops = device, clock, flops, peak_flops
@@ -124,21 +124,21 @@ class StepMeter:
         """
         phases = self.clock.read()
         seconds = time.perf_counter() - self._started
-        # The host may wait while a GPU still works on queued kernels: only time outside all phases is lost.
+        # The host may wait for data while a GPU still runs queued kernels, so only time outside all phases counts.
         data_wait_s = min(self._data_wait_s, max(0.0, seconds - sum(phases.values())))
         counts = [self._tokens, self._drafts, self._flops, data_wait_s, *(phases.get(name, 0.0) for name in PHASES)]
         tokens, drafts, flops, data_wait_s, *phase_s = ranks.sum(
             torch.tensor(counts, dtype=torch.float64, device=self.device)
         ).tolist()
         self.restart()
-        of_all_ranks = seconds * ranks.world_size
+        rank_seconds = seconds * ranks.world_size
         return {
             "tokens": tokens,
             "tokens_per_s": tokens / seconds,
             "supervised_tokens_per_s": drafts / seconds,
-            "data_wait_share": data_wait_s / of_all_ranks,
-            **{f"{name}_share": spent / of_all_ranks for name, spent in zip(PHASES, phase_s, strict=True)},
-            "mfu": flops / (of_all_ranks * self.peak_flops),
+            "data_wait_share": data_wait_s / rank_seconds,
+            **{f"{name}_share": spent / rank_seconds for name, spent in zip(PHASES, phase_s, strict=True)},
+            "mfu": flops / (rank_seconds * self.peak_flops),
             "peak_bytes": float(max(ranks.gather(peak_bytes(self.device)))),
         }
 

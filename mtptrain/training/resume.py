@@ -26,7 +26,7 @@ OPTIMISATION_SETTINGS = (
     "lk_eta",
     "feature_weight",
 )
-"""Settings of `train` that must not change."""
+"""Settings of `train` that must not change when a run resumes."""
 
 
 def check_resume(config: PipelineConfig, checkpoint_dir: Path) -> None:
@@ -34,7 +34,7 @@ def check_resume(config: PipelineConfig, checkpoint_dir: Path) -> None:
     checkpoints = complete_checkpoints(checkpoint_dir)
     if config.train.resume is Resume.never and checkpoints:
         raise ValueError(
-            f"train.resume: must be auto where checkpoints exist, but is never with {checkpoints[-1]}; set "
+            f"train.resume: must be auto if a checkpoint exists, but is never and {checkpoints[-1]} exists; set "
             "train.resume=auto to continue from it, or choose another run_dir"
         )
 

@@ -16,9 +16,9 @@ _Document = tuple[int, int, float]
 """Index, number of tokens, and cost."""
 
 PACKING_VERSION = 2
-"""Increase this when the order of documents changes: the step of an older checkpoint then means other documents."""
+"""Increase this when the order of documents changes: a step of an older checkpoint then has different documents."""
 LOOK_AHEAD = 8
-"""Maximum documents per micro-batch that wait for the next step, which bounds the work and the change of order."""
+"""Maximum documents per micro-batch that wait for the next step, which limits the work and the reordering."""
 FULL_SHARE = 0.99
 """A step is full once its documents fill this share of its token budget."""
 EVENED_STEPS = 8
@@ -51,8 +51,8 @@ def pack_documents(
         batch_tokens: the most tokens of one micro-batch.
         micro_batches: number of micro-batches of a step.
         order: document indices in the order in which they are taken.
-        evens_last_steps: the last steps share their documents evenly. A streamed store has no room for the
-            documents of all of them.
+        evens_last_steps: whether to spread documents evenly over the last steps. A streamed store cannot do so,
+            because it does not hold the documents of all these steps at once.
 
     Raises:
         ValueError: a document is longer than `batch_tokens`.
@@ -69,7 +69,7 @@ def pack_documents(
     steps: list[Step] = []
     waiting: list[_Document] = []
     while True:
-        step = _Filling(batch_tokens, micro_batches)
+        step = _PartialStep(batch_tokens, micro_batches)
         waiting = [document for document in waiting if not step.take(*document)]
         while len(waiting) < LOOK_AHEAD * micro_batches and not step.is_full(shortest):
             if (document := next(coming, None)) is None:
@@ -86,7 +86,7 @@ def pack_documents(
     return steps[:-EVENED_STEPS] + _evened(steps[-EVENED_STEPS:], lengths, costs, batch_tokens)
 
 
-class _Filling:
+class _PartialStep:
     """A step that is being filled with documents."""
 
     def __init__(self, batch_tokens: int, micro_batches: int) -> None:
@@ -126,7 +126,7 @@ def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.flo
     gain tokens.
     """
     indices = [index for step in steps for documents in step for index in documents]
-    evened = [_Filling(batch_tokens, len(step)) for step in steps]
+    evened = [_PartialStep(batch_tokens, len(step)) for step in steps]
     for index in sorted(indices, key=lambda index: -lengths[index]):
         document = index, int(lengths[index]), float(costs[index])
         if not any(step.take(*document) for step in sorted(evened, key=lambda step: step.tokens)):
@@ -142,26 +142,26 @@ def balance(
     """Returns the step after swapping documents between micro-batches as long as that evens out their costs."""
     parts = [list(indices) for indices in step]
     for _ in range(swaps):
-        dear, *others = sorted(parts, key=lambda part: -costs[part].sum())
-        if not any(_swap(dear, cheap, lengths, costs, batch_tokens) for cheap in reversed(others)):
+        costly, *others = sorted(parts, key=lambda part: -costs[part].sum())
+        if not any(_swap(costly, cheap, lengths, costs, batch_tokens) for cheap in reversed(others)):
             break
     return parts
 
 
 def _swap(
-    dear: list[int], cheap: list[int], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int
+    costly: list[int], cheap: list[int], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int
 ) -> bool:
-    """Swaps the pair of documents that evens the costs of two micro-batches best.
+    """Swaps the pair of documents that best evens out the costs of two micro-batches.
 
-    Returns False, without a swap, if no pair reduces the difference by at least a hundredth.
+    Returns False, without a swap, if no pair reduces the difference by at least 1 %.
     """
-    gap = costs[dear].sum() - costs[cheap].sum()
-    moved = costs[dear][:, None] - costs[cheap]  # cost that each swap moves from dear to cheap
-    longer = lengths[dear][:, None] - lengths[cheap]
-    fits = (longer <= batch_tokens - lengths[cheap].sum()) & (-longer <= batch_tokens - lengths[dear].sum())
+    gap = costs[costly].sum() - costs[cheap].sum()
+    moved = costs[costly][:, None] - costs[cheap]  # cost that each swap moves from costly to cheap
+    longer = lengths[costly][:, None] - lengths[cheap]
+    fits = (longer <= batch_tokens - lengths[cheap].sum()) & (-longer <= batch_tokens - lengths[costly].sum())
     left = np.where(fits, np.abs(gap - 2 * moved), np.inf)
     i, j = np.unravel_index(left.argmin(), left.shape)
     if left[i, j] > 0.99 * gap:
         return False
-    dear[i], cheap[j] = cheap[j], dear[i]
+    costly[i], cheap[j] = cheap[j], costly[i]
     return True

@@ -38,7 +38,7 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
 
 
 def speed_rows(metrics: Path) -> list[tuple[str, str]]:
-    """Returns the rows of the table about speed: medians over the records of the run, and what limits it."""
+    """Returns the table's rows about speed: medians over the records of the run, and the phase that takes longest."""
     records = [record for line in metrics.read_text().splitlines() if "tokens_per_s" in (record := json.loads(line))]
     median = {name: statistics.median(record[name] for record in records) for name in records[-1] if name in MEASURED}
     shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}
@@ -47,7 +47,7 @@ def speed_rows(metrics: Path) -> list[tuple[str, str]]:
     return [
         ("tokens", f"{sum(record['tokens'] for record in records):,.0f}"),
         ("tokens/s", f"{median['tokens_per_s']:,.0f}, {median['supervised_tokens_per_s']:,.0f} supervised"),
-        ("of the matmul peak", f"{median['mfu']:.1%}"),
+        ("MFU", f"{median['mfu']:.1%}"),
         ("time", shown),
         ("limited by", LIMITS[longest]),
         ("peak memory", f"{records[-1]['peak_bytes'] / 1e9:.2f} GB"),
@@ -56,9 +56,9 @@ def speed_rows(metrics: Path) -> list[tuple[str, str]]:
 
 MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
 LIMITS = {
-    "data_wait": "reading: a faster disk, or hidden_states.store_dtype=fp8",
-    "forward": "the head's layer",
-    "loss": "products with the vocabulary: a draft vocabulary (eagle3) would shorten them",
-    "backward": "the head's layer, backward",
-    "optimizer": "the optimizer: larger train.batch_tokens, or more micro-batches per step",
+    "data_wait": "reading: use a faster disk, or hidden_states.store_dtype=fp8",
+    "forward": "the forward pass of the head's layer",
+    "loss": "the lm_head matmuls: a draft vocabulary (eagle3) makes them smaller",
+    "backward": "the backward pass of the head's layer",
+    "optimizer": "the optimizer: raise train.batch_tokens or train.micro_batches_per_step",
 }

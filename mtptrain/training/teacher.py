@@ -1,4 +1,4 @@
-"""The target's distribution that a head learns from, in the form that suits each device."""
+"""The target's distribution that a head learns from, held as logits on a GPU and as probabilities on a CPU."""
 
 from typing import NamedTuple
 
@@ -10,19 +10,20 @@ from mtptrain.utils.compile import fused, mark_width_static, uses_gpu_kernels
 class Teacher(NamedTuple):
     """The target's distribution over the head's vocabulary for a block of target tokens, shared by all depths.
 
-    On a GPU memory traffic limits the loss, so the teacher holds logits: every depth reads them in their own dtype, and
-    no fp32 probabilities are written. On a CPU exponentials limit the loss, so the teacher holds probabilities.
+    On a GPU memory bandwidth limits the loss, so the teacher holds logits: every depth reads them in their own dtype,
+    and no fp32 probabilities are written. On a CPU computing exponentials is the bottleneck, so the teacher holds
+    probabilities.
     """
 
     values: torch.Tensor  # [C, D], logits if `log_total` is given, otherwise probabilities in fp32
     log_total: torch.Tensor | None  # [C], the log of the sum of exp(logit) over the target's whole vocabulary
     negative_entropy: torch.Tensor | None  # [C], the sum of p log p over the head's vocabulary; None with logits
-    tokens: torch.Tensor  # [C], the most likely ones; -1 outside the head's vocabulary
-    mass: torch.Tensor | None  # [C], the target's mass in the head's vocabulary; None if that is the target's
+    tokens: torch.Tensor  # [C], the most likely tokens, as indices into the head's vocabulary; -1 if outside it
+    mass: torch.Tensor | None  # [C], the target's mass in the head's vocabulary; None if it is the whole one
 
 
 def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
-    """Returns the teacher for the target's logits [C, V] in the form that suits their device."""
+    """Returns the teacher for the target's logits [C, V]: with logits on a GPU, with probabilities on a CPU."""
     return (
         teach_by_logits(logits, draft_token_ids)
         if uses_gpu_kernels(logits)
@@ -33,7 +34,7 @@ def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher
 def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
     """Returns a teacher that holds logits."""
     largest, total, smallest, tokens = _totals(mark_width_static(logits))
-    # The last term makes a logit of -inf visible as NaN, which the sum of exponentials hides.
+    # The last term turns a logit of -inf into NaN. The sum of exponentials would hide it.
     log_total = largest + total.log() + 0 * smallest
     if draft_token_ids is None:
         return Teacher(logits, log_total, None, tokens, None)
@@ -68,18 +69,18 @@ def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -
     probs, total, product, tokens = _softmax(logits)
     if draft_token_ids is None:
         return Teacher(probs, None, product / total - total.log(), tokens.long(), None)
-    own, negative_entropy, own_tokens, mass = _of_own_vocabulary(probs, product, tokens, draft_token_ids)
+    own, negative_entropy, own_tokens, mass = _own_probs(probs, product, tokens, draft_token_ids)
     return Teacher(own, None, negative_entropy, own_tokens, mass)
 
 
 @fused
-def _of_own_vocabulary(
+def _own_probs(
     probs: torch.Tensor, product: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Returns probabilities in the head's vocabulary, negative entropies, tokens and masses, from `_softmax`."""
+    """Returns the fields of a `Teacher` over the head's own vocabulary, from the results of `_softmax`."""
     is_in = draft_token_ids == tokens[:, None]  # [C, D]
     own = probs[:, draft_token_ids]
-    # The last term is NaN if a logit is not finite, as in `log_total`.
+    # The last term is NaN if a logit is not finite, as in `teach_by_logits`.
     negative_entropy = torch.xlogy(own, own).sum(-1) + 0 * product
     return own, negative_entropy, torch.where(is_in.any(-1), is_in.int().argmax(-1), -1), own.sum(-1)
 

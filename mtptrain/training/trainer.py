@@ -59,9 +59,8 @@ class Trainer:
         self.parts = parts.to(ranks.device, self.dtype)
         self.loss_settings = LossSettings(config.loss, config.lk_eta, config.feature_weight, config.loss_chunk_rows)
         self.clock = PhaseClock(ranks.device)
-        self._unchecked: list[
-            tuple[tuple[int, ...], torch.Tensor]
-        ] = []  # of each step: its documents, and the sum of its metrics and gradient norm
+        # For each step since the last check: its document ids, and the sum of its metrics and gradient norm.
+        self._unchecked: list[tuple[tuple[int, ...], torch.Tensor]] = []
         head.activation_checkpointing = config.activation_checkpointing
         fuse(is_compiled(config.compile, ranks.device))
         optimizer = torch.optim.AdamW(
@@ -86,8 +85,8 @@ class Trainer:
         )
         self.ranks.sum(num_drafts)
         scale = self._scale(num_drafts)
-        # 2. Accumulate the gradients of all batches. After the last, the engine sums them over ranks and updates
-        # the weights.
+        # 2. Accumulate the gradients of all batches. After the last batch, the engine sums them over ranks
+        # and updates the weights.
         sums = num_drafts.new_zeros(4, len(num_drafts))
         for batch in batches:
             losses = self._losses(batch, scale)
@@ -119,7 +118,7 @@ class Trainer:
         """Check the losses and gradient norms of all steps since the last check, up to `step`. Waits for the device.
 
         Raises:
-            RuntimeError: one of them is not finite.
+            RuntimeError: a loss or a gradient norm is not finite.
         """
         unchecked, self._unchecked = self._unchecked, []
         if not unchecked:
@@ -131,10 +130,10 @@ class Trainer:
 
     @torch.no_grad()
     def check_weights(self, step: int, batches: Sequence[Batch]) -> None:
-        """Check the loss of the last batches with the updated weights, before they are saved anywhere.
+        """Check the loss of the last batches with the updated weights, before the weights are saved.
 
         Raises:
-            RuntimeError: it is not finite.
+            RuntimeError: the loss is not finite.
         """
         self.check_finite(step)
         ones = torch.ones(len(batches[0].num_drafts), device=self.ranks.device)
@@ -175,7 +174,7 @@ class Trainer:
 
 
 def is_compiled(setting: bool | None, device: torch.device) -> bool:
-    """Returns whether `fused` functions are compiled. If not, memory traffic limits a GPU's step."""
+    """Returns whether `fused` functions are compiled, by default on a GPU, where memory bandwidth limits them."""
     return device.type == "cuda" if setting is None else setting
 
 

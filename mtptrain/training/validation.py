@@ -1,6 +1,6 @@
 """Measures the acceptance by which the best head is chosen, during training or in `eval.choose_head`.
 
-The prompts are the `choosing` part of the held-out ones, and the draft and verify path is the real one.
+It uses the `choosing` part of the held-out prompts, and drafts and verifies with the code of `eval.acceptance`.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from mtptrain.utils.distributed import Ranks
 
 
 class Validation:
-    """Drafts greedily with the whole target; each rank takes its share of the prompts."""
+    """Measures acceptance in greedy decoding with the full target; each rank takes its share of the prompts."""
 
     def __init__(self, config: PipelineConfig, num_prompts: int, target_dir: Path, ranks: Ranks) -> None:
         """Choose the prompts; the target is loaded when it is first needed.

@@ -20,7 +20,7 @@ from tests.cuda.kernels import HIDDEN_SIZE, NUM_DEPTHS, VOCAB_SIZE, Kernel
 OWN_VOCABULARY = 32_000
 CASES = {"mtp": ("mtp", None, "kl"), "eagle3": ("eagle3", OWN_VOCABULARY, "lk")}
 """Head, draft vocabulary and loss of each step that is compiled."""
-NOT_IN_STEPS = {"_softmax", "_of_own_vocabulary"}
+NOT_IN_STEPS = {"_softmax", "_own_probs"}
 """Fused functions that a training step on a GPU does not call: those of the teacher on a CPU."""
 
 

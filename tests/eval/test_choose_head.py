@@ -149,7 +149,7 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
         ),
         (
             ("head.ttt_steps=2",),
-            "the head's settings must be those of the config, but differ in head.ttt_steps (3 there, 2 here)",
+            "the head's settings must match the config, but differ in head.ttt_steps (3 stored, 2 in the config)",
         ),
     ],
 )

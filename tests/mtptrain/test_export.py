@@ -217,7 +217,7 @@ def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path
     save_head(tmp_path / "head", build_head(CONFIG, target_config).state_dict(), CONFIG, {"step": 3})
     with pytest.raises(
         ValueError,
-        match=r"the head's settings must be those of the config, but differ in head\.ttt_steps \(4 there, 2 here\)",
+        match=r"the head's settings must match the config, but differ in head\.ttt_steps \(4 stored, 2 in the config\)",
     ):
         load_head(tmp_path / "head", MtpHead.Config(ttt_steps=2), target_config, None, torch.device("cpu"))
     other = read_target_config(make_target(tmp_path / "target", intermediate_size=80))

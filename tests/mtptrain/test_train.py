@@ -209,7 +209,7 @@ def test_records_and_the_table_say_what_the_steps_did_with_their_time(fresh_run:
     assert all(0 <= share < 1 for share in shares) and 0.5 < sum(shares) <= 1.001  # type: ignore[operator]
     assert 0 < last["mfu"] < 1.5 and last["peak_bytes"] > 1e8  # type: ignore[operator]
     assert last["supervised_tokens_per_s"] < last["tokens_per_s"]  # type: ignore[operator]
-    for word in ("limited by", "of the matmul peak", "peak memory", "supervised", "data wait"):
+    for word in ("limited by", "MFU", "peak memory", "supervised", "data wait"):
         assert word in result.stdout
     for word in ("tok/s", "supervised/s", "data=", "mfu=", "GB="):
         assert word in result.stderr
@@ -356,7 +356,11 @@ def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_me
             1,
             "train.batch_tokens: must be at least the longest document, 128 tokens, but is 64",
         ),
-        (("train.micro_batches_per_step=5000",), 1, "must be at most the number of documents that train, but is 5000"),
+        (
+            ("train.micro_batches_per_step=5000",),
+            1,
+            "must be at most the number of documents with draft positions, but is 5000",
+        ),
         (("hidden_states.dtype=bfloat16",), 1, "the computing dtype"),
         (
             ("acceptance.prompt_tokens=400",),
@@ -433,7 +437,7 @@ def test_gradients_of_several_batches_are_added_in_fp32_with_zero2_and_with_a_wa
 ) -> None:
     result = run_program("mtptrain.train", *fresh_run[1], f"deepspeed=zero{stage}", FOUR_MICRO_BATCHES)
     assert result.returncode == 0, result.stderr[-3000:]
-    warning = "gradients of the 4 micro-batches that each rank adds must be summed in fp32"
+    warning = "must be 2 to accumulate the gradients of 4 micro-batches per rank in fp32, but is 1"
     assert (warning in result.stderr) == (stage == 1)
     assert records(fresh_run[0])[-1]["loss"] == pytest.approx(four_batches[-1]["loss"], rel=0.02)
 
@@ -449,16 +453,16 @@ def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_an
     marker.write_text(json.dumps(unpacked))
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
     assert (
-        "to go on from this checkpoint, train.lr must be 0.003, but is 1e-06; the version of the packing of docu"
+        "to resume from this checkpoint, train.lr must be 0.003, but is 1e-06; the version of the packing of docu"
         in result.stderr
     )
     assert "packing of documents must be None, but is 2; set it back" in result.stderr
     marker.write_text(json.dumps(facts))
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "seed=1", num_ranks=2)
     assert result.returncode != 0
-    assert "to go on from this checkpoint, seed must be 0, but is 1; set it back" in result.stderr
+    assert "to resume from this checkpoint, seed must be 0, but is 1; restore these settings" in result.stderr
     result = run_program("mtptrain.train", *fresh_run[1], "train.resume=never")
-    assert "train.resume: must be auto where checkpoints exist, but is never" in result.stderr
+    assert "train.resume: must be auto if a checkpoint exists, but is never" in result.stderr
     assert (fresh_run[0] / "train/checkpoints/step_00000002/complete.json").is_file()
 
 
@@ -594,5 +598,6 @@ def test_a_checkpoint_of_another_draft_vocabulary_is_refused(eagle3_run: Run) ->
     result = run_program("mtptrain.train", *overrides, "train.max_steps=2")
     assert result.returncode != 0
     assert re.search(
-        r"to go on from this checkpoint, the sha256 of the draft vocabulary must be \w+, but is \w+; set", result.stderr
+        r"to resume from this checkpoint, the sha256 of the draft vocabulary must be \w+, but is \w+; restore",
+        result.stderr,
     )

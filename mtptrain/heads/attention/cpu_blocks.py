@@ -1,6 +1,6 @@
-"""Attention of packed segments on a CPU, by blocks of matrix products or by torch's flash kernel.
+"""Attention of packed segments on a CPU, computed in blocks of matmuls or by torch's flash kernel.
 
-A CPU's flash kernel reaches only a tenth to a third of the matmul peak; products of blocks that fit into the cache are
+A CPU's flash kernel reaches only a tenth to a third of the matmul peak; matmuls of blocks that fit into the cache are
 usually faster. In a causal segment, which has as many keys as queries, query i sees keys 0 .. i; in other segments each
 query sees all keys. Functions that compute a batch of segments take queries [segments, heads, rows, ...] and keys
 [segments, kv heads, keys, ...].
@@ -21,9 +21,9 @@ aten = torch.ops.aten
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 SHORT_TOKENS = 1024
-"""Longest causal segment that blocks compute faster than flash kernels."""
+"""Maximum tokens of a causal segment for which blocks are faster than the flash kernel."""
 BATCH_TOKENS = 2048
-"""Maximum tokens of segments that are computed together, which bounds the memory of their scores."""
+"""Maximum tokens of segments that are computed together, which limits the memory of their scores."""
 MAX_FLASH_OFFSET = 32
 """Largest distance of a raw score from the subtracted row maximum that bf16 represents accurately enough."""
 BLOCK_ROWS, KEY_MULTIPLE = 128, 32
@@ -66,7 +66,7 @@ def attend_on_cpu_backward(
     row_max: torch.Tensor,
     segments: Segments,
 ) -> ThreeTensors:
-    """Return the gradients of query, key and value, given the output and lse of the whole softmax."""
+    """Returns the gradients of query, key and value, given the output and lse of the whole softmax."""
     grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     for queries, keys in _batches(segments):
         batch_grad, batch_out, batch_lse, batch_max = (_batch(x, queries) for x in (grad_out, out, lse, row_max))
@@ -106,7 +106,7 @@ def _uses_blocks(segments: Segments, keys: Batch) -> bool:
 
 
 def _has_fast_flash(query: torch.Tensor, keys: Batch) -> bool:
-    """Return whether flash is both faster than blocks, as its forward is with AMX tiles, and accurate enough."""
+    """Returns whether the flash forward is faster than blocks, as it is in bf16 with AMX tiles, and accurate enough."""
     if not HAS_TILES or query.dtype != torch.bfloat16:
         return False
     return math.log(keys[2]) / 2 * query.shape[-1] ** 0.5 < MAX_FLASH_OFFSET
@@ -133,7 +133,7 @@ def _flash_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> ThreeTensors:
-    """Return the gradients of query, key and value of causal segments."""
+    """Returns the gradients of query, key and value of causal segments."""
     tensors = [x.contiguous() for x in (grad_out, *_repeat_groups(query, key, value), out, lse)]
     grad_query, *grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, True)
     grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in grads)
@@ -141,7 +141,7 @@ def _flash_backward(
 
 
 def _repeat_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ThreeTensors:
-    """Repeat keys and values for each query head: a CPU's flash kernel has no grouped queries."""
+    """Repeat keys and values for each query head: a CPU's flash kernel does not support grouped-query attention."""
     groups = query.shape[1] // key.shape[1]
     return query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
@@ -195,12 +195,12 @@ def block_attention_backward(
     row_max: torch.Tensor,
     is_causal: bool,
 ) -> ThreeTensors:
-    """Return the gradients of query, key and value, given the output and lse of the whole softmax.
+    """Returns the gradients of query, key and value, given the output and lse of the whole softmax.
 
     As in `block_attention`, subtraction happens inside the products: of row maxima from Q K, and of rowsum(dO * O) from
     dO V.
     """
-    # 1. Append the columns that subtract, and allocate the sums over blocks in fp32.
+    # 1. Append the columns for the subtraction, and allocate the sums over blocks in fp32.
     groups, scale = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5
     wide_query, wide_grad = (
         _with_subtracted(x, subtracted).unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim + 2]
@@ -212,7 +212,7 @@ def block_attention_backward(
     wide_key, wide_value = _with_ones(key), _with_ones(value)
     # A row of a causal segment is in one block only, so that its gradient needs no sum in fp32.
     grad_query = torch.zeros_like(wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32)
-    # These are stored transposed [..., head_dim, keys], because a CPU's products are up to a third slower otherwise.
+    # These are stored transposed [..., head_dim, keys], because matmuls on a CPU are up to a third slower otherwise.
     grad_key, grad_value = (x.new_zeros(x.mT.shape, dtype=torch.float32) for x in (key, value))
     for rows, keys in _blocks(query.shape[2], num_keys, groups, is_causal):
         # 2. Recompute the probabilities, and the gradients of the scores.
@@ -231,7 +231,7 @@ def block_attention_backward(
 
 
 def _blocks(num_rows: int, num_keys: int, groups: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows and keys of each backward block, until every row has met all keys that it sees."""
+    """Yield the rows and keys of each backward block. Together the blocks pair every row with all keys that it sees."""
     if is_causal:
         yield from (
             (slice(first, first + BLOCK_ROWS), slice(first + BLOCK_ROWS)) for first in range(0, num_rows, BLOCK_ROWS)
@@ -244,12 +244,12 @@ def _blocks(num_rows: int, num_keys: int, groups: int, is_causal: bool) -> Itera
 
 
 def _padded(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Return contiguous keys or values. Those of causal segments are padded with keys that no row sees."""
+    """Returns contiguous keys or values. Those of causal segments are padded with keys that no row sees."""
     return (F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)) if is_causal else x).contiguous()
 
 
 def _causal_mask(scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
-    """Return the mask [rows, keys] of a block that starts at row `first`: 0 for keys that a row sees, else -inf."""
+    """Returns the mask [rows, keys] of a block that starts at row `first`: 0 for keys that a row sees, else -inf."""
     return scores.new_full((scores.shape[2] // groups, scores.shape[3]), -torch.inf).triu(first + 1)
 
 
@@ -280,7 +280,7 @@ def _with_ones(x: torch.Tensor) -> torch.Tensor:
 
 @fused
 def _row_max(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-    """Return the maximum of each row f32[all rows]; for the arguments see `_probs`."""
+    """Returns the maximum of each row f32[all rows]; for the arguments see `_probs`."""
     return _masked(scores, mask, num_heads).amax(-1)
 
 
@@ -288,14 +288,14 @@ def _row_max(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) ->
 def _probs(
     scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities in the dtype of scores, and each row's sum of exponentials in fp32.
+    """Returns the probabilities in the dtype of scores, and each row's sum of exponentials in fp32.
 
-    More sums in this function would evict rows from the cache: see `mtptrain.training.losses`.
+    More sums in this function would evict rows from the cache: see `mtptrain.training.teacher._softmax`.
 
     Args:
-        scores: raw scores minus about the maximum of their row [all rows, keys].
+        scores: raw scores minus the approximate maximum of their row [all rows, keys].
         mask: mask of one head [rows, keys], the same for all heads.
-        num_heads: heads of all segments.
+        num_heads: number of heads of all segments together.
         scale: factor of the scores.
     """
     exps = (_masked(scores, mask, num_heads) * scale).exp()
@@ -305,7 +305,7 @@ def _probs(
 
 @fused
 def _row_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the dot product of each row of x and y in fp32, [..., head_dim] -> [...]."""
+    """Returns the dot product of each row of x and y in fp32, [..., head_dim] -> [...]."""
     return (x.float() * y.float()).sum(-1)
 
 
@@ -318,10 +318,10 @@ def _score_grads(
     num_heads: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return probabilities and gradients of the raw scores.
+    """Returns probabilities and gradients of the raw scores.
 
     Args:
-        scores: raw scores minus about the maximum of their row [all rows, keys].
+        scores: raw scores minus the approximate maximum of their row [all rows, keys].
         grad_probs: gradients of probabilities minus rowsum(dO * O) [all rows, keys].
         log_total: lse minus the scaled row maximum f32[all rows].
         mask: see `_probs`.
@@ -333,6 +333,6 @@ def _score_grads(
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-    """Return scores plus mask in fp32. See `mtptrain.training.losses._rows_and_grad` for why `num_heads` is passed."""
+    """Returns scores plus mask in fp32. See `mtptrain.training.losses._rows_and_grad` for why `num_heads` is passed."""
     wide = scores.float()
     return wide if mask is None else wide + mask.expand(num_heads, -1, -1).reshape(wide.shape)

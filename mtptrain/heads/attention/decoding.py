@@ -17,7 +17,7 @@ def cached_attention(
 ) -> torch.Tensor:
     """Write keys and values to the cache, then attend to all cached positions up to each query's own.
 
-    With `tree`, a query attends to all slots before the tree and to those of the tree that its mask allows.
+    With `tree`, a query attends to all slots before the tree and to the slots of the tree that its mask allows.
 
     Args:
         query: rotated queries [B, S, heads, head_dim].
@@ -28,7 +28,7 @@ def cached_attention(
         tree: the slots and mask of the S tokens, if they belong to a tree.
 
     Returns:
-        [B, S, heads, head_dim].
+        The attention output [B, S, heads, head_dim].
     """
     mask = cache.begin(positions, tree)
     keys, values = cache.update(  # [B, kv heads, slots, head_dim]

@@ -1,6 +1,7 @@
 """Attention of a head during training, over a document's depth-0 keys and the keys of later depths.
 
-`_MergedAttention` is the formula. `_attend` and its backward pass use FlashAttention on a GPU, `cpu_blocks` on a CPU.
+`_MergedAttention` merges the parts of the softmax. `_attend` and its backward pass use FlashAttention on a GPU and
+`cpu_blocks` on a CPU.
 """
 
 from collections.abc import Sequence
@@ -22,10 +23,10 @@ def depth_attention(
     own_values: Sequence[torch.Tensor],
     packing: Packing,
 ) -> torch.Tensor:
-    """Attend at one depth to what an engine has cached when it drafts at that depth.
+    """Attend at one depth to the keys that an engine has cached when it drafts at that depth.
 
     A draft position sees the depth-0 keys of its document up to its own position, which come from the target's states,
-    and its own keys of the depths since. Documents do not see each other.
+    and its own keys of the later depths. Documents do not see each other.
 
     Args:
         query: rotated queries of depth k [M, heads, head_dim].
@@ -36,7 +37,7 @@ def depth_attention(
         packing: documents and draft positions.
 
     Returns:
-        [M, heads, head_dim].
+        The attention output [M, heads, head_dim].
     """
     no_keys = key.new_empty(0, len(query), *key.shape[1:])
     own = [
@@ -64,7 +65,7 @@ class _MergedAttention(torch.autograd.Function):
         own_values: torch.Tensor,
         packing: Packing,
     ) -> torch.Tensor:
-        # 1. Attend to the keys of the same span, then merge the keys before the span.
+        # 1. Attend to the keys of the same span, then merge the attention to keys before the span.
         inside, *before = packing.segments
         out, lse, row_max = _attend(  # [M, heads, head_dim], f32[M, heads]
             query, key[inside.keys], value[inside.keys], inside
@@ -109,7 +110,7 @@ def _attend(
     """Attend from each segment's queries [Q, heads, head_dim] to its keys [S, kv heads, head_dim].
 
     Returns:
-        The output [Q, heads, head_dim], its log-sum-exp f32[Q, heads], and what else the backward pass of a CPU needs.
+        The output [Q, heads, head_dim], its log-sum-exp f32[Q, heads], and on a CPU `attend_on_cpu`'s third result.
     """
     if not uses_gpu_kernels(query):
         return attend_on_cpu(query, key, value, segments)
@@ -129,7 +130,7 @@ def _attend_backward(
     row_max: torch.Tensor | None,
     segments: Segments,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value. The output and lse may be those of a larger softmax."""
+    """Returns the gradients of query, key and value. The output and lse may belong to a larger softmax."""
     if row_max is not None:
         return attend_on_cpu_backward(grad_out, query, key, value, out, lse, row_max, segments)
     longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
@@ -183,7 +184,7 @@ def _own_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradient of the query with the own keys' part added, and the gradients of own keys and values."""
+    """Returns the gradient of the query with the own keys' part added, and the gradients of own keys and values."""
     scores = _own_scores(query, own_keys)  # [k, M, kv heads, groups]
     heads = scores.shape[2:]
     grad, grouped = (  # [M, kv heads, groups, head_dim]
@@ -200,6 +201,6 @@ def _own_backward(
 
 
 def _own_scores(query: torch.Tensor, own_keys: torch.Tensor) -> torch.Tensor:
-    """Return the scaled scores of each query and its own keys f32[k, M, kv heads, groups]."""
+    """Returns the scaled scores of each query and its own keys f32[k, M, kv heads, groups]."""
     grouped = query.unflatten(1, (own_keys.shape[2], -1)).float()
     return (grouped * own_keys[:, :, :, None].float()).sum(-1) * query.shape[-1] ** -0.5

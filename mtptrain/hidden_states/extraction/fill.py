@@ -24,7 +24,7 @@ class Streams(Protocol):
         """Yields an iterator for each shard in order.
 
         A shard's iterator yields the index of each prompt in the shard and its states [n, L, H], in any order. The
-        caller exhausts it before it requests the next one.
+        caller must exhaust one iterator before it requests the next.
         """
 
 

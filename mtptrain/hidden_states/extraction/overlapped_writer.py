@@ -13,7 +13,7 @@ import torch
 from mtptrain.hidden_states.writer import ShardFile
 
 MAX_PENDING_BYTES = 2**30
-"""Maximum size of the states that wait to be written. `OverlappedWriter.write` blocks until they fit."""
+"""Maximum size of the states that wait to be written. `OverlappedWriter.write` blocks until there is room."""
 
 
 class OverlappedWriter:
@@ -52,7 +52,7 @@ class OverlappedWriter:
         self._pending_bytes += num_bytes
 
     def finish(self) -> None:
-        """Finalize this shard in the background while the next one is written.
+        """Finalize the current shard in the background while the next one is written.
 
         At most one shard is finalized at a time.
         """

@@ -38,10 +38,10 @@ class TransformersStreams:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """Yields for each shard, in order, an iterator over its prompts, in any order.
+        """Yields an iterator for each shard in order.
 
-        The iterator yields a prompt's index in the shard and its states [n, L, H], which are on the target's device and
-        fully computed. No batch spans two shards, so a shard is bit-identical whatever the other shards hold.
+        A shard's iterator yields, in any order, the index of each prompt in the shard and its states [n, L, H], fully
+        computed and on the target's device. No batch spans two shards, so its bits do not depend on the other shards.
         """
         for prompts in shards:
             yield self._extract_shard(prompts)

@@ -23,16 +23,16 @@ from mtptrain.serving.vllm_client import SHOWN_LINES, WORKER, find_python
 from mtptrain.target.families import read_target_config, sliding_window
 
 CPU_BATCH_TOKENS = 4096
-"""Tokens of one forward on a CPU. Larger batches no longer fit its caches."""
+"""Maximum tokens in one forward pass on a CPU. Larger batches do not fit into its caches."""
 CPU_BLOCK_TOKENS = 128
-"""Tokens in a block of vLLM's cache on a CPU."""
+"""Tokens in a block of vLLM's KV cache on a CPU."""
 MAX_SEQS, CPU_MAX_SEQS = 256, 64
-"""The most prompts in one forward. vLLM needs a batch of at least as many tokens."""
+"""Maximum prompts in one forward pass. vLLM requires its maximum tokens to be at least as large."""
 LOG = "vllm.log"
 SHUTDOWN_TIMEOUT_S = 10.0
-"""Seconds until an engine that was told to end is killed.
+"""Seconds that an engine gets to exit before it is killed.
 
-Only an engine that is still importing vLLM takes so long. It has no workers yet, so killing it leaves none running.
+Only an engine that is still importing vLLM takes this long. It has no workers yet, so killing it leaves none running.
 """
 FULL_BYTES = 2**16
 """A disk with fewer free bytes counts as full."""
@@ -42,13 +42,13 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # A prompt may fill the target's context; the token that is generated after it is never read.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    # On GPUs vLLM 0.32 prefers its second model runner, which has other code for extraction. The worker's connector and
+    # On GPUs vLLM 0.32 prefers its second model runner, which extracts with different code. The worker's connector and
     # the reproducibility of the states are tested with the first one.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 """Environment variables of every engine, which override the user's."""
 WITHOUT_CAPTURE = ("gemma3_text",)
-"""Families without `SupportsEagle3` in vLLM 0.32, which fails with "Model does not support EAGLE3 interface"."""
+"""Families without `SupportsEagle3` in vLLM 0.32, where vLLM fails with "Model does not support EAGLE3 interface"."""
 
 
 def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
@@ -86,10 +86,10 @@ def _default_head_size(config: PreTrainedConfig) -> int:
 
 
 class VllmStreams:
-    """Extraction by vLLM, which runs in its own Python. A context manager, like every backend.
+    """Extracts residual streams with vLLM, which runs in its own Python. The context manager starts and ends it.
 
     The engine runs one shard at a time, so that its batches and the bits of the states depend only on the shard. It
-    runs the next shard while the files of the last one are read.
+    runs the next shard while the files of the previous one are read.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class VllmStreams:
                 before the final norm.
             settings: the settings of the stage.
             max_document_tokens: tokens of the longest prompt.
-            scratch_dir: a folder for this rank only, which is created, and removed at the end.
+            scratch_dir: a folder for this rank only. It is created here and removed at the end.
             device_index: the local rank. Its engine uses the GPUs after those of the lower ranks.
             device_type: `cuda` if this rank has a GPU: its engine then refuses to run on CPUs.
             python: `serving.python`.
 
         Raises:
-            FileNotFoundError: the Python does not exist.
-            ValueError: the Python has no vLLM, vLLM cannot extract from this target, or there are too few GPUs.
+            FileNotFoundError: the Python interpreter does not exist.
+            ValueError: vLLM is not installed there, vLLM cannot extract from this target, or there are too few GPUs.
         """
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)
@@ -167,7 +167,7 @@ class VllmStreams:
 
         A shard's iterator yields the index of each prompt in the shard and its states [n, L, H] on the CPU.
 
-        The caller must exhaust it before it requests the next one. The engine works one shard ahead, so that files of
+        The caller must exhaust one iterator before it requests the next. The engine works one shard ahead, so files of
         at most two shards exist.
 
         Raises:
@@ -300,7 +300,7 @@ def engine_limits(
 ) -> dict[str, Any]:
     """Returns an engine's limits on context, batches and memory.
 
-    `cpu_limits` replace the others if vLLM runs on a CPU.
+    On a CPU, the engine uses `cpu_limits` in place of the other limits on batches and memory.
     """
     max_model_len = max_document_tokens + 1  # vLLM generates one token
     batch_tokens = min(max(settings.batch_tokens, CPU_MAX_SEQS), CPU_BATCH_TOKENS)
@@ -326,7 +326,7 @@ def cpu_cache_bytes(
 ) -> int:
     """Returns the bytes of vLLM's cache on a CPU for two batches: one that runs, and one whose states are written.
 
-    Hidden states share a pool of blocks with keys and values. A block has a page in every layer, of which states fill
+    Hidden states share a pool of blocks with keys and values. A block has a page in every layer, but states fill
     only one (`get_kv_cache_groups` in vLLM 0.32).
     """
     page_bytes: int = (  # keys and values
@@ -341,5 +341,5 @@ def cpu_cache_bytes(
     )
     tokens = 2 * (batch_tokens + max_model_len)
     num_blocks = tokens // block_tokens + tokens // states_per_page
-    num_blocks += 2 * 2 * (CPU_MAX_SEQS + 1)  # the last, partly filled block of either kind for every prompt
+    num_blocks += 2 * 2 * (CPU_MAX_SEQS + 1)  # the last, partly filled block of each kind for every prompt
     return num_blocks * page_bytes * num_layers

@@ -78,7 +78,7 @@ def test_one_forward_drafts_all_tokens(target: Target, head: Head, monkeypatch: 
 
 
 def test_a_tree_is_refused(target: Target, head: Head) -> None:
-    with pytest.raises(ValueError, match=r"acceptance\.baselines: must be without tree for head peagle"):
+    with pytest.raises(ValueError, match=r"acceptance\.baselines: must not contain tree for head peagle"):
         TreeDrafter(head, target.parts, K, num_nodes=8, top_k=2)
 
 

@@ -240,8 +240,8 @@ def test_the_drafts_must_fit_the_context_after_the_longest_prompt() -> None:
     check_num_drafts(prompts, 28, 128)
     with pytest.raises(
         ValueError,
-        match=r"^acceptance\.num_speculative_tokens: the drafts must fit the target's context of 128 tokens after the "
-        "longest prompt of 100, but are 29; set at most 28",
+        match=r"^acceptance\.num_speculative_tokens: must be at most 28, so that the drafts after the longest prompt "
+        "of 100 tokens fit the target's context of 128, but is 29; lower it",
     ):
         check_num_drafts(prompts, 29, 128)
 

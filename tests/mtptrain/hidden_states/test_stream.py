@@ -190,7 +190,7 @@ def test_windows_are_released_after_the_last_step_that_reads_them(tmp_path: Path
 def test_steps_that_need_more_windows_than_the_disk_holds_are_refused(tmp_path: Path) -> None:
     store = streamed_store(tmp_path, num_documents=20, window_shards=1)
     with pytest.raises(
-        ValueError, match=r"train\.stream_shards: 3 windows must hold all documents of a step, but those of 1 shards"
+        ValueError, match=r"train\.stream_shards: 3 windows must hold all documents of a step, but windows of 1 s"
     ):
         Releases(store, [[store.order.tolist()]])
 

@@ -138,4 +138,4 @@ def test_settings_are_compared_with_the_checkpoint_that_is_loaded(
     write_json(marker, {**json.loads(marker.read_text()), "seed": 7})
     result = run_program("mtptrain.train", *settings)
     assert result.returncode != 0
-    assert "step_00000001: to go on from this checkpoint, seed must be 7, but is 0; set it" in result.stderr
+    assert "step_00000001: to resume from this checkpoint, seed must be 7, but is 0; restore" in result.stderr
