@@ -69,7 +69,7 @@ class Format(ABC):
         """Returns the command, or the Python program, that serves the target with the head."""
 
     def add_target(self, directory: Path, target_dir: Path) -> None:  # noqa: B027 (most have nothing to add)
-        """Add the target's files to the directory if the engine needs them there, rather than load the target itself."""
+        """Add the target's files that the engine needs in the same directory as the head, if any."""
 
     def notes(self) -> list[str]:
         """Returns notes for users, such as how serving differs from the measurement."""

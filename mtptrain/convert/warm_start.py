@@ -171,7 +171,7 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHea
 
 
 def check_settings(published: PublishedHead, config: HeadConfig, target_config: PreTrainedConfig) -> None:
-    """Refuse a different kind of head or different settings, and name the command-line arguments that match the head."""
+    """Refuse a different kind of head or different settings, and name the command-line arguments that match."""
     directory, settings = published.directory, published.settings
     if published.name != config.name:
         choices = "".join(

@@ -1,4 +1,7 @@
-"""Finds the first token where an engine's output differs from ours. A tiny logit gap means rounding, a large one a bug."""
+"""Finds the first token where an engine's output differs from ours.
+
+A tiny logit gap is due to rounding, a large one to a bug.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

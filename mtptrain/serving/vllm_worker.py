@@ -3,15 +3,15 @@
     python vllm_worker.py generate job.json result.json
     python vllm_worker.py extract < windows > answers
 
-This file imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines, because
-importing vLLM is slow.
+This file imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines,
+because importing vLLM is slow.
 
 `generate`: the job is a list of engines, which run one after another. The result holds vLLM's version and the output of
 each engine, or `{"error": text}` if it failed.
 
-`extract`: one engine extracts hidden states. Every line is JSON. The first line describes the engine. Each further line is a
-window of prompts with the files to write, and is answered with a line once they are written. EOF on stdin means that
-the parent died or is done: the engine and its workers then end at once, even during startup or a window.
+`extract`: one engine extracts hidden states. Every line is JSON. The first line describes the engine. Each further line
+is a window of prompts with the files to write, and is answered with a line once they are written. EOF on stdin means
+that the parent died or is done: the engine and its workers then end at once, even during startup or a window.
 """
 
 import gc
