@@ -274,7 +274,7 @@ WEIGHTS: dict[str, tuple[Damage, str]] = {
     "index garbage": (in_target("model.safetensors.index.json", GARBAGE), r"\S+index\.json: must be UTF-8"),
     "index outside": (
         in_target("model.safetensors.index.json", b'{"weight_map": {"a": "/etc/a.safetensors"}}'),
-        r"\S+index\.json: must name files of its own directory",
+        r"\S+index\.json: must name files in its own directory",
     ),
     "vocabulary": (
         in_config(vocab_size=1000),

@@ -36,7 +36,7 @@ class Format(ABC):
     architecture: str
     """The engine's model class, which `config.json` names."""
     method: str
-    """The engine's name for this way of drafting."""
+    """The engine's name for this drafting method."""
     hf_overrides: dict[str, object] | None = None
     """Changes to the target's config that vLLM needs."""
     speculative_settings: dict[str, object] = {}  # noqa: RUF012 (never changed)
@@ -69,10 +69,10 @@ class Format(ABC):
         """Returns the command, or the Python program, that serves the target with the head."""
 
     def add_target(self, directory: Path, target_dir: Path) -> None:  # noqa: B027 (most have nothing to add)
-        """Add the files of the target that the engine needs in the directory; none for servers that load both."""
+        """Add the target's files that the engine needs in the same directory as the head, if any."""
 
     def notes(self) -> list[str]:
-        """Returns how serving differs from the measurement, and other notes for users."""
+        """Returns notes for users, such as how serving differs from the measurement."""
         return []
 
     def llama_config(self, dtype: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Format(ABC):
             "hidden_act": "silu",
             "rms_norm_eps": self.target.rms_norm_eps,
             "rope_parameters": head_rope_parameters(self.target),
-            # Also for a tied target: the head has no embeddings of its own that an lm_head could be tied to.
+            # Even if the target ties them: the head has no embeddings of its own to which an lm_head could be tied.
             "tie_word_embeddings": False,
             "dtype": dtype,
         }

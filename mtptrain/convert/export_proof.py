@@ -35,7 +35,7 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
     """Drafts for the same documents with both heads in fp32, and returns the number of compared tokens.
 
     Raises:
-        RuntimeError: the exported head proposes other tokens than the trained one.
+        RuntimeError: the exported head proposes different tokens from the trained one.
     """
     parts = load_frozen_parts(target_dir).to(torch.device("cpu"), torch.float32)
     documents = stored_documents(store_dir, head, parts) or [random_document(head, parts)]

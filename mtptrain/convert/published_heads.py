@@ -2,7 +2,7 @@
 
 A directory or hub repository must have safetensors files and one of these (class names are those in config.json):
 
-- `head.json`: one of our heads, `run_dir/train/best`;
+- `head.json`: one of our heads, such as `run_dir/train/best`;
 - `EagleDeepSeekMTPModel`: head `mtp` for vLLM; `MiMoForCausalLM`: for SGLang;
 - `EagleLlamaForCausalLM`, `LlamaForCausalLMEagle`, or `LlamaForCausalLM` with an fc: EAGLE-1;
 - `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with
@@ -42,7 +42,7 @@ KNOWN = {
 }
 """The head and format of each model class that config.json may name."""
 PLAIN_LLAMA = "LlamaForCausalLM"
-"""The model class in the config.json of EAGLE's authors."""
+"""The model class in the config.json of heads that EAGLE's authors published."""
 IGNORED_SETTINGS = ("name", "ttt_steps", "init_from", "start_from_target")
 """Settings on which a head's weights do not depend, or which are compared separately."""
 
@@ -264,12 +264,12 @@ def _eagle3_settings(
 
 
 def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) -> list[list[int]]:
-    """Returns what explicit layer ids may mean.
+    """Returns the capture layers that explicit layer ids may mean, the likeliest first.
 
     Engines count differently (see their formats); our exports name their engine.
     """
     if target_config.model_type == "deepseek_v2" and ids[0] != 1:
-        return [ids]  # both engines count alike
+        return [ids]  # both engines count the same way
     as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}
     serving = directory / "serving.json"
     engine = read_json(serving)["engine"] if serving.is_file() else None

@@ -28,7 +28,7 @@ def launch(form: Format, target: str, directory: Path, num_speculative_tokens: i
 
 
 class SglangMtp(Format):
-    """`mtp` as the multi-token-prediction layer of MiMo, which SGLang combines with targets of every family.
+    """Exports `mtp` as MiMo's multi-token-prediction layer, which SGLang combines with targets of any family.
 
     The columns of its input projection start with the hidden state. The query, key and value projections are exported
     with zero biases, because SGLang would initialize missing ones at random.
@@ -68,7 +68,7 @@ def swap_halves(weight: torch.Tensor) -> torch.Tensor:
 
 
 class SglangEagle(Format):
-    """`eagle` with a zero bias of fc, which SGLang would initialize at random if it were missing."""
+    """Exports `eagle` with a zero bias for fc, which SGLang would initialize at random if it were missing."""
 
     architecture = "LlamaForCausalLMEagle"
     method = "EAGLE"
@@ -87,7 +87,7 @@ class SglangEagle(Format):
 
 
 class SglangEagle3(VllmEagle3):
-    """`eagle3`: the same as for vLLM except for the layer ids."""
+    """Exports `eagle3` as for vLLM, except for the layer ids."""
 
     method = "EAGLE3"
     launch = launch
@@ -95,7 +95,7 @@ class SglangEagle3(VllmEagle3):
     def layer_ids(self, layers: tuple[int, ...]) -> list[int]:
         """Returns SGLang's layer ids, which are one less than ours: id k is the output of layer k, counted from 0.
 
-        Its DeepSeek class adds the one only if the first id is 1, and otherwise expects our ids
+        SGLang's DeepSeek class adds 1 back only if the first id is 1, and otherwise expects our ids
         (`set_eagle3_layers_to_capture` in deepseek_v2.py).
         """
         if self.target.model_type == "deepseek_v2" and layers[0] != 2:

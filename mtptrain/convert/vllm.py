@@ -73,7 +73,7 @@ class VllmMtp(VllmFormat):
 
 
 class VllmEagle(VllmFormat):
-    """`eagle`, which shares the target's embeddings and lm_head."""
+    """Exports `eagle`, which shares the target's embeddings and lm_head."""
 
     architecture = "EagleLlamaForCausalLM"
     method = "eagle"

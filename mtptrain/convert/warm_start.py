@@ -73,9 +73,9 @@ SOURCES = {
     "post_attention_layernorm.weight": (
         "pre_feedforward_layernorm.weight",
         "post_attention_layernorm.weight",
-    ),  # Gemma's, others'
+    ),  # Gemma's name, then the other families'
 }
-"""Names in a target's layer for the head's tensors that have other names there."""
+"""For head tensors whose names differ in the target's layer, their possible names there."""
 
 
 @torch.no_grad()
@@ -171,7 +171,7 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHea
 
 
 def check_settings(published: PublishedHead, config: HeadConfig, target_config: PreTrainedConfig) -> None:
-    """Refuse another kind of head or other settings, and name the command-line arguments that match the head."""
+    """Refuse a different kind of head or different settings, and name the command-line arguments that match."""
     directory, settings = published.directory, published.settings
     if published.name != config.name:
         choices = "".join(
@@ -274,7 +274,7 @@ def without_zero_biases(tensors: Tensors, directory: Path) -> Tensors:
 
 
 def check_tensors(state: Tensors, expected: Tensors, directory: Path, config: HeadConfig) -> None:
-    """Refuse missing tensors, which would stay random, unknown tensors, and tensors of another shape."""
+    """Refuse missing tensors, which would stay random, unknown tensors, and tensors of the wrong shape."""
     for name in sorted(expected.keys() | state.keys()):
         expected_shape, shape = (
             tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, state)
@@ -291,7 +291,7 @@ def _describe(shape: tuple[int, ...] | None) -> str:
 
 
 def check_draft_token_ids(state: Tensors, vocab_size: int, directory: Path) -> None:
-    """Check that the offsets lead to different tokens of the target."""
+    """Check that the offsets map draft tokens to different target tokens."""
     if "d2t" not in state:
         return
     ids = state["d2t"] + torch.arange(len(state["d2t"]))

@@ -21,4 +21,4 @@ class HeadConfig:
     (`run_dir/train/best`) or a checkpoint's MTP layer; see `mtptrain.convert.warm_start`. null starts from random
     weights."""
     start_from_target: bool = False
-    """Start from the target's last layer, set up to pass its states on unchanged. The loss falls faster at first."""
+    """Start from a copy of the target's last layer that reads the target's states. The loss falls faster at first."""

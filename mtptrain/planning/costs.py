@@ -90,7 +90,7 @@ class StepCosts:
     """The costs of forward, loss and backward over one packed micro-batch."""
 
     flops: int
-    """FLOPs of matrix products and attention; `mtptrain.training.flops.StepFlops` has their formula."""
+    """FLOPs of matmuls and attention; `mtptrain.training.flops.StepFlops` computes them by formula."""
     attention_flops: int
     """FLOPs of attention to the depth-0 keys."""
     elementwise_bytes: int
@@ -119,8 +119,8 @@ def step_costs(micro_batch: MicroBatch, is_compiled: bool = False) -> StepCosts:
 
     Args:
         micro_batch: the documents and settings of the step.
-        is_compiled: `train.compile`: a fused function reads its arguments and writes its results, and nothing else.
-            Memory is counted without it, which is an upper bound.
+        is_compiled: `train.compile`. If set, a fused function reads only its arguments and writes only its results.
+            Memory is counted as if not compiled, which is an upper bound.
     """
     eager, weight_bytes = _metered_step(micro_batch)
     traffic = _metered_step(micro_batch, is_fused=True)[0] if is_compiled else eager
@@ -161,7 +161,7 @@ def _step(
 ) -> None:
     """Run forward, loss and backward of one micro-batch whose documents end with their responses."""
     rows = [max(1, round((length - 1) * supervised_share)) for length in lengths]
-    with unset_fake_temporarily():  # real positions of the documents, from which attention's FLOPs are counted
+    with unset_fake_temporarily():  # attention's FLOPs are counted from the real document positions
         packing = Packing.of(
             lengths,
             [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))],
@@ -197,7 +197,7 @@ def _frozen_parts(config: PreTrainedConfig) -> FrozenParts:
 
 
 class _DefaultDtype:
-    """New floating-point tensors have this dtype: a module without data cannot be cast."""
+    """Sets the dtype of new floating-point tensors, because a module without data cannot be cast."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.before = dtype, torch.get_default_dtype()

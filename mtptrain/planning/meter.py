@@ -27,9 +27,9 @@ SYNCING = frozenset(
         "unique_consecutive",
     )
 )
-"""Operators whose result, or its shape, the host must read."""
+"""Operators for which the host must read a result or its shape."""
 MASKED = frozenset(("index", "index_put", "index_put_"))
-"""Operators whose result has a shape that the host must read if an index is a boolean mask."""
+"""Operators for which the host must read the shape of the result if an index is a boolean mask."""
 WRITING = frozenset(
     ("fill", "fill_", "zero_", "zeros_like", "full_like", "ones_like", "zeros", "full", "ones", "arange")
 )
@@ -39,7 +39,7 @@ FLASH_OF_CPUS = frozenset(
 )
 ATTENTION = FLASH_OF_CPUS | {"_flash_attention_forward", "_flash_attention_backward"}
 PART_READING = frozenset(("index", "index_select", "gather", "embedding"))
-"""Operators that read only part of their first tensor: as many bytes as they write."""
+"""Operators that read only as many bytes of their first tensor as they write."""
 
 
 class Meter(TorchDispatchMode):
@@ -58,7 +58,7 @@ class Meter(TorchDispatchMode):
         self.attention_flops = 0
         self.attention_bytes = 0
         self.elementwise_bytes = 0
-        """Bytes moved by operators that are neither matrix products nor flash attention."""
+        """Bytes moved by operators that are neither matmuls nor flash attention."""
         self.bytes_of = Counter[str]()
         """`elementwise_bytes` by operator name. Operators inside `fused` are not included."""
         self.num_calls = Counter[str]()
@@ -108,7 +108,7 @@ class Meter(TorchDispatchMode):
         It is used with `mtptrain.utils.compile.fused_through`.
 
         In both passes, compiled kernels read the arguments and write the results. Among intermediate tensors, only the
-        inputs and outputs of matrix products reach memory.
+        inputs and outputs of matmuls reach memory.
         """
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, torch.Tensor)):

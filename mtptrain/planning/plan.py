@@ -1,8 +1,8 @@
 """Estimates the disk, GPU memory and time of a run before anything is loaded. `planner.py` prints the plan.
 
 Unknown numbers are replaced by upper bounds: before data_prep.prompts has been run, every document has
-`prompts.max_document_tokens` tokens and every token is supervised. Only the number of tokens is a guess
-(`UNKNOWN_TOKENS`) if `prompts.max_train_tokens` sets no limit.
+`prompts.max_document_tokens` tokens and every token is supervised. The number of tokens is a
+guess (`UNKNOWN_TOKENS`) if `prompts.max_train_tokens` sets no limit.
 """
 
 import shutil
@@ -30,7 +30,7 @@ from mtptrain.target.hub import DEMO, HUB_ERRORS, resolve_target, unknown_target
 FITTING_SHARE = 0.8
 """Share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
 ENGINE_SHARE = 0.9
-"""Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in all, including a batch's activations."""
+"""Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including a batch's activations."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Plan:
     """The target's weights as extraction loads them."""
     target_bytes_per_gpu: int
     states_in_flight_bytes: int
-    """Hidden states in vLLM's cache, on each GPU."""
+    """Hidden states in vLLM's KV cache, on each GPU."""
     is_spread: bool
-    """Whether the target is too large for one GPU, so that accelerate spreads it over all. They work one at a time."""
+    """Whether the target is too large for one GPU. accelerate then spreads it over all GPUs, which work one at a time."""
     max_position_embeddings: int
     head_parameters: int
     memory: TrainMemory
@@ -87,7 +87,7 @@ class Plan:
 
 
 def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
-    """Return the plan of a run.
+    """Returns the plan of a run.
 
     Args:
         config: the run's settings.
@@ -147,7 +147,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
 
 
 def export_proof_bytes(target_config: PreTrainedConfig, num_parameters: int) -> int:
-    """Return the memory that the proof of an export takes."""
+    """Returns the bytes of host memory that the proof of an export takes."""
     num_tables = 1 if target_config.tie_word_embeddings else 2
     return proof_bytes(target_config.vocab_size, target_config.hidden_size, num_parameters, num_tables)
 
@@ -249,9 +249,9 @@ def states_in_flight_bytes(
 ) -> int:
     """Returns the bytes of hidden states in vLLM's cache on each GPU, without keys and values.
 
-    They belong to two batches, one of which runs while the other is written, and to the longest document. vLLM gives a
-    block of states a page in every layer, although it fills only one of them. Tensor parallelism does not divide
-    states: every GPU holds all of them (`get_kv_cache_groups` in vLLM 0.32).
+    These are the states of two batches, one that runs while the other is written, and of the longest document. vLLM
+    gives a block of states a page in every layer, although it fills only one of them. Tensor parallelism does not
+    divide states: every GPU holds all of them (`get_kv_cache_groups` in vLLM 0.32).
     """
     num_layers: int = target_config.num_hidden_layers
     num_streams = len({*captured, num_layers})
@@ -289,7 +289,8 @@ def train_memory(
 ) -> TrainMemory:
     """Returns the bytes on each GPU for a head with `num_parameters` parameters.
 
-    ZeRO 1 shards the optimizer state over the GPUs, ZeRO 2 the gradients too. fp32 without ZeRO has no master weights.
+    ZeRO 1 shards the optimizer state over the GPUs, and ZeRO 2 also shards the gradients. fp32 without ZeRO has no
+    master weights.
     """
     stage = int(config.deepspeed.get("zero_optimization", {}).get("stage", 0))
     width, num_gpus = _train_dtype(config).itemsize, config.planner.num_gpus

@@ -32,7 +32,7 @@ class TokenCosts:
 
     flops: float
     traffic_bytes: float
-    """Bytes read from and written to GPU memory, except by matrix products and attention."""
+    """Bytes read from and written to GPU memory, except by matmuls and attention."""
     pcie_bytes: float
     disk_bytes: float
     writer_s: float = 0.0
@@ -56,10 +56,10 @@ def estimate(
         tokens: tokens of the stage.
         given: tokens/s; 0 to derive them from the costs.
         costs: costs of one token.
-        share: share of the peak FLOP/s that matrix products reach.
+        share: share of the peak FLOP/s that matmuls reach.
         gpus_at_work: GPUs that work at once.
         num_ranks: ranks that write states.
-        dtype: dtype of the matrix products.
+        dtype: dtype of the matmuls.
     """
     if given:
         return Speed(given, tokens / given, 0.0, "as given")
@@ -96,7 +96,7 @@ def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Sp
 
 
 def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -> tuple[float, str]:
-    """Returns the FLOP/s of all GPUs at work, and a description of them.
+    """Returns the total FLOP/s of the GPUs at work, and a description of them.
 
     CPU ranks share one CPU, so its rate is not multiplied.
     """

@@ -58,7 +58,7 @@ def cached_values(target_config: PreTrainedConfig) -> int:
 
 
 def forward_values(target_config: PreTrainedConfig) -> int:
-    """Returns about how many values per token are alive at once in the MLP, the widest part of a decoder layer."""
+    """Returns about how many values per token are alive in the MLP, the widest part of a decoder layer."""
     hidden_size = target_config.hidden_size
     dense = 3 * target_config.intermediate_size
     experts_size = getattr(target_config, "moe_intermediate_size", None)

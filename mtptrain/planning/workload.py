@@ -14,7 +14,7 @@ UNKNOWN_TOKENS = 1_000_000
 
 @dataclass(frozen=True)
 class Workload:
-    """The documents of stage 1, or upper bounds from the recipe; without a limit there, UNKNOWN_TOKENS are assumed."""
+    """The documents of stage 1, or the recipe's upper bounds; `UNKNOWN_TOKENS` are assumed if it sets no limit."""
 
     is_counted: bool
     """Whether data_prep.prompts has been run; otherwise the numbers are bounds or assumed."""

@@ -1,6 +1,6 @@
 """Estimates how fast one rank writes its store.
 
-This bounds extraction if the target is small or the head captures layers.
+This rate limits extraction if the target is small or the head captures layers.
 """
 
 from mtptrain.config import StoreDtype

@@ -1,4 +1,7 @@
-"""Finds the first token where an engine's output differs from ours. A tiny logit gap is rounding, a large one a bug."""
+"""Finds the first token where an engine's output differs from ours.
+
+A tiny logit gap is due to rounding, a large one to a bug.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ class Divergence:
     """The first token on which the two sides differ."""
 
     what: str
-    """`answer` if the target chose another token, `draft` if the head did."""
+    """`answer` if the target chose a different token, `draft` if the head did."""
     prompt: int
     """Index of the prompt."""
     position: int

@@ -1,6 +1,6 @@
 """Decodes prompts with vLLM, in a process that it starts or on a running server, and reads vLLM's counters.
 
-vLLM needs other versions of torch and transformers than training does. It therefore has its own environment (`make
+vLLM needs different versions of torch and transformers from training. It therefore has its own environment (`make
 .venv-vllm`) and runs in its own process, as in production.
 """
 
@@ -86,15 +86,15 @@ class GenerateJob:
     tensor_parallel_size: int = 1
     """GPUs of the engine."""
     device_type: str = "cpu"
-    """`cuda` where this process has a GPU: the engine then refuses to run on CPUs."""
+    """`cuda` if this process has a GPU: the engine then refuses to run on CPUs."""
 
 
 def find_python(python: str | None) -> Path:
-    """Returns the Python that has vLLM: `python`, or that of `.venv-vllm` at the top of the checkout.
+    """Returns the Python interpreter for vLLM: `python`, or that of `.venv-vllm` at the top of the checkout.
 
     Raises:
-        FileNotFoundError: the Python does not exist.
-        ValueError: the Python has no vLLM.
+        FileNotFoundError: the interpreter does not exist.
+        ValueError: vLLM is not installed for it.
     """
     path = DEFAULT_PYTHON if python is None else Path(python)
     advice = "run `make .venv-vllm/.installed`, or set serving.python to the Python of an environment with vLLM"
@@ -110,9 +110,9 @@ def generate(jobs: Sequence[GenerateJob], python: str | None = None) -> list[Eng
     """Run the jobs one after another in one process, each with its own engine, and return their results in order.
 
     Raises:
-        FileNotFoundError: the Python does not exist.
-        ValueError: the Python has no vLLM.
-        RuntimeError: the process ended early. The error of an engine is part of its result instead.
+        FileNotFoundError: the interpreter does not exist.
+        ValueError: vLLM is not installed for it.
+        RuntimeError: the process ended early. An engine's own error is returned in its result instead.
     """
     version, results = _run_worker(jobs, find_python(python))
     return [_engine_run(version, result) for result in results]
@@ -175,12 +175,12 @@ class StartedVllm:
     tensor_parallel_size: int
     """GPUs of the engine."""
     device_type: str
-    """`cuda` where this process has a GPU: the engine then refuses to run on CPUs."""
+    """`cuda` if this process has a GPU: the engine then refuses to run on CPUs."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> EngineRun:
-        """Return greedy answers to prompts of token ids, and how much the counters grew.
+        """Returns greedy answers to prompts of token ids, and how much the counters grew.
 
         Raises:
             RuntimeError: the engine failed.
@@ -227,7 +227,7 @@ class VllmServer:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> EngineRun:
-        """Return greedy answers to prompts of token ids, and how much the counters grew. Several requests run at once.
+        """Returns greedy answers to prompts of token ids, and how much the counters grew. Several requests run at once.
 
         Raises:
             RuntimeError: the server finished other requests in the meantime, which makes its counters useless.
@@ -268,7 +268,7 @@ class VllmServer:
         )
 
     def counters(self) -> dict[tuple[str, int | None], int]:
-        """Return every counter by name and position, summed over engines and other labels."""
+        """Returns every counter by name and position, summed over engines and other labels."""
         text = self._fetch("/metrics").text
         counters: dict[tuple[str, int | None], int] = {}
         for name, position, value in (match.groups() for match in map(_SAMPLE.match, text.splitlines()) if match):
@@ -277,7 +277,7 @@ class VllmServer:
         return counters
 
     def _settled_counters(self) -> dict[tuple[str, int | None], int]:
-        """Return the counters once they stop changing: the server answers a request before it counts the last step."""
+        """Returns the counters once they stop changing: the server answers a request before it counts the last step."""
         counters = self.counters()
         while True:
             time.sleep(SETTLED_AFTER_S)
@@ -286,7 +286,7 @@ class VllmServer:
             counters = later
 
     def _fetch(self, path: str, content: dict[str, Any] | None = None) -> httpx.Response:
-        """Return the response to a GET request, or to a POST request with JSON content."""
+        """Returns the response to a GET request, or to a POST request with JSON content."""
         try:
             response = self._client.get(path) if content is None else self._client.post(path, json=content)
             return response.raise_for_status()

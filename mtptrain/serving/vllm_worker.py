@@ -3,15 +3,15 @@
     python vllm_worker.py generate job.json result.json
     python vllm_worker.py extract < windows > answers
 
-It imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines, because
-importing vLLM is slow.
+This file imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines,
+because importing vLLM is slow.
 
 `generate`: the job is a list of engines, which run one after another. The result holds vLLM's version and the output of
 each engine, or `{"error": text}` if it failed.
 
-`extract`: one engine for hidden states. Every line is JSON. The first line describes the engine. Each further line is a
-window of prompts with the files to write, and is answered with a line once they are written. EOF on stdin means that
-the parent died or is done: the engine and its workers then end at once, even during startup or a window.
+`extract`: one engine extracts hidden states. Every line is JSON. The first line describes the engine. Each further line
+is a window of prompts with the files to write, and is answered with a line once they are written. EOF on stdin means
+that the parent died or is done: the engine and its workers then end at once, even during startup or a window.
 """
 
 import gc
@@ -144,7 +144,7 @@ def run_and_clean_up(run: Callable[[Engine], dict[str, Any]], engine: Engine) ->
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Disable `gc.collect`: vLLM calls it ten times per engine, which is most of a small engine's start and end."""
+    """Disable `gc.collect`: vLLM calls it ten times per engine, which takes most of a small engine's start and end."""
     collect = gc.collect
     gc.collect = lambda generation=2: 0
     try:
@@ -185,7 +185,7 @@ def check_platform(device_type: str) -> None:
 
 
 def generate(engine: Engine) -> dict[str, Any]:
-    """Returns greedy answers to all prompts, which the engine gets at once, and how much its counters grew.
+    """Returns greedy answers to all prompts, which the engine receives at once, and how much its counters grew.
 
     Prompts are not split into chunks. At the end of each chunk vLLM 0.32 gives the head the prompt's last token instead
     of the next one (`prepare_next_token_ids_padded` of its first runner), so that drafts would depend on how requests
@@ -278,8 +278,8 @@ def build_extractor(engine: Engine) -> Any:
     """Returns an engine that writes a file for every prompt: `hidden_states` [S, L, H] and `token_ids` [S].
 
     Long prompts may be split, because each chunk adds its states to the cache. Compilation and asynchronous scheduling
-    are off: kernels or batches that depend on timing would give other bits in another run. Prefix caching is off too: a
-    cached prefix would not be run, and its states would be missing.
+    are off: kernels or batches that depend on timing would give different bits in another run. Prefix caching is off
+    too: a cached prefix would not be computed, and its states would be missing.
     """
     transfer = {
         "kv_connector": HiddenStatesConnector.__name__,

@@ -18,11 +18,11 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def check_weights(target_dir: Path) -> None:
-    """Refuse weights that do not belong to the target's config. Takes less than a second for any checkpoint.
+    """Refuse weights that do not belong to the target's config. This takes less than a second for any checkpoint.
 
     Raises:
         FileNotFoundError: the target has no weights.
-        ValueError: a file is damaged, or a tensor's dtype or shape, or the number of layers, is not the config's.
+        ValueError: a file is damaged, or a dtype, a shape or the number of layers does not match the config.
     """
     config = read_target_config(target_dir)
     tensors = {
@@ -50,9 +50,9 @@ def check_weights(target_dir: Path) -> None:
 
 
 def _check_layers(target_dir: Path, config: PreTrainedConfig, tensor_names: Iterable[str]) -> None:
-    """Refuse another number of layers than the config's. DeepSeek keeps MTP layers after the others.
+    """Refuse a number of layers that does not match the config. DeepSeek stores MTP layers after the decoder layers.
 
-    Nothing is refused here if no tensor has the name of a layer; loading then tells which names it expects.
+    If no tensor has the name of a layer, loading reports the missing names instead.
     """
     found = {int(match[1]) for name in tensor_names if (match := _LAYER.match(name))}
     most = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)

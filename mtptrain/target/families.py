@@ -28,7 +28,7 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
 )
-"""Settings that count something which every target has."""
+"""Settings that must be at least 1 if the config has them."""
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE types whose rotation of a position does not depend on the length of the text."""
@@ -60,8 +60,8 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     read_generation_config(target_dir)
     if _ignores_windows(config):
         raise ValueError(
-            f"target.path: transformers must implement the sliding windows of {family!r}, but it ignores "
-            f"those in {path}, which engines do not; remove sliding_window and layer_types from it, or choose another "
+            f"target.path: transformers must implement the sliding windows of {family!r}, but ignores "
+            f"those in {path}, which engines apply; remove sliding_window and layer_types from it, or choose another "
             "target"
         )
     return config
@@ -150,7 +150,7 @@ def check_static_rope(config: PreTrainedConfig) -> None:
     """Refuse RoPE that depends on the length of the text, which differs between a packed forward and a cache.
 
     Raises:
-        ValueError: the target has a RoPE of such a type.
+        ValueError: the target's RoPE depends on the length of the text.
     """
     rope_type = head_rope_parameters(config)["rope_type"]
     if rope_type not in STATIC_ROPE_TYPES:

@@ -27,10 +27,10 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
     Args:
         path: `demo`, a directory, or a hub name.
         revision: revision of the hub repository.
-        setting: name of the setting for errors.
+        setting: name of the setting, for error messages.
 
     Raises:
-        FileNotFoundError: `path` is none of them.
+        FileNotFoundError: `path` is none of these.
     """
     if path == DEMO:
         return DEMO_DIR
@@ -49,7 +49,7 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
 
 
 def unknown_target(path: str, answer: Exception, advice: str, setting: str = "target.path") -> FileNotFoundError:
-    """Returns the error for a `path` that is no directory and for which the hub raised `answer`."""
+    """Returns the error for a `path` that is not a directory and for which the hub raised `answer`."""
     return FileNotFoundError(
         f"{setting}: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub "
         f"answered: {str(answer).splitlines()[0]}; correct the path or {advice}"
@@ -93,8 +93,8 @@ def weight_files(target_dir: Path) -> list[Path]:
         single = target_dir / "model.safetensors"
         if single.is_file() and single not in files:
             raise ValueError(
-                f"{target_dir}: must have either {single.name} or {index.name}, but has both, of which transformers "
-                "would read the first; remove the one that does not belong to the checkpoint"
+                f"{target_dir}: must have either {single.name} or {index.name}, but has both, and transformers "
+                "would read only the first; remove the one that does not belong to the checkpoint"
             )
     else:
         files = sorted(target_dir.glob("*.safetensors"))
@@ -116,7 +116,7 @@ def _indexed_files(index: Path) -> list[str]:
     outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
         raise ValueError(
-            f"{index}: must name files of its own directory, but names {outside[0]!r}; copy the file there and correct "
+            f"{index}: must name files in its own directory, but names {outside[0]!r}; copy the file there and correct "
             "the index"
         )
     return names

@@ -183,8 +183,8 @@ def load_draft_model(
     vocab = load_tokenizer(directory).get_vocab()
     if vocab != load_tokenizer(target_dir).get_vocab():
         raise ValueError(
-            f"acceptance.draft_model: must have the target's tokenizer, but the tokens of {directory} are not those of "
-            f"{target_dir}; choose a smaller model of the same family"
+            f"acceptance.draft_model: must have the target's tokenizer, but the vocabulary of {directory} differs from "
+            f"that of {target_dir}; choose a smaller model of the same family"
         )
     config = read_target_config(directory)
     if config.vocab_size <= max(vocab.values()):

@@ -206,7 +206,9 @@ def test_a_head_from_before_a_setting_has_its_default(tmp_path: Path, tiny_targe
     del stored["head"]["norms"]
     (tmp_path / "head/head.json").write_text(json.dumps(stored))
     load_head(tmp_path / "head", CONFIG, target_config, None, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"differ in head\.norms \(\['enorm', .*\] there, \['norm'\] here\); set"):
+    with pytest.raises(
+        ValueError, match=r"differ in head\.norms \(\['enorm', .*\] stored, \['norm'\] in the config\); change"
+    ):
         load_head(
             tmp_path / "head", replace(CONFIG, norms=[RestoredNorm.norm]), target_config, None, torch.device("cpu")
         )

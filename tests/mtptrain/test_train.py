@@ -456,7 +456,7 @@ def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_an
         "to resume from this checkpoint, train.lr must be 0.003, but is 1e-06; the version of the packing of docu"
         in result.stderr
     )
-    assert "packing of documents must be None, but is 2; set it back" in result.stderr
+    assert "packing of documents must be None, but is 2; restore" in result.stderr
     marker.write_text(json.dumps(facts))
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "seed=1", num_ranks=2)
     assert result.returncode != 0

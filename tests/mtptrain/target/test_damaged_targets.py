@@ -126,9 +126,9 @@ def test_incomplete_weights_are_named_wherever_they_are_read(target: Path, read:
         (b'{"weight_map": {"a": 3}}', "must name the file of each tensor in weight_map, but does not"),
         (
             b'{"weight_map": {"a": "/a.safetensors"}}',
-            "must name files of its own directory, but names '/a",
+            "must name files in its own directory, but names '/a",
         ),
-        (b'{"weight_map": {"a": "../a.safetensors"}}', r"must name files of its own directory, but names '\.\./a"),
+        (b'{"weight_map": {"a": "../a.safetensors"}}', r"must name files in its own directory, but names '\.\./a"),
     ],
 )
 def test_an_index_that_cannot_be_followed_is_named(target: Path, content: bytes, message: str) -> None:
