@@ -34,6 +34,7 @@ from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, m
 from mtptrain.hidden_states.writer import begin_store, finish_store, has_shard
 from mtptrain.planning.planner import print_plan
 from mtptrain.run_dir import write_provenance
+from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.model import load_target
 from mtptrain.utils.distributed import Ranks, init_ranks
 
@@ -69,6 +70,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         torch.set_num_threads(CPU_THREADS)
     # 1. Check everything before the long work.
     extraction = prepare_extraction(config)
+    if config.target.verify and ranks.is_first:
+        verify_weights(extraction.target_dir)
     if ranks.local_rank == 0:
         remove_scratch(config)
     if is_finished(extraction, ranks):
@@ -282,6 +285,7 @@ def report(extraction: Extraction, manifest: StoreManifest | None, computed_toke
     else:
         num_bytes = sum(record.num_bytes for record in manifest.shards)
         rows = {
+            "target": f"{extraction.target_dir}, weights {manifest.identity.target.weights_sha256[:12]}",
             "documents": f"{manifest.num_documents:,}",
             "tokens": f"{manifest.num_tokens:,}",
             "supervised tokens": f"{manifest.num_supervised_tokens:,}",

@@ -7,6 +7,7 @@ be one line that begins with `error: ` and names what must hold.
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import weights_fingerprint
-from mtptrain.utils.files import save_tensors
+from mtptrain.utils.files import file_sha256, save_tensors
 from tests.conftest import GENERATION_TEMPLATE, TINY_SETTINGS, run_program, write_text_files
 from tests.data_prep.speaking import fake_server
 
@@ -259,6 +260,17 @@ def test_hostile_input_is_refused_in_one_line_and_nothing_is_written(place: Plac
 
 
 INCOMPLETE = r"\S+/model\.safetensors: must be a complete safetensors file"
+
+
+def flipped_after_download(place: Place) -> list[str]:
+    path = place.target / "model.safetensors"
+    metadata = place.target / ".cache/huggingface/download/model.safetensors.metadata"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"{'a' * 40}\n{file_sha256(path)}\n0\n")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    return ["target.verify=true"]
+
+
 WEIGHTS: dict[str, tuple[Damage, str]] = {
     "empty": (in_weights(lambda content: b""), INCOMPLETE),
     "garbage": (
@@ -270,6 +282,7 @@ WEIGHTS: dict[str, tuple[Damage, str]] = {
         in_weights(lambda content: content[:6] + b"\x7f" + content[7:]),
         INCOMPLETE,
     ),
+    "flipped byte": (flipped_after_download, r"\S+/model\.safetensors: must have the hub's sha256"),
     "integers": (integer_weights, r"target\.path: model\.embed_tokens must be unquantised"),
     "index garbage": (in_target("model.safetensors.index.json", GARBAGE), r"\S+index\.json: must be UTF-8"),
     "index outside": (
@@ -315,20 +328,35 @@ def hostile_server() -> Iterator[Any]:
         yield server
 
 
-@pytest.mark.parametrize("body", [NESTED, DIGITS], ids=["nested", "digits"])
+def without_end() -> Iterator[bytes]:
+    while True:
+        yield b" "
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [([NESTED], "JSON"), ([DIGITS], "JSON"), (None, "timed out")],
+    ids=["nested", "digits", "endless"],
+)
 def test_a_servers_hostile_answer_fails_its_conversation_by_name(
-    place: Place, hostile_server: Any, body: bytes
+    place: Place, hostile_server: Any, body: list[bytes] | None, reason: str
 ) -> None:
-    hostile_server.behave = lambda request: (200, iter([body]))
+    hostile_server.behave = lambda request: (200, without_end() if body is None else iter(body))
     (place.data / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
     overrides = ["prompts.source=responses", f"prompts.paths=[{place.data}/chats.jsonl]", "responses.dtype=float32"]
-    more = [f"responses.url={hostile_server.url}", "responses.max_retries=0", "responses.max_new_tokens=16"]
+    more = [
+        f"responses.url={hostile_server.url}",
+        "responses.max_retries=0",
+        "responses.max_new_tokens=16",
+        "responses.timeout_s=2",
+    ]
     ran = run_program(RESPONSES, *overrides, *more, f"target.path={place.target}", f"run_dir={place.directory}/run")
     assert ran.returncode == 1 and "Traceback" not in ran.stderr
     (line,) = errors(ran.stderr)
     assert re.match(r"error: \S+/responses: at least one conversation must get a response, but none did", line)
     (failure,) = (place.directory / "run/responses/failures.jsonl").read_text().splitlines()
-    assert "JSON" in failure
+    assert reason in failure
 
 
 @pytest.mark.parametrize("row", [{"category": "$x_$ \\frac"}, {"category": "<script>"}])

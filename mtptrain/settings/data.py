@@ -47,6 +47,8 @@ class TargetConfig:
     """A local directory, a hub name, or `demo` for the target that ships with the package."""
     revision: str | None = None
     """Hub revision; ignored for a local directory."""
+    verify: bool = False
+    """Before extraction, compare the weight files with the hub's hashes, which a download by huggingface_hub keeps."""
 
 
 @dataclass

@@ -1,0 +1,41 @@
+"""Compares a target's weight files with the hashes that the hub has for them."""
+
+import re
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mtptrain.target.hub import DOWNLOAD_AGAIN, weight_files
+from mtptrain.utils.files import file_sha256
+
+SHA256 = re.compile("[0-9a-f]{64}")
+
+
+def verify_weights(target_dir: Path) -> None:
+    """Compare every weight file with its sha256 on the hub, which huggingface_hub wrote down at the download.
+
+    Reads the whole files: minutes for a large target.
+
+    Raises:
+        ValueError: no file has a known hash, or a file differs from the hub's.
+    """
+    known = {path: sha256 for path in weight_files(target_dir) if (sha256 := hub_sha256(path))}
+    if not known:
+        raise ValueError(
+            f"target.verify: the hub's hashes of the weights must be known, but {target_dir} has none; download the "
+            "target with huggingface_hub, or set target.verify=false"
+        )
+    for path, wanted in tqdm(known.items(), desc="weights", unit="file"):
+        if (found := file_sha256(path)) != wanted:
+            raise ValueError(f"{path}: must have the hub's sha256 {wanted}, but has {found}; {DOWNLOAD_AGAIN}")
+
+
+def hub_sha256(path: Path) -> str | None:
+    """Returns the sha256 that the hub has for a downloaded file; None if it is not known.
+
+    In the hub's cache the file is a link to a blob named by its etag; beside a download to a directory of one's own,
+    the second line of a metadata file holds it. The etag of a large file is its sha256.
+    """
+    metadata = path.parent / ".cache/huggingface/download" / f"{path.name}.metadata"
+    etags = [path.resolve().name, *(metadata.read_text().splitlines()[1:2] if metadata.is_file() else [])]
+    return next((etag for etag in etags if SHA256.fullmatch(etag)), None)

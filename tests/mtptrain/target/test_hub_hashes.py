@@ -1,0 +1,48 @@
+"""Weights that a download damaged are found by the hashes that the hub gave for them."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtptrain.target.hub_hashes import verify_weights
+from mtptrain.utils.files import file_sha256
+
+NAME = "model.safetensors"
+
+
+def in_own_directory(target: Path) -> Path:
+    """As `hf download --local-dir` leaves it."""
+    metadata = target / ".cache/huggingface/download" / f"{NAME}.metadata"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"{'a' * 40}\n{file_sha256(target / NAME)}\n1700000000.0\n")
+    return target / NAME
+
+
+def in_cache(target: Path) -> Path:
+    """As `snapshot_download` leaves it: a link to a blob."""
+    blob = target.parent / "blobs" / file_sha256(target / NAME)
+    blob.parent.mkdir()
+    shutil.move(target / NAME, blob)
+    (target / NAME).symlink_to(blob)
+    return blob
+
+
+@pytest.mark.parametrize("download", [in_own_directory, in_cache])
+def test_a_flipped_byte_is_found_by_the_hubs_hash(
+    tmp_path: Path, tiny_target: Path, download: Callable[[Path], Path]
+) -> None:
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    path = download(target)
+    verify_weights(target)
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"safetensors: must have the hub's sha256 \w{64}, but has \w{64}; down"):
+        verify_weights(target)
+
+
+def test_weights_without_known_hashes_cannot_be_verified(tiny_target: Path) -> None:
+    with pytest.raises(ValueError, match=r"^target\.verify: the hub's hashes .* must be known, but .* has none"):
+        verify_weights(tiny_target)
