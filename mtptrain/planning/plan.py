@@ -72,7 +72,7 @@ class Plan:
     states_in_flight_bytes: int
     """Hidden states in vLLM's KV cache, on each GPU."""
     is_spread: bool
-    """Whether the target is too large for one GPU. accelerate then spreads it over all GPUs, which work one at a time."""
+    """Whether the target is too large for one GPU. accelerate then spreads it over all, which work one at a time."""
     max_position_embeddings: int
     head_parameters: int
     memory: TrainMemory
