@@ -1,8 +1,8 @@
 """Estimates the disk, GPU memory and time of a run before anything is loaded. `planner.py` prints the plan.
 
 Unknown numbers are replaced by upper bounds: before data_prep.prompts has been run, every document has
-`prompts.max_document_tokens` tokens and every token is supervised. The number of tokens is a
-guess (`UNKNOWN_TOKENS`) if `prompts.max_train_tokens` sets no limit.
+`prompts.max_document_tokens` tokens and every token is supervised. The number of tokens is a guess (`UNKNOWN_TOKENS`) if
+`prompts.max_train_tokens` sets no limit.
 """
 
 import shutil
@@ -72,7 +72,7 @@ class Plan:
     states_in_flight_bytes: int
     """Hidden states in vLLM's KV cache, on each GPU."""
     is_spread: bool
-    """Whether the target is too large for one GPU. accelerate then spreads it over all, which work one at a time."""
+    """Whether the target exceeds one GPU. accelerate then spreads it over all GPUs, which work one at a time."""
     max_position_embeddings: int
     head_parameters: int
     memory: TrainMemory
