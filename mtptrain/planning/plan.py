@@ -1,8 +1,8 @@
 """Estimates the disk, GPU memory and time of a run before anything is loaded. `planner.py` prints the plan.
 
 Unknown numbers are replaced by upper bounds: before data_prep.prompts has been run, every document has
-`prompts.max_document_tokens` tokens and every token is supervised. The number of tokens is a guess (`UNKNOWN_TOKENS`) if
-`prompts.max_train_tokens` sets no limit.
+`prompts.max_document_tokens` tokens and every token is supervised. The number of tokens is a guess (`UNKNOWN_TOKENS`)
+if `prompts.max_train_tokens` sets no limit.
 """
 
 import shutil
