@@ -68,7 +68,7 @@ def swap_halves(weight: torch.Tensor) -> torch.Tensor:
 
 
 class SglangEagle(Format):
-    """Exports `eagle` with a zero bias for fc, which SGLang would initialize at random if it were missing."""
+    """Exports `eagle` with a zero bias for fc, because SGLang would initialize a missing bias at random."""
 
     architecture = "LlamaForCausalLMEagle"
     method = "EAGLE"
