@@ -60,6 +60,8 @@ def plain_step(
         for depth in range(depths):
             read = torch.tensor([ids[t + 1 + depth] if t + 1 + depth < n else 0 for t in range(n)])
             positions = torch.arange(n) + depth
+            if depth and head.mask_hidden is not None:
+                read, recycled = torch.full((n,), head.mask_token_id), head.fuse(head.mask_hidden).expand(n, -1)
             residual, x = head.combine(recycled, frozen.table[read])
             query, key, value = attention.queries_keys_values(x, positions)
             groups = query.shape[1] // key.shape[1]
@@ -108,9 +110,10 @@ def fast_step(
     ]
     batch = make_batch(stored, depths)
     read = batch.hidden_states if batch.aux_hidden_states is None else batch.aux_hidden_states
+    mask_embedding = None if head.mask_token_id is None else frozen.table[head.mask_token_id]
     weights = DECAY ** torch.arange(depths)
     sums = draft_losses(
-        head(read, frozen.table[batch.next_ids], batch.packing, depths),
+        head(read, frozen.table[batch.next_ids], batch.packing, depths, mask_embedding),
         frozen.lm_head if head.lm_head is None else head.lm_head.weight,
         batch.hidden_states[batch.packing.rows + 1],
         lambda x: x @ frozen.lm_head.T,
