@@ -42,7 +42,10 @@ def refusal(error: Exception, run_dir: str) -> str | None:
     A message that a library wrote is followed by the place, as it seldom says what to do. A failed write does not
     say to which file, so the run's directory is named instead.
     """
-    is_refused = isinstance(error, OSError | ValueError) or (isinstance(error, RuntimeError) and is_raised_here(error))
+    is_own_kind = type(error) is RuntimeError or type(error).__module__.split(".")[0] in OWN_PACKAGES
+    is_refused = isinstance(error, OSError | ValueError) or (
+        isinstance(error, RuntimeError) and is_own_kind and is_raised_here(error)
+    )
     if not is_refused:
         return None
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
