@@ -168,7 +168,7 @@ def _check_stream(config: PipelineConfig) -> None:
 
 def _check_depths(config: PipelineConfig) -> None:
     depths, drafts = config.head.ttt_steps, config.acceptance.num_speculative_tokens
-    if hasattr(config.head, "mask_token_id") and drafts > depths:
+    if HEADS[config.head.name].is_bound_to_depths and drafts > depths:
         raise ValueError(
             f"acceptance.num_speculative_tokens: must be at most head.ttt_steps={depths} with head {config.head.name}, "
             f"which learns each depth apart, but is {drafts}; lower it, or train with head.ttt_steps={drafts}"

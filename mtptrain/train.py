@@ -50,7 +50,7 @@ from mtptrain.training.checkpoint import (
     save_checkpoint,
 )
 from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
-from mtptrain.training.flops import StepFlops, matmul_peak
+from mtptrain.training.flops import matmul_peak
 from mtptrain.training.metrics import StepMeter, Tracer, Tracking
 from mtptrain.training.resume import check_resume, resume_facts
 from mtptrain.training.summary import in_progress_bar, print_summary
@@ -144,7 +144,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
     if ranks.is_first:
         remove_later_heads(config.stage_dir("train"), progress.step)
-    flops = StepFlops.of(head, len(parts.lm_head), config.head.ttt_steps)
+    flops = head.step_flops(len(parts.lm_head), config.head.ttt_steps)
     meter = StepMeter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}
     if releases is not None:

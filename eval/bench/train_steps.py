@@ -14,12 +14,11 @@ from transformers import LlamaConfig
 
 from mtptrain.config import PipelineConfig
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import Head
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
 from mtptrain.training.batches import Batch, make_batch
-from mtptrain.training.flops import StepFlops
 from mtptrain.training.trainer import Trainer
 from mtptrain.utils.distributed import Ranks
 
@@ -67,7 +66,7 @@ class Ours:
         self.trainer = Trainer(self.head, self.parts, config.train, bf16, 10_000, ranks)
         self.device = ranks.device
         self.batch = random_batch(target, shape, len(self.head.capture_layers), case.depths)
-        self.flops = StepFlops.of(self.head, target.vocab_size, case.depths).of_batch(self.batch)
+        self.flops = self.head.step_flops(target.vocab_size, case.depths).of(self.batch.packing)
 
     def step(self) -> None:
         self.trainer.step([self.batch])
@@ -91,7 +90,7 @@ class Plain(Ours):
         engine.step()
 
 
-def plain_losses(head: Head, parts: FrozenParts, batch: Batch) -> torch.Tensor:
+def plain_losses(head: LayerHead, parts: FrozenParts, batch: Batch) -> torch.Tensor:
     """Computes the mean KL over depths and rows by its definition."""
     attention, positions = head.self_attn, batch.packing.positions
     document = (positions == 0).cumsum(0)

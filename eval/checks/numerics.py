@@ -8,8 +8,9 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import Packing
+from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.model import TargetStates, Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.batches import Batch, map_tensors
 from mtptrain.training.losses import LossSettings, draft_losses
@@ -83,22 +84,43 @@ def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Ca
 def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding:
     """Compares a head's states during decoding with a cache to those of its packed training forward."""
     _, built, parts, batch = random_case(head, device, dtype)
-    embeddings = parts.embed(batch.next_ids)  # [N, H]
     reads = parts.final_norm(batch.hidden_states) if batch.aux_hidden_states is None else batch.aux_hidden_states
-    trained = built(reads, embeddings, batch.packing, DEPTHS)  # [T, M, H]
-    fused = built.fuse(reads)
+    tokens = PackedTokens(reads, batch.input_ids, batch.next_ids, batch.packing)
+    trained = built(tokens, parts, DEPTHS)  # [T, M, H]
     found, wanted = [], []
+    ids = torch.cat([batch.input_ids[:1], batch.next_ids])
     for row in (0, 20, 100):  # positions in the first document
-        cache, position = PositionCache(LENGTHS[0]), torch.arange(row + 1, device=device)[None]
-        states, recycled = built.decode(fused[None, : row + 1], embeddings[None, : row + 1], position, cache)
-        for depth in range(DEPTHS):
-            if depth:
-                index = row + depth
-                position = torch.tensor([[index]], device=device)
-                states, recycled = built.decode(recycled[:, -1:], embeddings[None, index : index + 1], position, cache)
-            found.append(states[0, -1])
-            wanted.append(trained[depth, batch.packing.rows == row][0])
+        found += drafted_states(built, parts, reads, ids, row, DEPTHS)
+        wanted += trained[:, batch.packing.rows == row][:, 0].unbind()
     return at_most(relative_error(torch.stack(found), torch.stack(wanted)), BOUNDS[dtype], "error of states")
+
+
+def drafted_states(
+    head: Head, parts: FrozenParts, target_states: torch.Tensor, ids: torch.Tensor, row: int, num_drafts: int
+) -> list[torch.Tensor]:
+    """Returns the states [H] of each depth that the head computes when it drafts from a row, as an engine runs it.
+
+    Each depth is given the document's own next token instead of the drafted one.
+
+    Args:
+        head: the head.
+        parts: the target's frozen parts.
+        target_states: what the head reads of the target, at the tokens of one document [S, H] or [S, L, H].
+        ids: the tokens of the document and the token after each, i64[S + 1] or more.
+        row: the draft position t.
+        num_drafts: K.
+    """
+    cache, positions = PositionCache(row + 1 + num_drafts), torch.arange(row + 1, device=ids.device)[None]
+    read = target_states[None, : row + 1]
+    states = TargetStates(*(read[..., 0, :], read) if head.capture_layers else (read, None))
+    verified = Verified(ids[None], torch.full((1,), row + 2, device=ids.device), positions, states)
+    first = head.draft_first(verified, parts, cache, num_drafts)
+    found, fed_back = list(first.states[0]), first.fed_back[:, None]
+    for depth in range(len(found), num_drafts):
+        next_token, position = ids[None, row + 1 + depth :][:, :1], positions[:, -1:] + depth
+        state, fed_back = head.draft_next(fed_back, next_token, position, parts, cache)
+        found.append(state[0, 0])
+    return found
 
 
 def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from mtptrain.decoding.draft import Verified
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.hidden_states.store import MANIFEST, HiddenStore
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
-from mtptrain.target.model import TargetStates
+from mtptrain.target.model import TargetStates, Verified
 from mtptrain.training.batches import pack_states
 
 PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8

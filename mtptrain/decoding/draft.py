@@ -1,4 +1,4 @@
-"""The interface between the decoding loop and its drafters: what a drafter receives, and the drafts it returns."""
+"""The interface between the decoding loop and its drafters, which read `Verified` rows: the drafts that they return."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,26 +6,7 @@ from typing import Protocol
 import torch
 
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.target.model import TargetStates
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The rows that the target has just read: the prompts, or the tokens of a round."""
-
-    tokens: torch.Tensor
-    """All tokens so far, one row per sequence [B, slots]; valid below `num_tokens`."""
-    num_tokens: torch.Tensor
-    """Length of each sequence, including the newest token, which the target has not read [B]."""
-    positions: torch.Tensor
-    """Positions of the rows [B, S]. Those from `num_tokens` - 1 on were rejected or are padding."""
-    states: TargetStates
-    """The target's states at the rows [B, S, H], and the streams that the drafter captures [B, S, L, H]."""
-
-    @property
-    def last_row(self) -> torch.Tensor:
-        """Index [B] of the row whose next token is the newest one."""
-        return self.num_tokens - 2 - self.positions[:, 0]
+from mtptrain.target.model import Verified
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from mtptrain.decoding.draft import Draft, Verified
+from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.target.model import Target
+from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
 
 
@@ -17,11 +17,10 @@ from mtptrain.target.position_cache import PositionCache, TreeRows
 class FirstDepth:
     """The outputs of a head's depth 0 at the row whose next token is the newest one."""
 
-    logits: torch.Tensor  # [B, D]
-    recycled: torch.Tensor  # [B, H], the state that depth 1 reads
+    logits: torch.Tensor
+    """Logits of depth 0 [B, 1, D], or of all depths [B, K, D] from a head that drafts them in one forward."""
+    fed_back: torch.Tensor  # [B, H], the state that depth 1 reads
     position: torch.Tensor  # [B], position of the row
-    later_logits: tuple[torch.Tensor, ...] = ()
-    """Logits of depths 1 .. K - 1, each [B, D], from a head that drafts all depths in one forward."""
 
 
 class HeadDrafter:
@@ -52,35 +51,9 @@ class HeadDrafter:
         return self.later_depths(self.first_depth(verified), sampler)
 
     def first_depth(self, verified: Verified) -> FirstDepth:
-        """Run depth 0 over the rows that the target has read. This rebuilds the head's keys there.
-
-        A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask rows follow the row whose next
-        token is the newest one. They take the place of rejected rows, which later rounds overwrite anyway.
-        """
-        next_tokens = verified.tokens.gather(1, verified.positions + 1)  # [B, S]
-        aux_hidden_states = verified.states.aux_hidden_states
-        fused = self.head.fuse(  # [B, S, H]
-            verified.states.hidden_states if aux_hidden_states is None else aux_hidden_states
-        )
-        positions, num_masks = verified.positions, 0
-        if self.head.mask_hidden is not None:
-            assert self.head.mask_token_id is not None
-            num_masks = self.num_speculative_tokens - 1
-            fused = F.pad(fused, (0, 0, 0, num_masks))  # [B, S + K - 1, H]
-            next_tokens = F.pad(next_tokens, (0, num_masks))
-            indices = torch.arange(fused.shape[1], device=fused.device)
-            positions = positions[:, :1] + indices
-            is_mask = indices > verified.last_row[:, None]
-            fused = torch.where(is_mask[..., None], self.head.fuse(self.head.mask_hidden), fused)
-            next_tokens = next_tokens.masked_fill(is_mask, self.head.mask_token_id)
-        states, recycled = self.head.decode(  # [B, S, H]
-            fused, self.parts.embed(next_tokens), positions, self.cache
-        )
-        rows = torch.arange(len(states), device=states.device)
-        logits = [
-            self.head.logits(states[rows, verified.last_row + depth], self.parts) for depth in range(1 + num_masks)
-        ]
-        return FirstDepth(logits[0], recycled[rows, verified.last_row], verified.num_tokens - 2, tuple(logits[1:]))
+        """Run depth 0 over the rows that the target has read. This rebuilds the head's keys there."""
+        first = self.head.draft_first(verified, self.parts, self.cache, self.num_speculative_tokens)
+        return FirstDepth(self.head.logits(first.states, self.parts), first.fed_back, verified.num_tokens - 2)
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
         """Run the other depths, each on the token and the state of the previous one."""
@@ -88,15 +61,16 @@ class HeadDrafter:
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         all_logits = []
-        logits, recycled, position = first.logits, first.recycled, first.position
+        fed_back, positions = first.fed_back[:, None], first.position[:, None]  # [B, 1, H], [B, 1]
         for depth in range(self.num_speculative_tokens):
-            if depth > 0 and first.later_logits:
-                logits = first.later_logits[depth - 1]
-            elif depth > 0:
-                position = position + 1
-                embeddings = self.parts.embed(tokens[-1][:, None])
-                states, fed_back = self.head.decode(recycled[:, None], embeddings, position[:, None], self.cache)
-                logits, recycled = self.head.logits(states[:, 0], self.parts), fed_back[:, 0]  # [B, D], [B, H]
+            if depth < first.logits.shape[1]:
+                logits = first.logits[:, depth]  # [B, D]
+            else:
+                positions = positions + 1
+                states, fed_back = self.head.draft_next(
+                    fed_back, tokens[-1][:, None], positions, self.parts, self.cache
+                )
+                logits = self.head.logits(states[:, 0], self.parts)
             all_logits.append(logits)
             if is_sampled:
                 draft_probs = sampler.probs(logits)
@@ -122,10 +96,10 @@ class TreeDrafter(HeadDrafter):
 
     def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, num_nodes: int, top_k: int) -> None:
         super().__init__(head, parts, num_speculative_tokens)
-        if head.mask_hidden is not None:
+        if not head.drafts_trees:
             raise ValueError(
-                "acceptance.baselines: must not contain tree for head peagle, whose drafts do not depend on "
-                "each other, but does; remove it"
+                f"acceptance.baselines: must not contain tree for {type(head).__name__}, which drafts chains only, but "
+                "does; remove it"
             )
         self.top_k = top_k
         self.num_nodes = min(num_nodes, top_k + (num_speculative_tokens - 1) * top_k**2)
@@ -139,10 +113,10 @@ class TreeDrafter(HeadDrafter):
         """Grow the tree depth by depth. W is `top_k`, C the number of candidates of all depths."""
         batch_size, width = len(first.logits), self.top_k
         root = first.position + 1  # the first slot after the keys of verified rows
-        scores, tokens = self._likeliest(first.logits, sampler)  # [B, W], log-probabilities of branches
+        scores, tokens = self._likeliest(first.logits[:, 0], sampler)  # [B, W], log-probabilities of branches
         all_scores, all_tokens, all_parents = [scores], [tokens], [torch.full_like(tokens, -1)]
         parents = torch.arange(width, device=tokens.device).repeat(batch_size, 1)  # [B, W], candidates to continue
-        recycled = first.recycled[:, None].expand(-1, width, -1)  # [B, W, H], read with `tokens`
+        fed_back = first.fed_back[:, None].expand(-1, width, -1)  # [B, W, H], read with `tokens`
         sees = torch.zeros(batch_size, width, 0, dtype=torch.bool, device=tokens.device)  # [B, W, slots of the tree]
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
         for depth in range(1, self.num_speculative_tokens):
@@ -150,7 +124,7 @@ class TreeDrafter(HeadDrafter):
             sees = torch.cat([sees, own], dim=2)
             positions = (first.position + depth)[:, None].expand(-1, width)
             tree = TreeRows(root, (depth - 1) * width, sees)
-            states, fed_back = self.head.decode(recycled, self.parts.embed(tokens), positions, self.cache, tree)
+            states, fed_back = self.head.draft_next(fed_back, tokens, positions, self.parts, self.cache, tree)
             # 2. Their likeliest continuations become candidates.
             more_scores, more_tokens = self._likeliest(self.head.logits(states, self.parts), sampler)  # [B, W, W]
             more_scores = (scores[..., None] + more_scores).flatten(1)  # [B, W * W]
@@ -162,7 +136,7 @@ class TreeDrafter(HeadDrafter):
             scores, chosen = more_scores.topk(width)  # [B, W]
             branches = chosen // width
             parents, tokens = num_before + chosen, all_tokens[-1].gather(1, chosen)
-            recycled = fed_back.gather(1, branches[..., None].expand(-1, -1, fed_back.shape[-1]))
+            fed_back = fed_back.gather(1, branches[..., None].expand(-1, -1, fed_back.shape[-1]))
             sees = sees.gather(1, branches[..., None].expand(-1, -1, sees.shape[2]))
         return self._best(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1))
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from mtptrain.decoding.draft import Draft, Drafter, Verified
+from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.target.model import Target
+from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import eager

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
 
-class EagleHead(Head):
+class EagleHead(LayerHead):
     """EAGLE-1 head, whose only norm is the one before the MLP."""
 
     @dataclass

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
 
-class Eagle3Head(Head):
+class Eagle3Head(LayerHead):
     """EAGLE-3 head. Every engine serves its default settings."""
 
     @dataclass

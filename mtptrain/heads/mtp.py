@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
 
@@ -26,7 +26,7 @@ class RestoredNorm(StrEnum):
     norm = "norm"
 
 
-class MtpHead(Head):
+class MtpHead(LayerHead):
     """Multi-token-prediction head with all RMSNorms."""
 
     @dataclass

@@ -117,6 +117,18 @@ class Packing:
         return rows, prompts
 
 
+@dataclass(frozen=True)
+class PackedTokens:
+    """N packed tokens, as a head reads them in training."""
+
+    target_states: torch.Tensor
+    """The target's last hidden states, after the final norm [N, H], or the streams that the head captures [N, L, H]."""
+    input_ids: torch.Tensor  # i64[N]
+    next_ids: torch.Tensor
+    """i64[N]: the token after each token. Depth k of row i reads the one at row i + k."""
+    packing: Packing
+
+
 def _concatenated(ranges: Sequence[range]) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.start, part.stop) for part in ranges)])
 

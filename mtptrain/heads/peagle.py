@@ -17,6 +17,9 @@ from mtptrain.heads.eagle3 import Eagle3Head
 class PeagleHead(Eagle3Head):
     """P-EAGLE head, which vLLM serves with `parallel_drafting`."""
 
+    drafts_trees = False
+    is_bound_to_depths = True
+
     @dataclass
     class Config(Eagle3Head.Config):
         name: str = "peagle"

@@ -90,7 +90,7 @@ class StepCosts:
     """The costs of forward, loss and backward over one packed micro-batch."""
 
     flops: int
-    """FLOPs of matmuls and attention; `mtptrain.training.flops.StepFlops` computes them by formula."""
+    """FLOPs of matmuls and attention; `Head.step_flops` computes them by formula."""
     attention_flops: int
     """FLOPs of attention to the depth-0 keys."""
     elementwise_bytes: int
@@ -179,6 +179,7 @@ def _batch(head: Head, depths: int, hidden_size: int, packing: Packing) -> Batch
     return Batch(
         hidden_states=torch.empty(num_tokens, hidden_size),
         aux_hidden_states=torch.empty(num_tokens, num_captured, hidden_size) if num_captured else None,
+        input_ids=torch.empty(num_tokens, dtype=torch.long),
         next_ids=torch.empty(num_tokens, dtype=torch.long),
         is_draft=torch.empty(depths, num_rows, dtype=torch.bool),
         num_drafts=torch.empty(depths, dtype=torch.float32),

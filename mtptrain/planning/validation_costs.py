@@ -5,13 +5,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
 from mtptrain.config import PipelineConfig, PromptSource
-from mtptrain.decoding.draft import Verified
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.planning.costs import _DefaultDtype, _frozen_parts
 from mtptrain.planning.meter import Meter
-from mtptrain.target.model import TargetStates
+from mtptrain.target.model import TargetStates, Verified
 
 
 def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:

@@ -134,10 +134,41 @@ class TargetStates:
     aux_hidden_states: torch.Tensor | None
     """Captured residual streams [B, S, L, H]; None if none were requested."""
 
+    def read_by(self, capture_layers: tuple[int, ...]) -> torch.Tensor:
+        """Returns what a head reads: the captured streams [B, S, L, H], or the post-norm states if it captures none."""
+        if not capture_layers:
+            return self.hidden_states
+        assert self.aux_hidden_states is not None
+        return self.aux_hidden_states
+
     def of_rows(self, index: torch.Tensor) -> "TargetStates":
         """Returns the states of the rows `index` [B, R] of each sequence."""
         rows, captured = torch.arange(len(index), device=index.device)[:, None], self.aux_hidden_states
         return TargetStates(self.hidden_states[rows, index], None if captured is None else captured[rows, index])
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The rows that the target has just read: the prompts, or the tokens of a round."""
+
+    tokens: torch.Tensor
+    """All tokens so far, one row per sequence [B, slots]; valid below `num_tokens`."""
+    num_tokens: torch.Tensor
+    """Length of each sequence, including the newest token, which the target has not read [B]."""
+    positions: torch.Tensor
+    """Positions of the rows [B, S]. Those from `num_tokens` - 1 on were rejected or are padding."""
+    states: TargetStates
+    """The target's states at the rows [B, S, H], and the streams that the drafter captures [B, S, L, H]."""
+
+    @property
+    def last_row(self) -> torch.Tensor:
+        """Index [B] of the row whose next token is the newest one."""
+        return self.num_tokens - 2 - self.positions[:, 0]
+
+    @property
+    def next_tokens(self) -> torch.Tensor:
+        """The token after each row [B, S]; arbitrary after the last row."""
+        return self.tokens.gather(1, self.positions + 1)
 
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:

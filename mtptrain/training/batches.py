@@ -35,6 +35,7 @@ class Batch:
     """Output of the last layer, before the final norm [N, H]; in the store's dtype until `to` decodes it."""
     aux_hidden_states: torch.Tensor | None
     """Captured residual streams [N, L, H], for heads that read them; in the store's dtype until `to` decodes it."""
+    input_ids: torch.Tensor  # i64[N]
     next_ids: torch.Tensor
     """i64[N]: the token after each token. Depth k of row i reads the one at row i + k."""
     is_draft: torch.Tensor
@@ -163,9 +164,8 @@ def make_batch(
     return Batch(
         hidden_states=hidden_states,
         aux_hidden_states=aux_hidden_states,
-        next_ids=torch.cat(
-            [document.input_ids[1 : length + 1] for document, length in zip(kept, used, strict=True)]
-        ).long(),
+        input_ids=_token_ids(kept, used, first=0),
+        next_ids=_token_ids(kept, used, first=1),
         is_draft=is_draft,
         num_drafts=is_draft.sum(1, dtype=torch.float32),
         packing=packing,
@@ -174,6 +174,12 @@ def make_batch(
         hidden_states_scales=hidden_states_scales,
         aux_hidden_states_scales=aux_hidden_states_scales,
     )
+
+
+def _token_ids(documents: Sequence[StoredDocument], used: Sequence[int], first: int) -> torch.Tensor:
+    """Returns `used` tokens of each document from its token `first` on, i64[N]."""
+    ids = [document.input_ids[first : first + count] for document, count in zip(documents, used, strict=True)]
+    return torch.cat(ids).long()
 
 
 def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from mtptrain.heads.base import Head
+from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
 from mtptrain.training.losses import LossSettings, LossSums, draft_losses
@@ -41,9 +42,8 @@ def training_losses(
         else:
             target_states = parts.final_norm(batch.hidden_states[target_tokens])
         # 2. Run the head at every depth [T, M, H].
-        embeddings = parts.embed(batch.next_ids)  # [N, H]
-        mask = None if head.mask_token_id is None else parts.embed(batch.next_ids.new_full((), head.mask_token_id))
-        states = (call_head or head)(read_states, embeddings, batch.packing, len(batch.is_draft), mask)
+        tokens = PackedTokens(read_states, batch.input_ids, batch.next_ids, batch.packing)
+        states = (call_head or head)(tokens, parts, len(batch.is_draft))
     with clock.phase("loss"):
         # 3. Compute the losses, with the head's own lm_head if it has one.
         return draft_losses(

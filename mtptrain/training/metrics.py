@@ -12,8 +12,8 @@ import torch
 import wandb
 
 from mtptrain.config import PipelineConfig, Tracker
+from mtptrain.heads.flops import StepFlops
 from mtptrain.training.batches import Batch
-from mtptrain.training.flops import StepFlops
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.files import write_text
@@ -111,7 +111,7 @@ class StepMeter:
     def step_done(self, batches: Sequence[Batch]) -> None:
         self._tokens += sum(batch.document_tokens for batch in batches)
         self._drafts += sum(batch.num_rows for batch in batches)
-        self._flops += sum(self.flops.of_batch(batch) for batch in batches)
+        self._flops += sum(self.flops.of(batch.packing) for batch in batches)
         self._step_ended = time.perf_counter()
 
     def read(self, ranks: Ranks) -> dict[str, float]:

@@ -35,7 +35,8 @@ from mtptrain.config import LossKind
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import Packing
+from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
 from mtptrain.training.batches import map_tensors
 from mtptrain.training.losses import LossSettings, draft_losses
 from mtptrain.utils import compile as fusing
@@ -216,13 +217,15 @@ def step(head: Head, kind: LossKind) -> None:
 
     packing = map_tensors(Packing.of(LENGTHS, SPANS), lambda x: fake(*x.shape, dtype=x.dtype))
     num_tokens, num_rows, hidden_size = sum(LENGTHS), sum(rows for _, _, rows in SPANS), TARGET.hidden_size
-    lm_head = fake(TARGET.vocab_size, hidden_size)
+    table = fake(TARGET.vocab_size, hidden_size)
+    parts = FrozenParts.of(TARGET, {EMBED_TOKENS: table, FINAL_NORM: fake(hidden_size), LM_HEAD: table})
+    ids = fake(num_tokens, dtype=torch.long)
     streams = (len(head.capture_layers), hidden_size) if head.capture_layers else (hidden_size,)
     sums = draft_losses(
-        head(fake(num_tokens, *streams), fake(num_tokens, hidden_size), packing, NUM_DEPTHS),
-        lm_head if head.lm_head is None else head.lm_head.weight,
+        head(PackedTokens(fake(num_tokens, *streams), ids, ids, packing), parts, NUM_DEPTHS),
+        parts.lm_head if head.lm_head is None else head.lm_head.weight,
         fake(num_rows, hidden_size),
-        lambda states: states @ lm_head.T,
+        parts.logits,
         fake(NUM_DEPTHS, num_rows, dtype=torch.bool),
         fake(NUM_DEPTHS, dtype=torch.float32),
         LossSettings(kind),

@@ -83,6 +83,7 @@ def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarra
     return Batch(
         hidden_states=torch.empty(num_tokens, hidden_size, dtype=torch.bfloat16),
         aux_hidden_states=aux,
+        input_ids=torch.empty(num_tokens, dtype=torch.long),
         next_ids=torch.empty(num_tokens, dtype=torch.long),
         is_draft=torch.empty(depths, num_rows, dtype=torch.bool),
         num_drafts=torch.empty(depths),

@@ -7,13 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.extraction.transformers_streams import PACKED, TransformersStreams, residual_streams
 from mtptrain.target.families import SUPPORTED_MODEL_TYPES
-from mtptrain.target.model import Target
+from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES
 from tests.cuda.fake_cuda import Meter, fake_cuda, place
@@ -117,12 +118,17 @@ def test_target_and_head_decode_with_their_caches(head_name: str, name: str) -> 
                 tokens = torch.zeros(2, length, dtype=torch.long, device=DEVICE)
                 positions = torch.arange(length, device=DEVICE).expand(2, -1)
                 states = target.forward(tokens, positions, cache, head.capture_layers)
-                read = states.hidden_states if states.aux_hidden_states is None else states.aux_hidden_states
-                drafted, recycled = head.decode(head.fuse(read), target.parts.embed(tokens), positions, of_head)
-                drafted, _ = head.decode(recycled, target.parts.embed(tokens), positions + 1, of_head)
-                logits = head.logits(drafted, target.parts)
+                sequence = F.pad(tokens, (0, 2))
+                verified = Verified(sequence, torch.full_like(positions[:, 0], length + 1), positions, states)
+                first = head.draft_first(verified, target.parts, of_head, 2)
+                drafted, recycled = first.states, first.fed_back[:, None]
+                if drafted.shape[1] == 1:
+                    drafted, recycled = head.draft_next(
+                        recycled, tokens[:, -1:], positions[:, -1:] + 1, target.parts, of_head
+                    )
+                logits = head.logits(drafted, target.parts)[:, -1:]
                 chosen = head.target_tokens(logits.argmax(-1))
-    assert logits.shape == (2, 4, settings.get("draft_vocab_size", config.vocab_size))
+    assert logits.shape == (2, 1, settings.get("draft_vocab_size", config.vocab_size))
     for x in (logits, chosen, recycled, states.hidden_states):
         assert str(x.device) == DEVICE
     assert (logits.dtype, recycled.dtype) == (torch.bfloat16, torch.bfloat16)

@@ -25,7 +25,7 @@ from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
-from mtptrain.heads.packing import Packing
+from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.heads.peagle import PeagleHead
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
@@ -234,15 +234,15 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     # A head without a chain cannot learn the circle, but repetition; answers that repeat must begin with all tokens.
-    tokens, depths = answers(target, *((16, 16, 48) if head.mask_hidden is None else (256, 4, 12))), 3
+    tokens, depths = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48))), 3
     num_rows = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
     target_states = (states.hidden_states if states.aux_hidden_states is None else states.aux_hidden_states)[
         :, :num_rows
     ]
-    embeddings = target.parts.embed(tokens[:, 1 : 1 + num_rows]).flatten(0, 1)  # [N, H]
-    mask = None if head.mask_token_id is None else target.parts.embed(torch.tensor(head.mask_token_id))  # [H]
+    ids = (tokens[:, first : first + num_rows].flatten() for first in (0, 1))
+    packed = PackedTokens(target_states.flatten(0, 1), *ids, Packing.of([num_rows] * len(tokens)))
     unread = F.pad(tokens, (0, depths), value=-100)
     labels = torch.stack(
         [unread[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)]
@@ -257,8 +257,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         labels = torch.where(labels < 0, labels, draft_ids[labels])
     optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
     for _ in range(num_steps):
-        states = head(target_states.flatten(0, 1), embeddings, Packing.of([num_rows] * len(tokens)), depths, mask)
-        logits = head.logits(states, target.parts)
+        logits = head.logits(head(packed, target.parts, depths), target.parts)
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()

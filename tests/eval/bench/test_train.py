@@ -12,6 +12,7 @@ import torch
 from eval.bench.train_steps import case_of, plain_losses, random_batch, random_parts
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
+from mtptrain.heads.packing import PackedTokens
 from mtptrain.training.losses import LossSettings, draft_losses
 from tests.conftest import run_program
 
@@ -48,12 +49,8 @@ def test_the_plain_formula_that_is_timed_gives_the_same_loss(name: str) -> None:
     parts = random_parts(case.target, torch.device("cpu"))
     batch = random_batch(case.target, ([20, 9, 9], [5, 0, 8]), len(head.capture_layers), depths)
     target_states = parts.final_norm(batch.hidden_states)
-    states = head(
-        target_states if batch.aux_hidden_states is None else batch.aux_hidden_states,
-        parts.embed(batch.next_ids),
-        batch.packing,
-        depths,
-    )
+    read = target_states if batch.aux_hidden_states is None else batch.aux_hidden_states
+    states = head(PackedTokens(read, batch.input_ids, batch.next_ids, batch.packing), parts, depths)
     scale = torch.full((depths,), 1 / depths) / batch.num_drafts
     teachers = target_states[batch.packing.rows + 1]
     ours = draft_losses(states, parts.lm_head, teachers, parts.logits, batch.is_draft, scale, LossSettings())

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.decoding.draft import Draft, Verified
+from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.drafters import HeadDrafter, ModelDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import Packing
+from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.target.model import Target, load_draft_model, load_target
+from mtptrain.target.model import Target, Verified, load_draft_model, load_target
 from tests.conftest import make_target
 
 Plain = tuple[list[int], int, list[int], list[list[int]]]
@@ -59,7 +59,8 @@ def next_draft(target: Target, head: Head, states: torch.Tensor, tokens: list[in
     """
     depth = len(tokens) - 1 - len(states)
     packed = torch.cat([states, states.new_zeros(depth, *states.shape[1:])])
-    found = head(packed, target.parts.embed(torch.tensor(tokens[1:])), Packing.of([len(packed)]), depth + 1)
+    ids = torch.tensor(tokens)
+    found = head(PackedTokens(packed, ids[:-1], ids[1:], Packing.of([len(packed)])), target.parts, depth + 1)
     return head.logits(found[depth, len(states) - 1], target.parts)
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.decoding.draft import Draft, Verified
+from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.drafters import HeadDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import Packing
+from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.heads.peagle import PeagleHead
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.model import Target, Verified, load_target
 from mtptrain.target.position_cache import PositionCache
 
 K = 4
@@ -50,10 +50,10 @@ def trained_logits(target: Target, head: Head, tokens: list[int]) -> torch.Tenso
     """Returns what training computes for the last draft position [K, V]: it reads the target up to the newest token."""
     ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
     captured = target.forward(ids, positions, PositionCache(len(tokens)), head.capture_layers).aux_hidden_states
-    assert captured is not None and head.mask_token_id is not None
+    assert captured is not None
     num_rows = len(tokens) - 1
-    mask_embedding = target.parts.embed(torch.tensor(head.mask_token_id))
-    states = head(captured[0, :num_rows], target.parts.embed(ids[0, 1:]), Packing.of([num_rows]), K, mask_embedding)
+    read = PackedTokens(captured[0, :num_rows], ids[0, :-1], ids[0, 1:], Packing.of([num_rows]))
+    states = head(read, target.parts, K)
     return head.logits(states[:, -1], target.parts)
 
 
@@ -78,7 +78,7 @@ def test_one_forward_drafts_all_tokens(target: Target, head: Head, monkeypatch: 
 
 
 def test_a_tree_is_refused(target: Target, head: Head) -> None:
-    with pytest.raises(ValueError, match=r"acceptance\.baselines: must not contain tree for head peagle"):
+    with pytest.raises(ValueError, match=r"acceptance\.baselines: must not contain tree for PeagleHead"):
         TreeDrafter(head, target.parts, K, num_nodes=8, top_k=2)
 
 

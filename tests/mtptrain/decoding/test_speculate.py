@@ -12,14 +12,14 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import mtptrain.decoding.speculate as speculate_module
 import mtptrain.utils.compile as compile_module
-from mtptrain.decoding.draft import Draft, Drafter, Verified
+from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Accepted, Generation, accept_chosen, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.model import Target, Verified, load_target
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import make_target
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.training.losses import LossSettings, draft_losses
-from tests.mtptrain.heads.test_contract import DEPTHS, draw_norms, largest_difference, packed_inputs, run, tiny_config
+from tests.mtptrain.heads.test_contract import (
+    DEPTHS,
+    PARTS,
+    draw_norms,
+    largest_difference,
+    packed_inputs,
+    run,
+    tiny_config,
+)
 
 PAGE = Path(__file__).parents[3] / "docs" / "add_a_head.md"
 
@@ -35,19 +44,26 @@ def head(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 @torch.no_grad()
 def test_the_pages_head_decodes_what_it_was_trained_on(head: Head) -> None:
-    hidden_states, embeddings, packing = packed_inputs(head)
-    assert largest_difference(head, run(head, hidden_states, embeddings, packing)) < 1e-5
-    assert largest_difference(head, run(head, hidden_states, embeddings, packing, shift=2)) > 1e-2
+    tokens = packed_inputs(head)
+    assert largest_difference(head, run(head, tokens)) < 1e-5
+    shifted = replace(tokens, next_ids=torch.roll(tokens.next_ids, -1))
+    assert largest_difference(head, run(head, shifted)) > 1e-2
 
 
 def test_the_pages_head_has_a_finite_loss_and_all_gradients(head: Head) -> None:
-    hidden_states, embeddings, packing = packed_inputs(head)
-    lm_head = torch.randn(50, 128, generator=torch.Generator().manual_seed(2)) / 10
-    states = run(head, hidden_states, embeddings, packing)  # [T, M, H]
+    tokens, lm_head = packed_inputs(head), PARTS.lm_head
+    states = run(head, tokens)  # [T, M, H]
     is_draft = torch.ones(states.shape[:2], dtype=torch.bool)
     scale = torch.full((DEPTHS,), 1 / is_draft.sum())
     sums = draft_losses(
-        states, lm_head, hidden_states, lambda x: x @ lm_head.T, is_draft, scale, LossSettings(), head.draft_token_ids
+        states,
+        lm_head,
+        tokens.target_states,
+        PARTS.logits,
+        is_draft,
+        scale,
+        LossSettings(),
+        head.draft_token_ids,
     )
     sums.loss.backward()
     assert sums.loss.isfinite() and sums.loss > 0

@@ -4,29 +4,38 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig
 
+from eval.checks.numerics import drafted_states
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.mtp import RestoredNorm
-from mtptrain.heads.packing import Packing
-from mtptrain.target.position_cache import PositionCache
+from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.target.frozen_parts import FrozenParts
 
 DEPTHS = 5
 LENGTHS = [9, 9, 6, 2, 1]
-MASK_EMBEDDING = torch.randn(128, generator=torch.Generator().manual_seed(4))
+VOCAB_SIZE, HIDDEN_SIZE = 50, 128
+PARTS = FrozenParts(
+    embed_tokens=torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4)),
+    norm_weight=torch.ones(HIDDEN_SIZE),
+    norm_eps=1e-6,
+    lm_head=torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(5)) / 10,
+)
 
 
 def tiny_config(**settings: object) -> LlamaConfig:
     defaults = {
-        "hidden_size": 128,
+        "hidden_size": HIDDEN_SIZE,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
     }
-    return LlamaConfig(vocab_size=50, max_position_embeddings=64, **{**defaults, **settings})
+    return LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=64, **{**defaults, **settings})
 
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -43,6 +52,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "peagle, draft vocabulary": ("peagle", {"capture_layers": [1, 2], "draft_vocab_size": 20, "norm_output": True}),
     "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
 }
+
+
+LAYER_CASES = [case for case, (name, _) in CASES.items() if issubclass(HEADS[name], LayerHead)]
+"""Heads whose attention reads other tokens at later depths than at depth 0."""
 
 
 def test_every_head_is_among_the_cases() -> None:
@@ -65,52 +78,31 @@ def draw_norms(head: Head, generator: torch.Generator | None = None) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
-def packed_inputs(head: Head) -> tuple[torch.Tensor, torch.Tensor, Packing]:
-    """Return target states [N, H] or [N, L, H], the embedding of every token [N, H], and the packing."""
+def packed_inputs(head: Head) -> PackedTokens:
+    """Random tokens and states of packed documents, in which every token is a draft position."""
     generator = torch.Generator().manual_seed(1)
-    num_tokens = sum(LENGTHS)
-    hidden_states, embeddings = torch.randn(2, num_tokens, 128, generator=generator)
-    if head.capture_layers:
-        hidden_states = torch.randn(num_tokens, len(head.capture_layers), 128, generator=generator)
-    return hidden_states, embeddings, Packing.of(LENGTHS)
+    streams = (len(head.capture_layers),) if head.capture_layers else ()
+    target_states = torch.randn(sum(LENGTHS), *streams, HIDDEN_SIZE, generator=generator)
+    ids = torch.randint(0, VOCAB_SIZE, (sum(LENGTHS),), generator=generator)
+    return PackedTokens(target_states, ids, torch.roll(ids, -1), Packing.of(LENGTHS))
 
 
-def run(
-    head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, packing: Packing, shift: int = 1
-) -> torch.Tensor:
-    """States of training [T, M, H]; depth 0 of token t reads the embedding of token t + shift."""
-    return head(hidden_states, torch.roll(embeddings, -shift, 0), packing, DEPTHS, MASK_EMBEDDING)
-
-
-def serve(head: Head, hidden_states: torch.Tensor, embeddings: torch.Tensor, row: int) -> list[torch.Tensor]:
-    """Compute what an engine computes when it drafts from `row`: depth 0 over all rows so far, then one row per step.
-
-    Stop after as many depths as the document has tokens for.
-    """
-    cache = PositionCache(64)
-    positions = torch.arange(row + 1)[None]
-    out, recycled = head.decode(
-        head.fuse(hidden_states[None, : row + 1]), embeddings[None, 1 : row + 2], positions, cache
-    )
-    states = [out[0, -1]]
-    for depth in range(1, min(DEPTHS, len(embeddings) - 1 - row)):
-        position, embedding = torch.tensor([[row + depth]]), embeddings[None, None, row + 1 + depth]
-        if head.mask_hidden is not None:
-            recycled, embedding = head.fuse(head.mask_hidden)[None, None], MASK_EMBEDDING[None, None]
-        out, recycled = head.decode(recycled[:, -1:], embedding, position, cache)
-        states.append(out[0, 0])
-    return states
+def run(head: Head, tokens: PackedTokens) -> torch.Tensor:
+    """States of training [T, M, H]."""
+    return head(tokens, PARTS, DEPTHS)
 
 
 def largest_difference(head: Head, states: torch.Tensor) -> float:
     """Return the largest difference of training states [T, N, H] and serving, over every draft of every document."""
-    hidden_states, embeddings, _ = packed_inputs(head)
-    differences = []
+    tokens, differences = packed_inputs(head), []
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
     for start, length in zip(starts.tolist(), LENGTHS, strict=False):
         document = slice(start, start + length)
+        ids = F.pad(tokens.input_ids[document], (0, DEPTHS))
         for row in range(length - 1):
-            for depth, state in enumerate(serve(head, hidden_states[document], embeddings[document], row)):
+            served = drafted_states(head, PARTS, tokens.target_states[document], ids, row, DEPTHS)
+            # The document has no tokens for later depths to read.
+            for depth, state in enumerate(served[: length - 1 - row]):
                 differences.append((states[depth, start + row] - state).abs().max().item())
     assert len(differences) > 50
     return max(differences)
@@ -120,50 +112,53 @@ def largest_difference(head: Head, states: torch.Tensor) -> float:
 @torch.no_grad()
 def test_the_decode_step_at_depth_k_equals_the_training_forward_at_depth_k(name: str) -> None:
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs(head)
-    assert largest_difference(head, run(head, hidden_states, embeddings, packing)) < 1e-5
+    tokens = packed_inputs(head)
+    assert largest_difference(head, run(head, tokens)) < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_an_alignment_shifted_by_one_token_is_caught(name: str) -> None:
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs(head)
-    assert largest_difference(head, run(head, hidden_states, embeddings, packing, shift=2)) > 1e-2
+    tokens = packed_inputs(head)
+    shifted = replace(tokens, next_ids=torch.roll(tokens.next_ids, -1))
+    assert largest_difference(head, run(head, shifted)) > 1e-2
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 @torch.no_grad()
 def test_an_alignment_shifted_by_one_position_is_caught(name: str) -> None:
     """RoPE is relative, so shifting all positions changes nothing; shifting those of the later depths does."""
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs(head)
+    assert isinstance(head, LayerHead)
+    tokens = packed_inputs(head)
     real_tables = head.self_attn.rope.tables
     calls = iter(range(100))
     head.self_attn.rope.tables = lambda positions, dtype: real_tables(positions + min(1, next(calls)), dtype)
-    states = run(head, hidden_states, embeddings, packing)
+    states = run(head, tokens)
     head.self_attn.rope.tables = real_tables
     assert largest_difference(head, states) > 1e-3
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 @torch.no_grad()
 def test_a_document_that_sees_the_previous_one_is_caught(name: str) -> None:
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs(head)
-    one_document = replace(packing, segments=Packing.of([sum(LENGTHS)]).segments)
-    assert largest_difference(head, run(head, hidden_states, embeddings, one_document)) > 1e-2
+    assert isinstance(head, LayerHead)
+    tokens = packed_inputs(head)
+    one_document = replace(tokens.packing, segments=Packing.of([sum(LENGTHS)]).segments)
+    assert largest_difference(head, run(head, replace(tokens, packing=one_document))) > 1e-2
 
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_the_states_of_a_document_do_not_depend_on_other_documents(name: str) -> None:
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs(head)
-    before = run(head, hidden_states, embeddings, packing)
-    changed = hidden_states.clone()
+    tokens = packed_inputs(head)
+    before = run(head, tokens)
+    changed = tokens.target_states.clone()
     changed[:9] = 7.0
-    after = run(head, changed, embeddings, packing)
+    after = run(head, replace(tokens, target_states=changed))
     assert not torch.equal(before[:, :9], after[:, :9])
     assert torch.equal(before[:, 9:], after[:, 9:])
 
@@ -180,14 +175,14 @@ def test_states_and_gradients_do_not_depend_on_which_other_tokens_are_draft_posi
     """Compare all states and gradients: tokens that are not draft positions only provide keys and values."""
     head = random_head(name)
     head.activation_checkpointing = activation_checkpointing
-    hidden_states, embeddings, packing = packed_inputs(head)
+    tokens = packed_inputs(head)
     few = Packing.of(LENGTHS, SOME_ROWS)
     counts = torch.tensor(
         [[left > depth for *_, rows in SOME_ROWS for left in range(rows, 0, -1)] for depth in range(DEPTHS)]
     )
-    states = run(head, hidden_states, embeddings, few)[counts]
+    states = run(head, replace(tokens, packing=few))[counts]
     head.activation_checkpointing = False
-    among_all = run(head, hidden_states, embeddings, packing)[:, few.rows][counts]
+    among_all = run(head, tokens)[:, few.rows][counts]
     torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
     parameters = [parameter for name, parameter in head.named_parameters() if name != "lm_head.weight"]
@@ -199,26 +194,28 @@ def test_states_and_gradients_do_not_depend_on_which_other_tokens_are_draft_posi
         assert (ours - reference).abs().max() <= 5e-5 * reference.abs().max()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 @torch.no_grad()
 def test_training_with_each_depths_own_full_attention_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's cache holds depth-0 keys of earlier tokens, not their keys of depth k."""
-    import mtptrain.heads.base as module
+    import mtptrain.heads.layer_head as module
 
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs(head)
+    assert isinstance(head, LayerHead)
+    tokens = packed_inputs(head)
     real = module.depth_attention
     monkeypatch.setattr(
         module,
         "depth_attention",
         lambda q, k, v, own_k, own_v, packing: real(q, [k, *own_k][-1], [v, *own_v][-1], [], [], packing),
     )
-    assert largest_difference(head, run(head, hidden_states, embeddings, packing)) > 1e-2
+    assert largest_difference(head, run(head, tokens)) > 1e-2
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str) -> None:
     head = random_head(name)
+    assert isinstance(head, LayerHead)
     positions = torch.arange(40)
     before = head.self_attn.rope.tables(positions, torch.float32)[0]
     assert torch.equal(head.bfloat16().self_attn.rope.tables(positions, torch.float32)[0], before)
@@ -227,8 +224,8 @@ def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str)
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_of_the_head_gets_a_gradient(name: str) -> None:
     head = random_head(name)
-    hidden_states, embeddings, packing = packed_inputs(head)
-    states = run(head, hidden_states, embeddings, packing)
+    tokens = packed_inputs(head)
+    states = run(head, tokens)
     states.square().sum().backward()
     assert all(
         parameter.grad is not None and parameter.grad.abs().sum() > 0
@@ -242,8 +239,8 @@ def test_mtp_without_the_restored_norms_is_eagle() -> None:
     bare = build_head(HEADS["mtp"].Config(ttt_steps=DEPTHS, norms=[]), tiny_config())
     eagle = build_head(HEADS["eagle"].Config(ttt_steps=DEPTHS), tiny_config())
     eagle.load_state_dict({name.replace("eh_proj", "fc"): tensor for name, tensor in bare.state_dict().items()})
-    hidden_states, embeddings, packing = packed_inputs(bare)
-    found, wanted = (run(head, hidden_states, embeddings, packing) for head in (bare, eagle))
+    tokens = packed_inputs(bare)
+    found, wanted = (run(head, tokens) for head in (bare, eagle))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 

@@ -30,7 +30,6 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.model import load_target
 from mtptrain.training.batches import BatchSchedule
-from mtptrain.training.flops import StepFlops
 from tests.conftest import FAMILIES, make_config, make_target, run_program
 from tests.published_targets import PUBLISHED_TARGETS
 
@@ -205,8 +204,8 @@ def test_without_a_given_peak_the_device_at_hand_is_measured(config_for: Callabl
 def test_the_training_step_costs_what_the_formula_says(
     share: float, name: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`StepFlops` against the operators that run; flash attention computes its scores twice, so that it has 14 for the
-    formula's 12, and attention to prompts in blocks two more columns in two products."""
+    """`Head.step_flops` against the operators that run; flash attention computes its scores twice, so that it has 14
+    for the formula's 12, and attention to prompts in blocks two more columns in two products."""
     monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)  # blocks of rows compute more than the causal half
     depths, length, vocab_size = 3, 65, 260
     target_config = read_target_config(tiny_target)
@@ -215,7 +214,7 @@ def test_the_training_step_costs_what_the_formula_says(
     rows = round((length - 1) * share)
     packing = Packing.of([length] * 4, [(i, length - 1 - rows, rows) for i in range(4)])
     head = build_head(config, target_config)
-    flops = StepFlops.of(head, vocab_size, depths)
+    flops = head.step_flops(vocab_size, depths)
     of_prompts = (14 + 8 / head.self_attn.head_dim) / 12
     pairs = sum(
         q * k * (14 / 12 / 2 if part.is_causal else of_prompts) for part in packing.segments for q, k in part.lengths

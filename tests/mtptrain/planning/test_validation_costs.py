@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from mtptrain.config import PipelineConfig
-from mtptrain.decoding.draft import Verified
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.heads.files import build_head
 from mtptrain.planning.costs import _DefaultDtype
@@ -16,7 +15,7 @@ from mtptrain.planning.meter import Meter
 from mtptrain.planning.plan import make_plan
 from mtptrain.planning.planner import plan_rows, plan_warnings
 from mtptrain.planning.validation_costs import cached_values, largest_batch, validation_bytes
-from mtptrain.target.model import Target
+from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES, make_config
 

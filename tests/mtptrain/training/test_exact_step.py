@@ -2,7 +2,6 @@
 definition."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,9 @@ from mtptrain.config import LossKind
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
+from mtptrain.heads.packing import PackedTokens
 from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import make_batch
 from mtptrain.training.losses import LossSettings, draft_losses
 from tests.mtptrain.heads.test_contract import CASES, draw_norms, tiny_config
@@ -46,7 +47,7 @@ def plain_loss(
 
 def plain_step(
     head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor],
-    frozen: SimpleNamespace,
+    frozen: FrozenParts,
     loss: LossSettings,
 ) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
     """The weighted mean loss, and the sum of losses at each depth."""
@@ -62,7 +63,7 @@ def plain_step(
             positions = torch.arange(n) + depth
             if depth and head.mask_hidden is not None:
                 read, recycled = torch.full((n,), head.mask_token_id), head.fuse(head.mask_hidden).expand(n, -1)
-            residual, x = head.combine(recycled, frozen.table[read])
+            residual, x = head.combine(recycled, frozen.embed(read))
             query, key, value = attention.queries_keys_values(x, positions)
             groups = query.shape[1] // key.shape[1]
             keys.append(key.repeat_interleave(groups, 1))
@@ -94,7 +95,7 @@ def plain_step(
 
 def fast_step(
     head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor],
-    frozen: SimpleNamespace,
+    frozen: FrozenParts,
     loss: LossSettings,
 ) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
     """As the trainer does it."""
@@ -110,10 +111,9 @@ def fast_step(
     ]
     batch = make_batch(stored, depths)
     read = batch.hidden_states if batch.aux_hidden_states is None else batch.aux_hidden_states
-    mask_embedding = None if head.mask_token_id is None else frozen.table[head.mask_token_id]
     weights = DECAY ** torch.arange(depths)
     sums = draft_losses(
-        head(read, frozen.table[batch.next_ids], batch.packing, depths, mask_embedding),
+        head(PackedTokens(read, batch.input_ids, batch.next_ids, batch.packing), frozen, depths),
         frozen.lm_head if head.lm_head is None else head.lm_head.weight,
         batch.hidden_states[batch.packing.rows + 1],
         lambda x: x @ frozen.lm_head.T,
@@ -163,8 +163,11 @@ def test_losses_and_gradients_equal_the_plain_formula(
     if head.d2t is not None:
         ids = torch.randperm(V, generator=generator)[: len(head.d2t)].sort().values
         head.d2t.copy_(ids - torch.arange(len(ids)))
-    frozen = SimpleNamespace(
-        table=torch.randn(V, H, generator=generator), lm_head=torch.randn(V, H, generator=generator) * 0.2
+    frozen = FrozenParts(
+        embed_tokens=torch.randn(V, H, generator=generator),
+        norm_weight=torch.ones(H),
+        norm_eps=1e-6,
+        lm_head=torch.randn(V, H, generator=generator) * 0.2,
     )
     states = [torch.randn(len(ids), H, generator=generator) for ids, _ in documents]
     aux = [torch.randn(len(ids), max(1, len(head.capture_layers)), H, generator=generator) for ids, _ in documents]

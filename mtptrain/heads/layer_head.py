@@ -1,0 +1,247 @@
+"""The base class of heads that are one decoder layer, applied once per depth."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+
+from mtptrain.heads.attention.decoding import cached_attention
+from mtptrain.heads.attention.training import depth_attention
+from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.flops import StepFlops
+from mtptrain.heads.layers import Attention, RmsNorm
+from mtptrain.heads.packing import PackedTokens
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.model import Verified
+from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.utils.compile import fused
+
+R = TypeVar("R")
+
+INPUT_NORMS = ("enorm", "hnorm", "fc_norm", "input_norm")
+"""Norms before an input projection, in the heads that have them."""
+
+
+class LayerHead(Head):
+    """One decoder layer that is applied once per depth.
+
+    A subclass builds its layers in `__init__` and implements `combine` (before attention) and `finish` (after it);
+    `fuse` and `layers_to_capture` are optional. `forward` (training) and `decode` (inference) run exactly these
+    methods.
+    """
+
+    drafts_trees = True
+    mask_hidden: nn.Parameter | None
+    """State [L, H] that every depth after 0 reads, if one forward drafts all depths. None if each depth reads the
+    state and the token of the previous one."""
+    mask_token_id: int | None = None
+    """Token whose embedding the depths after 0 read together with `mask_hidden`."""
+    self_attn: Attention
+    """The layer's attention; every subclass must set it."""
+
+    @abstractmethod
+    def __init__(self, config: Any, target_config: PreTrainedConfig) -> None:
+        super().__init__(config, target_config)
+        self.mask_hidden = None
+
+    def fuse(self, target_states: torch.Tensor) -> torch.Tensor:
+        """Returns the hidden states that depth 0 reads [..., H].
+
+        Args:
+            target_states: captured streams [..., L, H], or the target's last hidden states [..., H] if the head
+                captures none.
+        """
+        return target_states
+
+    @abstractmethod
+    def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Combine hidden states and embeddings into the inputs of the decoder layer.
+
+        Args:
+            hidden_states: `fuse`d states of the target at depth 0, then those fed back by the previous depth [..., H].
+            embeddings: embedding of the token after each position [..., H].
+
+        Returns:
+            The residual stream [..., H], and the input of `self_attn` [..., input size].
+        """
+
+    @abstractmethod
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the rest of the decoder layer.
+
+        Args:
+            residual: residual stream from `combine` [..., H].
+            attended: output of `self_attn` [..., H].
+
+        Returns:
+            The states that `logits` reads [..., H], and the states fed back to the next depth [..., H].
+        """
+
+    def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
+        """Training: compute the states [T, M, H] of all depths at the draft positions; see `Head.forward`.
+
+        Draft position t attends to the depth-0 keys of its document up to t, and to its own keys of depths 1 .. k.
+        """
+        # 1. Split the tokens into draft positions and prompt tokens, which only provide keys and values at depth 0.
+        packing = tokens.packing
+        hidden_states, prompt_states = packing.split(self._run(self._fuse, tokens.target_states))  # [M, H], [N - M, H]
+        embeddings, prompt_embeddings = packing.split(parts.embed(tokens.next_ids))
+        positions, prompt_positions = packing.split(packing.positions)
+        num_drafts = len(positions)
+        embeddings = F.pad(embeddings, (0, 0, 0, ttt_steps - 1))  # [M + T - 1, H]
+        mask = None if self.mask_hidden is None else self._mask_inputs(parts)
+        states, own_keys, own_values = [], [], []
+        for depth in range(ttt_steps):
+            # 2. Combine the states with the embeddings, shifted by one token per depth, and project them.
+            shifted = embeddings[depth : depth + num_drafts]
+            if depth > 0 and mask is not None:
+                hidden_states, shifted = mask  # one row [1, H] for all positions
+            residual, query, own_key, own_value = self._run(self._project, hidden_states, shifted, positions + depth)
+            # 3. Depth 0 provides the keys of all tokens. Each later depth adds one key per draft position.
+            if depth == 0:
+                prompts = self._run(self._keys_values, prompt_states, prompt_embeddings, prompt_positions)
+                key, value = (  # [N, kv heads, head_dim]
+                    torch.cat(pair) for pair in zip((own_key, own_value), prompts, strict=True)
+                )
+            else:
+                own_keys.append(own_key)
+                own_values.append(own_value.expand_as(own_key))
+            # 4. Attend, compute the rest of the layer, and feed its states back.
+            attended = depth_attention(query, key, value, own_keys, own_values, packing)  # [M, heads, head_dim]
+            depth_states, hidden_states = self._run(self._finish, residual, attended)
+            states.append(depth_states)
+        return torch.stack(states)
+
+    def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
+        """Run depth 0 over the verified rows; see `Head.draft_first`.
+
+        A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask rows follow the row whose next
+        token is the newest one. They take the place of rejected rows, which later rounds overwrite anyway.
+        """
+        fused, next_tokens = self.fuse(verified.states.read_by(self.capture_layers)), verified.next_tokens  # [B, S, H]
+        embeddings, positions, last_row = parts.embed(next_tokens), verified.positions, verified.last_row
+        num_masks = 0
+        if self.mask_hidden is not None:
+            num_masks = num_drafts - 1
+            fused, embeddings = (F.pad(x, (0, 0, 0, num_masks)) for x in (fused, embeddings))  # [B, S + K - 1, H]
+            indices = torch.arange(fused.shape[1], device=fused.device)
+            positions = positions[:, :1] + indices
+            is_mask = (indices > last_row[:, None])[..., None]
+            fused, embeddings = (
+                torch.where(is_mask, mask, x)
+                for mask, x in zip(self._mask_inputs(parts), (fused, embeddings), strict=True)
+            )
+        states, fed_back = self.decode(fused, embeddings, positions, cache)  # [B, S, H]
+        rows = torch.arange(len(states), device=states.device)
+        drafting = last_row[:, None] + torch.arange(1 + num_masks, device=states.device)  # [B, P]
+        return FirstStates(states[rows[:, None], drafting], fed_back[rows, last_row])
+
+    def draft_next(
+        self,
+        fed_back: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        parts: FrozenParts,
+        cache: PositionCache,
+        tree: TreeRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a later depth; see `Head.draft_next`."""
+        return self.decode(fed_back, parts.embed(tokens), positions, cache, tree)
+
+    def decode(
+        self,
+        hidden_states: torch.Tensor,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        cache: PositionCache,
+        tree: TreeRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inference: run one depth for S tokens of each sequence, and write their keys to the slots of their positions.
+
+        Args:
+            hidden_states: `fuse`d states of the target at depth 0, then those fed back by the previous depth [B, S, H].
+            embeddings: embedding of the token after each position [B, S, H].
+            positions: i64[B, S].
+            cache: this head's cache.
+            tree: the slots and mask of the S tokens, if they belong to a tree.
+
+        Returns:
+            The states that `logits` reads [B, S, H], and the states to feed back [B, S, H].
+        """
+        residual, query, key, value = self._project(hidden_states, embeddings, positions)
+        return self._finish(residual, cached_attention(query, key, value, positions, cache, tree))
+
+    def _mask_inputs(self, parts: FrozenParts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the fused state and the embedding that every depth after 0 reads, each [1, H]."""
+        assert self.mask_hidden is not None and self.mask_token_id is not None
+        token = torch.full((1,), self.mask_token_id, device=self.mask_hidden.device)
+        return self._run(self._fuse, self.mask_hidden[None]), parts.embed(token)
+
+    @fused
+    def _fuse(self, target_states: torch.Tensor) -> torch.Tensor:
+        return self.fuse(target_states)
+
+    @fused
+    def _project(
+        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns residual stream, queries, keys and values."""
+        residual, x = self.combine(hidden_states, embeddings)
+        return residual, *self.self_attn.queries_keys_values(x, positions)
+
+    @fused
+    def _keys_values(
+        self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values, without computing queries."""
+        _, x = self.combine(hidden_states, embeddings)
+        return self.self_attn.keys_values(x, positions)
+
+    @fused
+    def _finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply the output projection to attended values [..., heads, head_dim], then `finish`."""
+        return self.finish(residual, self.self_attn.o_proj(attended.flatten(-2)))
+
+    def _run(self, function: Callable[..., R], *args: torch.Tensor) -> R:
+        """Call the function, with activation checkpointing if it is enabled."""
+        if not self.activation_checkpointing:
+            return function(*args)
+        result: R = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+        return result
+
+    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
+        """Returns the FLOPs of a training step over T depths.
+
+        The target's states need no gradient, so an input projection that reads them without a norm in between costs
+        only 2 in the backward pass. A head with `mask_hidden` projects one input for all its later depths; this is not
+        counted.
+        """
+        weights = {
+            name: module.weight.numel() for name, module in self.named_modules() if isinstance(module, nn.Linear)
+        }
+        hidden_size = int(self.self_attn.o_proj.out_features)
+        own_vocab = weights.pop("lm_head", None)
+        first = sum(  # weights of `combine` or `fuse`
+            weights.pop(name) for name in list(weights) if not name.startswith(("self_attn.", "mlp."))
+        )
+        keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
+        queries = weights["self_attn.q_proj"]
+        is_fused = bool(self.capture_layers)  # the input projection runs at depth 0 only
+        has_bare_input = not any(
+            isinstance(getattr(self, norm, None), (RmsNorm, nn.ModuleList)) for norm in INPUT_NORMS
+        )
+        draft = (own_vocab * 6) if own_vocab else vocab_size * hidden_size * 4
+        later_inputs = 0 if self.mask_hidden is not None else 6 * ((0 if is_fused else first) + keys + queries)
+        return StepFlops(
+            per_token=first * (4 if has_bare_input else 6) + keys * 6,
+            per_row=ttt_steps * (6 * (sum(weights.values()) - keys - queries) + draft)
+            + 6 * queries
+            + (ttt_steps - 1) * later_inputs
+            + 2 * vocab_size * hidden_size,
+            per_pair=ttt_steps * 12 * int(self.self_attn.o_proj.in_features),
+        )
