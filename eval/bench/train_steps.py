@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from mtptrain.config import PipelineConfig
 from mtptrain.heads import HEADS
-from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.files import build_head
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
 from mtptrain.training.batches import Batch, make_batch
