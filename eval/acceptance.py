@@ -39,6 +39,8 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_draft_model, load_target
+from mtptrain.training.held_out import HeldOutLosses, held_out_losses
+from mtptrain.training.losses import LossSettings
 from mtptrain.training.metrics import track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.files import write_json
@@ -69,6 +71,7 @@ def main(cfg: DictConfig) -> None:
     candidates = candidates_of(settings, found, target, model, ranks.rank)
     tokenizer = load_tokenizer(target_dir)
     measured = Measurement(settings, target, tokenizer, prompts, ranks).run(candidates)
+    held_out = held_out_losses_of(config, found, target, prompts, measured["head"], ranks)
     if ranks.is_first:
         write_provenance(output_dir, config)
         for name in read_report(output_dir / "report.json").get("baselines", {}):  # left by an earlier measurement
@@ -76,9 +79,11 @@ def main(cfg: DictConfig) -> None:
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)
         described = report(config, found, target_dir, prompts, ranks, measured)
+        described["held_out"] = None if held_out is None else asdict(held_out)
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_json(output_dir / "report.json", described)
         print_table(config, measured)
+        print_held_out(held_out)
         print_example(described["examples"])
         write_run_page(config)
         if config.train.tracker is Tracker.wandb:
@@ -87,6 +92,15 @@ def main(cfg: DictConfig) -> None:
             track_report(output_dir, config, figures, files)
         if not found.is_trained:
             print(f"head: {found.directory}, unchanged from head.init_from; this run has not trained a head")
+
+
+def held_out_losses_of(
+    config: PipelineConfig, found: RunHead, target: Target, prompts: Prompts, measured: Measured, ranks: Ranks
+) -> HeldOutLosses | None:
+    """Returns the head's losses over the target's answers to the prompts' first turns."""
+    own = list(prompts.input_ids.items())[ranks.rank :: ranks.world_size]
+    answered = [(list(prompt), measured.answers[prompt_id, 1].generation) for prompt_id, prompt in own]
+    return held_out_losses(found.head, target, answered, config.head.ttt_steps, LossSettings.of(config.train), ranks)
 
 
 def candidates_of(
@@ -232,6 +246,25 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     console.print(table)
     if len(measured["head"].sources) == 1:
         console.print("no confidence intervals: all prompts come from one file or question; use at least two")
+
+
+def print_held_out(losses: HeldOutLosses | None) -> None:
+    """Print the head's losses by depth, if they could be computed."""
+    if losses is None:
+        return
+    table = Table(title="The head on the target's answers, each depth given the target's own tokens before it")
+    columns = {
+        "depth": list(range(len(losses.kl_at))),
+        "KL, nats": [f"{kl:.3f}" for kl in losses.kl_at],
+        "top-1 accuracy": [f"{accuracy:.3f}" for accuracy in losses.top1_accuracy_at],
+        "overlap": [f"{overlap:.3f}" for overlap in losses.overlap_at],
+        "drafts": [f"{count:,}" for count in losses.num_drafts_at],
+    }
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*map(str, row))
+    Console().print(table)
 
 
 def print_example(shown: list[dict[str, Any]]) -> None:

@@ -19,11 +19,10 @@ from safetensors.torch import load_file
 
 from mtptrain.command_line import command, program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
-from mtptrain.decoding.acceptance import Acceptance
 from mtptrain.heads.files import CHOICE, check_head_target, kept_heads, load_head, save_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
-from mtptrain.training.validation import Validation
+from mtptrain.training.validation import Validated, Validation
 from mtptrain.utils.distributed import Ranks, init_ranks
 from mtptrain.utils.files import write_json
 
@@ -37,7 +36,7 @@ def main(cfg: DictConfig) -> None:
     measured = measure(config, heads, ranks)
     if ranks.is_first:
         # If several are equal, max returns the first, which is also the one that training keeps.
-        best_step = max(measured, key=lambda step: measured[step].acceptance_length)
+        best_step = max(measured, key=lambda step: measured[step].acceptance.acceptance_length)
         keep_best(config, heads[best_step], measured[best_step])
         write_json(stage_dir / CHOICE, describe(config, measured, best_step))
         print_table(config, measured, best_step)
@@ -64,8 +63,8 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
     return dict(sorted(heads.items()))
 
 
-def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dict[int, Acceptance]:
-    """Returns the acceptance of every head by step. All heads must belong to the target, which is loaded once.
+def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dict[int, Validated]:
+    """Returns the figures of every head by step. All heads must belong to the target, which is loaded once.
 
     Raises:
         ValueError: a head has other settings or belongs to another target, or no prompt fits.
@@ -85,33 +84,39 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
     return measured
 
 
-def keep_best(config: PipelineConfig, directory: Path, acceptance: Acceptance) -> None:
+def keep_best(config: PipelineConfig, directory: Path, measured: Validated) -> None:
     """Save the head in `directory` as the best one, with the same metadata as validation during training."""
     facts = json.loads((directory / "head.json").read_text())
     del facts["head"]
-    facts |= {"acceptance_length": acceptance.acceptance_length, "acceptance_rate_at": acceptance.acceptance_rate_at}
+    facts |= measured.record()
     save_head(config.stage_dir("train") / "best", load_file(directory / "head.safetensors"), config.head, facts)
 
 
-def describe(config: PipelineConfig, measured: dict[int, Acceptance], best_step: int) -> dict[str, object]:
+def describe(config: PipelineConfig, measured: dict[int, Validated], best_step: int) -> dict[str, object]:
     return {
         "command": command(),
         "best_step": best_step,
         "num_speculative_tokens": config.acceptance.num_speculative_tokens,
         "max_new_tokens": config.train.validation_new_tokens,
         "dtype": str(config.acceptance.dtype),
-        "heads": [{"step": step, **asdict(acceptance)} for step, acceptance in measured.items()],
+        "heads": [
+            {"step": step, **asdict(validated.acceptance), **validated.record()} for step, validated in measured.items()
+        ],
     }
 
 
-def print_table(config: PipelineConfig, measured: dict[int, Acceptance], best_step: int) -> None:
-    table = Table(
-        title=f"{measured[best_step].prompts} held-out prompts, greedy, K={config.acceptance.num_speculative_tokens}"
-    )
-    for column in ("step", "acceptance length", ""):
+def print_table(config: PipelineConfig, measured: dict[int, Validated], best_step: int) -> None:
+    acceptance = measured[best_step].acceptance
+    table = Table(title=f"{acceptance.prompts} held-out prompts, greedy, K={len(acceptance.accepted_at)}")
+    for column in ("step", "acceptance length", "held-out KL of depth 0", ""):
         table.add_column(column, justify="right", no_wrap=True)
-    for step, acceptance in measured.items():
-        table.add_row(f"{step:,}", f"{acceptance.acceptance_length:.3f}", "best" if step == best_step else "")
+    for step, validated in measured.items():
+        table.add_row(
+            f"{step:,}",
+            f"{validated.acceptance.acceptance_length:.3f}",
+            "" if validated.held_out is None else f"{validated.held_out.kl_at[0]:.3f}",
+            "best" if step == best_step else "",
+        )
     Console().print(table)
 
 

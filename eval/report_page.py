@@ -103,7 +103,8 @@ def write_run_page(config: PipelineConfig) -> None:
 
 def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
     """Returns what other programs have measured in the same run."""
-    sections: list[Section] = []
+    losses = held_out_section(report)
+    sections = [] if losses is None else [losses]
     builders = {
         Path(config.serving.output_dir or config.stage_dir("serving_check")) / "report.json": served_section,
         config.stage_dir("bench_decode") / "report.json": decoding_section,
@@ -116,6 +117,25 @@ def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
             section = Section(path.parent.name, error=f"{path}: cannot be shown, {error!r}; measure it again")
         sections += [] if section is None else [section]
     return sections
+
+
+def held_out_section(report: ReportFigures) -> Section | None:
+    """Shows the head's losses by depth; None if they were not computed."""
+    losses = report.get("held_out")
+    if losses is None:
+        return None
+    names = ("kl_at", "top1_accuracy_at", "overlap_at")
+    rows = [
+        [str(depth), *(f"{losses[name][depth]:.3f}" for name in names), f"{count:,}"]
+        for depth, count in enumerate(losses["num_drafts_at"])
+    ]
+    legend = (
+        "On the target's answers to these prompts, with the target's own tokens at every earlier depth. Top-1 "
+        "accuracy: share of drafts that are the target's likeliest token. Overlap: probability that a sampled draft is "
+        "accepted."
+    )
+    columns = ("depth", "KL, nats", "top-1 accuracy", "overlap", "drafts")
+    return Section("Losses of the head by depth", columns=columns, rows=rows, legend=legend)
 
 
 def served_section(path: Path, report: ReportFigures) -> Section | None:

@@ -294,13 +294,11 @@ def validate(
     """
     assert run.validation is not None
     stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
-    acceptance = run.validation.measure(head_state)
+    validated = run.validation.measure(head_state)
+    acceptance = validated.acceptance
     is_best = acceptance.acceptance_length > progress.best_acceptance_length
     if tracking is not None:
-        measured: dict[str, object] = {
-            "acceptance_length": acceptance.acceptance_length,
-            "acceptance_rate_at": acceptance.acceptance_rate_at,
-        }
+        measured = validated.record()
         tracking.write(progress.step, measured)
         tqdm.write(
             f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} ({acceptance.prompts} "

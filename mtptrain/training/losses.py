@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from mtptrain.config import LossKind
+from mtptrain.config import LossKind, TrainConfig
 from mtptrain.training.teacher import Teacher, teach
 from mtptrain.utils.compile import fused_by_recomputing, mark_width_static
 
@@ -25,6 +25,10 @@ class LossSettings:
     """Weight in the loss of the smooth L1 distance between the post-norm states of head and target, mean over H."""
     chunk_rows: int = 1536
     """Maximum rows of one block of logits [rows, V], which holds all depths of the same target tokens."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "LossSettings":
+        return cls(config.loss, config.lk_eta, config.feature_weight, config.loss_chunk_rows)
 
 
 @dataclass(frozen=True)

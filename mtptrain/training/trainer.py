@@ -57,7 +57,7 @@ class Trainer:
         self.num_steps = num_steps
         self.dtype = torch.bfloat16 if deepspeed_config.get("bf16", {}).get("enabled") else torch.float32
         self.parts = parts.to(ranks.device, self.dtype)
-        self.loss_settings = LossSettings(config.loss, config.lk_eta, config.feature_weight, config.loss_chunk_rows)
+        self.loss_settings = LossSettings.of(config)
         self.clock = PhaseClock(ranks.device)
         # For each step since the last check: its document ids, and the sum of its metrics and gradient norm.
         self._unchecked: list[tuple[tuple[int, ...], torch.Tensor]] = []

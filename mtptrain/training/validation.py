@@ -1,8 +1,9 @@
-"""Measures the acceptance by which the best head is chosen, during training or in `eval.choose_head`.
+"""Measures the acceptance by which the best head is chosen, and its losses, during training or in `eval.choose_head`.
 
 It uses the `choosing` part of the held-out prompts, and drafts and verifies with the code of `eval.acceptance`.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +17,27 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, fill_head
 from mtptrain.target.families import eos_token_ids, read_target_config
 from mtptrain.target.model import Target, check_placement, load_target
+from mtptrain.training.held_out import HeldOutLosses, held_out_losses
+from mtptrain.training.losses import LossSettings
 from mtptrain.utils.distributed import Ranks
+
+
+@dataclass(frozen=True)
+class Validated:
+    """What validation measures of a head."""
+
+    acceptance: Acceptance
+    held_out: HeldOutLosses | None
+    """Losses over the target's answers to the same prompts; None where the device cannot compute them."""
+
+    def record(self) -> dict[str, object]:
+        """Returns the figures for `metrics.jsonl`."""
+        losses = {} if self.held_out is None else {f"held_out_{name}": x for name, x in vars(self.held_out).items()}
+        return {
+            "acceptance_length": self.acceptance.acceptance_length,
+            "acceptance_rate_at": self.acceptance.acceptance_rate_at,
+            **losses,
+        }
 
 
 class Validation:
@@ -46,13 +67,13 @@ class Validation:
         self.ranks = ranks
         self._target: Target | None = None
 
-    def measure(self, head_state: dict[str, torch.Tensor]) -> Acceptance:
-        """Returns the acceptance of the head with these weights, over the prompts of all ranks."""
+    def measure(self, head_state: dict[str, torch.Tensor]) -> Validated:
+        """Returns the figures of the head with these weights, over the prompts of all ranks."""
         head = build_head(self.config.head, read_target_config(self.target_dir))
         return self.measure_head(fill_head(head, head_state, self.dtype, self.ranks.device))
 
-    def measure_head(self, head: Head, description: str | None = None) -> Acceptance:
-        """Returns the acceptance of a head that is ready to draft, over the prompts of all ranks.
+    def measure_head(self, head: Head, description: str | None = None) -> Validated:
+        """Returns the figures of a head that is ready to draft, over the prompts of all ranks.
 
         Args:
             description: the label of the progress bar; None shows none.
@@ -72,4 +93,7 @@ class Validation:
             batch_tokens=self.config.acceptance.batch_tokens,
             description=description,
         )
-        return summarise([generation for share in self.ranks.gather(generations) for generation in share])
+        acceptance = summarise([generation for share in self.ranks.gather(generations) for generation in share])
+        answered, settings = zip(self.prompts, generations, strict=True), LossSettings.of(self.config.train)
+        depths = self.config.head.ttt_steps
+        return Validated(acceptance, held_out_losses(head, self._target, answered, depths, settings, self.ranks))

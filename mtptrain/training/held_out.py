@@ -1,0 +1,83 @@
+"""Losses by depth on held-out prompts: the training forward over the answers that the target gave to them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mtptrain.decoding.speculate import Generation
+from mtptrain.heads.base import Head
+from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.target.model import Target
+from mtptrain.target.position_cache import PositionCache
+from mtptrain.training.batches import draft_spans, make_batch
+from mtptrain.training.forward import training_losses
+from mtptrain.training.losses import LossSettings
+from mtptrain.utils.clock import PhaseClock
+from mtptrain.utils.compile import eager
+from mtptrain.utils.distributed import Ranks
+
+Answered = tuple[list[int], Generation]
+"""A prompt and the target's answer."""
+
+
+@dataclass(frozen=True)
+class HeldOutLosses:
+    """Means over all drafts of the answers, by depth; the target's own tokens are given at every earlier depth."""
+
+    loss_at: list[float]
+    kl_at: list[float]
+    """Nats."""
+    top1_accuracy_at: list[float]
+    """Share of the drafts whose most likely token is the target's."""
+    overlap_at: list[float]
+    """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
+    num_drafts_at: list[int]
+
+
+@torch.no_grad()
+@eager()  # every answer has its own length
+def held_out_losses(
+    head: Head, target: Target, answered: Iterable[Answered], ttt_steps: int, settings: LossSettings, ranks: Ranks
+) -> HeldOutLosses | None:
+    """Returns the losses of a head over answers of the target, as training computes them on its documents.
+
+    On a GPU in fp32 it returns None: the training forward has no attention kernel for it.
+
+    Args:
+        head: ready to draft, on the target's device.
+        target: the whole target; reads each prompt with its answer once more.
+        answered: this rank's prompts and answers.
+        ttt_steps: T.
+        settings: which loss, and how it is computed.
+        ranks: sums and counts are added up over all ranks, then divided once.
+    """
+    if target.device.type == "cuda" and target.parts.embed_tokens.dtype == torch.float32:
+        return None
+    sums = torch.zeros(5, ttt_steps, dtype=torch.float64, device=target.device)
+    ones = torch.ones(ttt_steps, device=target.device)
+    for prompt, generation in answered:
+        document = read_by_target(head, target, prompt, generation.tokens)
+        if not len(draft_spans(document.loss_mask.numpy())[0]):
+            continue  # an answer of one token has no draft
+        batch = make_batch([document], ttt_steps).to(target.device, target.parts.embed_tokens.dtype)
+        losses = training_losses(head, target.parts, batch, ones, settings, PhaseClock(target.device))
+        sums += torch.stack(
+            [losses.losses, losses.kl, losses.top1_accuracy, losses.overlap, batch.num_drafts]
+        )  # f32[5, T]
+    *totals, num_drafts = ranks.sum(sums).cpu()
+    loss, kl, top1_accuracy, overlap = ((total / num_drafts.clamp(min=1)).tolist() for total in totals)
+    return HeldOutLosses(loss, kl, top1_accuracy, overlap, num_drafts.long().tolist())
+
+
+def read_by_target(head: Head, target: Target, prompt: list[int], answer: list[int]) -> StoredDocument:
+    """Returns a prompt and its answer with the target's states, as the store would hold them."""
+    ids = torch.tensor([[*prompt, *answer]], device=target.device)
+    positions, last = torch.arange(ids.shape[1], device=target.device)[None], target.config.num_hidden_layers
+    states = target.forward(ids, positions, PositionCache(ids.shape[1]), (*head.capture_layers, last))
+    streams = states.aux_hidden_states  # [1, S, L + 1, H]
+    assert streams is not None
+    loss_mask = torch.zeros(ids.shape[1], dtype=torch.uint8)
+    loss_mask[len(prompt) :] = 1
+    captured = streams[0, :, :-1].contiguous() if head.capture_layers else None
+    return StoredDocument(0, ids[0].int().cpu(), loss_mask, streams[0, :, -1].contiguous(), captured)

@@ -1,0 +1,91 @@
+"""Held-out losses equal those of drafting row by row, with the target's own tokens at every depth."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.checks.numerics import drafted_states
+from mtptrain.decoding.acceptance import summarise
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Generation, speculate
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.target.model import Target, load_target
+from mtptrain.target.position_cache import PositionCache
+from mtptrain.training.held_out import HeldOutLosses, held_out_losses
+from mtptrain.training.losses import LossSettings
+from mtptrain.training.validation import Validated
+from mtptrain.utils.distributed import Ranks
+
+DEPTHS = 3
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6] * 12]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Target:
+    return load_target(tiny_target, torch.float32, torch.device("cpu"))
+
+
+def random_head(target: Target, name: str) -> Head:
+    torch.manual_seed(2)
+    settings = {} if name == "mtp" else {"capture_layers": [0, 1]}
+    return build_head(HEADS[name].Config(ttt_steps=DEPTHS, **settings), target.config).eval().requires_grad_(False)
+
+
+def answers(target: Target, head: Head) -> list[Generation]:
+    drafter = HeadDrafter(head, target.parts, DEPTHS)
+    return speculate(target, drafter, PROMPTS, num_speculative_tokens=DEPTHS, max_new_tokens=11, sampler=Sampler())
+
+
+def measured(target: Target, head: Head, generations: list[Generation]) -> HeldOutLosses:
+    answered = zip(PROMPTS, generations, strict=True)
+    losses = held_out_losses(head, target, answered, DEPTHS, LossSettings(chunk_rows=7), Ranks(0, 1, 0))
+    assert losses is not None
+    return losses
+
+
+@torch.no_grad()
+def drafted_row_by_row(target: Target, head: Head, generations: list[Generation]) -> list[tuple[float, float, int]]:
+    """Mean KL, mean top-1 accuracy and number of drafts at each depth: the first token of an answer is not drafted."""
+    sums = torch.zeros(DEPTHS, 3)
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        ids = torch.tensor(prompt + generation.tokens)
+        positions, cache = torch.arange(len(ids))[None], PositionCache(len(ids))
+        states = target.forward(ids[None], positions, cache, head.capture_layers)
+        read = states.read_by(head.capture_layers)[0]
+        teacher = target.parts.logits(states.hidden_states[0]).log_softmax(-1)
+        for row in range(len(prompt) - 1, len(ids) - 2):
+            drafts = drafted_states(head, target.parts, read, torch.cat([ids, ids[:DEPTHS]]), row, DEPTHS)
+            for depth, state in enumerate(drafts[: len(ids) - 2 - row]):
+                logprobs, wanted = head.logits(state, target.parts).log_softmax(-1), teacher[row + 1 + depth]
+                kl = (wanted.exp() * (wanted - logprobs)).sum()
+                sums[depth] += torch.tensor([kl, logprobs.argmax() == wanted.argmax(), 1.0])
+    return [(kl / count, hits / count, int(count)) for kl, hits, count in sums.tolist()]
+
+
+@pytest.mark.parametrize("name", ["mtp", "eagle3", "peagle"])
+def test_held_out_losses_are_those_of_drafting_row_by_row(target: Target, name: str) -> None:
+    head = random_head(target, name)
+    generations = answers(target, head)
+    found, wanted = measured(target, head, generations), drafted_row_by_row(target, head, generations)
+    assert found.num_drafts_at == [count for *_, count in wanted] == [30, 27, 24]
+    assert found.kl_at == pytest.approx([kl for kl, *_ in wanted], rel=1e-4)
+    assert found.top1_accuracy_at == pytest.approx([accuracy for _, accuracy, _ in wanted], abs=1e-6)
+    assert found.loss_at == found.kl_at
+
+
+def test_an_answer_of_one_token_has_no_draft(target: Target) -> None:
+    head = random_head(target, "mtp")
+    generations = [Generation(each.tokens[:1], 0, 0, 0, [0] * DEPTHS) for each in answers(target, head)]
+    assert measured(target, head, generations).num_drafts_at == [0, 0, 0]
+
+
+def test_metrics_name_the_losses_held_out(target: Target) -> None:
+    head = random_head(target, "mtp")
+    generations = answers(target, head)
+    record = Validated(summarise(generations), measured(target, head, generations)).record()
+    assert {"acceptance_length", "acceptance_rate_at", "held_out_kl_at", "held_out_top1_accuracy_at"} <= set(record)
+    assert "held_out_kl_at" not in Validated(summarise(generations), None).record()
