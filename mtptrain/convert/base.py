@@ -1,14 +1,15 @@
 """The base class of export formats: names and layout of tensors, `config.json`, and the launch command."""
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.layers import head_dims
+from mtptrain.heads.config import HeadConfig, LayerConfig
+from mtptrain.heads.layers import HeadDims, head_dims
 from mtptrain.target.families import head_rope_parameters
 
 Tensors = dict[str, torch.Tensor]
@@ -50,7 +51,12 @@ class Format(ABC):
         """Prefer `format_for`, which refuses heads that the engine cannot serve."""
         self.head = head
         self.target = target
-        self.dims = head_dims(head, target, getattr(head, "head_dim", None))
+
+    @cached_property
+    def dims(self) -> HeadDims:
+        """The sizes of the head's decoder layer; only heads of decoder layers have them."""
+        assert isinstance(self.head, LayerConfig)
+        return head_dims(self.head, self.target, getattr(self.head, "head_dim", None))
 
     def tensors(self, state: Tensors) -> Tensors:
         """Returns the engine's tensors from the head's `state_dict`."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.transformers import MODEL_CLASSES
-from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
@@ -75,7 +75,7 @@ def foreign_layer(head: HeadConfig, target: PreTrainedConfig) -> object:
     return None if sliding_window(target) is None else f"one with a sliding window of {sliding_window(target)} tokens"
 
 
-def foreign_sizes(head: HeadConfig, target: PreTrainedConfig) -> object:
+def foreign_sizes(head: LayerConfig, target: PreTrainedConfig) -> object:
     """Returns the head's sizes if they differ from those of the target's layers."""
     dims = head_dims(head, target)
     ours = (dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim, dims.intermediate_size)

@@ -26,7 +26,7 @@ from mtptrain.convert.base import Format, Tensors, rename
 from mtptrain.convert.sglang import MIMO_LAYER, SglangEagle, SglangMtp
 from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
-from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.layers import head_dims
 from mtptrain.utils.files import read_json, tensor_shapes
 
@@ -203,10 +203,12 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
     settings = {
         field.name: getattr(config, field.name) for field in fields(config) if field.name not in IGNORED_SETTINGS
     }
-    dims = vars(head_dims(config, target_config, settings.get("head_dim")))
+    sizes = {}
+    if isinstance(config, LayerConfig):
+        sizes = vars(head_dims(config, target_config, settings.get("head_dim")))
     layers = HEADS[config.name].layers_to_capture(config, target_config)
     captured = {"capture_layers": list(layers)} if layers else {}
-    return settings | {name: size for name, size in dims.items() if name in settings} | captured
+    return settings | {name: size for name, size in sizes.items() if name in settings} | captured
 
 
 def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> PublishedHead:

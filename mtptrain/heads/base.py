@@ -5,12 +5,14 @@ V target vocabulary, D draft vocabulary, K drafted tokens, T depths (`ttt_steps`
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.flops import StepFlops
@@ -18,6 +20,8 @@ from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,13 @@ class Head(nn.Module, ABC):
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
         """Returns the FLOPs of a training step: for each weight 2 in the forward pass and 4 in the backward pass."""
 
+    def output_weight(self, parts: FrozenParts) -> torch.Tensor:
+        """Returns the output layer's weight: the head's own [D, H], or the target's frozen one [V, H]."""
+        return parts.lm_head if self.lm_head is None else self.lm_head.weight
+
     def logits(self, states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
         """Returns logits over the draft vocabulary [..., D], which is the target's unless the head has its own."""
-        return F.linear(states, parts.lm_head if self.lm_head is None else self.lm_head.weight)
+        return F.linear(states, self.output_weight(parts))
 
     @property
     def draft_token_ids(self) -> torch.Tensor | None:
@@ -142,3 +150,10 @@ class Head(nn.Module, ABC):
             return draft_probs
         zeros = draft_probs.new_zeros(*draft_probs.shape[:-1], vocab_size)
         return zeros.index_copy_(-1, self.draft_token_ids, draft_probs)
+
+    def _run(self, function: Callable[..., R], *args: torch.Tensor) -> R:
+        """Call the function, with activation checkpointing if it is enabled."""
+        if not self.activation_checkpointing:
+            return function(*args)
+        result: R = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+        return result

@@ -1,4 +1,4 @@
-"""Settings that all heads share."""
+"""Settings that heads share."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,19 @@ class HeadConfig:
     name: str = ""
     ttt_steps: int = at_least(1, default=4)
     """Number of trained depths T: training drafts this many tokens from the head's own states, as serving does."""
-    num_attention_heads: int | None = None
-    """null takes the target's number, adjusted if necessary to give a head dim of 64 or 128."""
-    num_key_value_heads: int | None = None
-    intermediate_size: int | None = None
     init_from: str | None = None
     """The head to start from, as a directory or a hub name: a published head, a head of another run
     (`run_dir/train/best`) or a checkpoint's MTP layer; see `mtptrain.convert.warm_start`. null starts from random
     weights."""
+
+
+@dataclass
+class LayerConfig(HeadConfig):
+    """Settings that heads of decoder layers share."""
+
+    num_attention_heads: int | None = None
+    """null takes the target's number, adjusted if necessary to give a head dim of 64 or 128."""
+    num_key_value_heads: int | None = None
+    intermediate_size: int | None = None
     start_from_target: bool = False
     """Start from a copy of the target's last layer that reads the target's states. The loss falls faster at first."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.config import LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
@@ -19,7 +19,7 @@ class EagleHead(LayerHead):
     """EAGLE-1 head, whose only norm is the one before the MLP."""
 
     @dataclass
-    class Config(HeadConfig):
+    class Config(LayerConfig):
         name: str = "eagle"
         head_dim: int | None = None
         """Head dim; hidden size / heads by default."""

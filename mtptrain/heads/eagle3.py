@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.config import LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
@@ -20,7 +20,7 @@ class Eagle3Head(LayerHead):
     """EAGLE-3 head. Every engine serves its default settings."""
 
     @dataclass
-    class Config(HeadConfig):
+    class Config(LayerConfig):
         name: str = "eagle3"
         head_dim: int | None = None
         """Head dim; hidden size / heads by default."""

@@ -1,13 +1,11 @@
 """The base class of heads that are one decoder layer, applied once per depth."""
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.attention.decoding import cached_attention
@@ -20,8 +18,6 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
 from mtptrain.utils.compile import fused
-
-R = TypeVar("R")
 
 INPUT_NORMS = ("enorm", "hnorm", "fc_norm", "input_norm")
 """Norms before an input projection, in the heads that have them."""
@@ -206,13 +202,6 @@ class LayerHead(Head):
     def _finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Apply the output projection to attended values [..., heads, head_dim], then `finish`."""
         return self.finish(residual, self.self_attn.o_proj(attended.flatten(-2)))
-
-    def _run(self, function: Callable[..., R], *args: torch.Tensor) -> R:
-        """Call the function, with activation checkpointing if it is enabled."""
-        if not self.activation_checkpointing:
-            return function(*args)
-        result: R = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-        return result
 
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
         """Returns the FLOPs of a training step over T depths.

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.config import LayerConfig
 from mtptrain.target.families import check_static_rope, head_rope_parameters
 
 SERVED_HEAD_DIMS = (64, 128)
@@ -86,7 +86,7 @@ class HeadDims:
     intermediate_size: int
 
 
-def head_dims(config: HeadConfig, target_config: PreTrainedConfig, head_dim: int | None = None) -> HeadDims:
+def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: int | None = None) -> HeadDims:
     """Returns the layer sizes of a head for a target.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.config import LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
@@ -30,7 +30,7 @@ class MtpHead(LayerHead):
     """Multi-token-prediction head with all RMSNorms."""
 
     @dataclass
-    class Config(HeadConfig):
+    class Config(LayerConfig):
         name: str = "mtp"
         norms: list[RestoredNorm] = field(default_factory=lambda: list(RestoredNorm))
         """The norms to include. Engines serve heads with all norms; `recipes/study/norms.yaml` trains with fewer."""

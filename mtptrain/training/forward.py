@@ -48,7 +48,7 @@ def training_losses(
         # 3. Compute the losses, with the head's own lm_head if it has one.
         return draft_losses(
             states,
-            parts.lm_head if head.lm_head is None else head.lm_head.weight,
+            head.output_weight(parts),
             target_states,
             parts.logits,
             batch.is_draft,

@@ -223,7 +223,7 @@ def step(head: Head, kind: LossKind) -> None:
     streams = (len(head.capture_layers), hidden_size) if head.capture_layers else (hidden_size,)
     sums = draft_losses(
         head(PackedTokens(fake(num_tokens, *streams), ids, ids, packing), parts, NUM_DEPTHS),
-        parts.lm_head if head.lm_head is None else head.lm_head.weight,
+        head.output_weight(parts),
         fake(num_rows, hidden_size),
         parts.logits,
         fake(NUM_DEPTHS, num_rows, dtype=torch.bool),

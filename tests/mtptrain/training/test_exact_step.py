@@ -79,7 +79,7 @@ def plain_step(
             weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
             attended = torch.einsum("hqk,khd->qhd", weights, torch.cat(values))
             out, recycled = head.finish(residual, attention.o_proj(attended.flatten(-2)))
-            logits = out @ (frozen.lm_head if head.lm_head is None else head.lm_head.weight).T
+            logits = out @ head.output_weight(frozen).T
             for t in range(n):
                 j = t + 2 + depth
                 if j < n and all(mask[j - 1 - depth : j + 1]):
@@ -114,7 +114,7 @@ def fast_step(
     weights = DECAY ** torch.arange(depths)
     sums = draft_losses(
         head(PackedTokens(read, batch.input_ids, batch.next_ids, batch.packing), frozen, depths),
-        frozen.lm_head if head.lm_head is None else head.lm_head.weight,
+        head.output_weight(frozen),
         batch.hidden_states[batch.packing.rows + 1],
         lambda x: x @ frozen.lm_head.T,
         batch.is_draft,
