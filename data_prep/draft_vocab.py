@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from mtptrain.command_line import program
+from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab, write_manifest
 from mtptrain.data.prompt_files import Documents, Split

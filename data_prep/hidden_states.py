@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from mtptrain.command_line import program
+from mtptrain.command_line.program import program
 from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams

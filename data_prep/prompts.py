@@ -14,7 +14,7 @@ import numpy as np
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.command_line import program
+from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, PromptsConfig, PromptSource, load_config
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line import command, program
+from mtptrain.command_line.program import command, program
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker, load_config
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import has_loop

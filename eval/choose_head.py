@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from mtptrain.command_line import command, program
+from mtptrain.command_line.program import command, program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.heads.files import CHOICE, check_head_target, kept_heads, load_head, save_head
 from mtptrain.target.families import read_target_config

@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
-from mtptrain.command_line import command, program, quoted
+from mtptrain.command_line.program import command, program, quoted
 from mtptrain.config import CheckSize, PipelineConfig, load_config
 from mtptrain.utils.compile import fuse
 from mtptrain.utils.distributed import device_name, init_ranks

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from mtptrain.command_line import command, program
+from mtptrain.command_line.program import command, program
 from mtptrain.config import Dtype, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise

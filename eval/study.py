@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from mtptrain.command_line import command, program, python_module, quoted
+from mtptrain.command_line.program import command, program, python_module, quoted
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts

@@ -9,7 +9,7 @@ import runpy
 import sys
 from difflib import get_close_matches
 
-from mtptrain.command_line import python_module
+from mtptrain.command_line.program import python_module
 from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
 
 STAGES = {

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from mtptrain.command_line import program
+from mtptrain.command_line.program import program
 from mtptrain.config import ExportEngine, PipelineConfig, load_config
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.export_proof import prove_equal_proposals

@@ -26,7 +26,7 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from mtptrain.command_line import program
+from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.convert.warm_start import load_init, start_from_target
 from mtptrain.data.draft_vocab import read_draft_vocab, require_draft_vocab

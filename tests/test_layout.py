@@ -24,7 +24,6 @@ ROOMS = (
         "heads",
         "settings",
         "config",
-        "mistakes",
         "command_line",
         "run_dir",
         "data",
@@ -124,6 +123,11 @@ def test_no_import_of_mtptrain_runs_upward_or_in_a_circle() -> None:
     assert {name.split(".")[1] for name in modules(ROOT) if name.startswith("mtptrain.")} == set(ROOMS)
     assert upward_imports(ROOT) == []
     assert circles(ROOT) == []
+
+
+def test_the_top_of_mtptrain_has_the_config_two_programs_and_folders() -> None:
+    files = {path.name for path in (ROOT / "mtptrain").glob("*.py")}
+    assert files == {"__init__.py", "__main__.py", "config.py", "run_dir.py", "train.py", "export.py"}
 
 
 def test_an_upward_import_and_a_circle_are_found(tmp_path: Path) -> None:

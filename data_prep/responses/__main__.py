@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from mtptrain.command_line import program
+from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_config
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from mtptrain.command_line import command, program
+from mtptrain.command_line.program import command, program
 from mtptrain.config import BenchConfig, PipelineConfig, load_config
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.draft import Drafter

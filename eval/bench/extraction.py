@@ -30,7 +30,7 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from mtptrain.command_line import program
+from mtptrain.command_line.program import program
 from mtptrain.config import BenchConfig, PipelineConfig, StoreDtype, load_config
 from mtptrain.data.identity import StoreIdentity, TargetIdentity
 from mtptrain.data.prompt_files import Documents

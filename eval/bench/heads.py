@@ -18,7 +18,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from mtptrain.command_line import command, program
+from mtptrain.command_line.program import command, program
 from mtptrain.config import StoreDtype, load_config
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler

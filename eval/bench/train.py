@@ -30,7 +30,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line import program
+from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.compile import fuse

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mtptrain.command_line import quoted
+from mtptrain.command_line.program import quoted
 
 from .rows import Finding, measured, skipped
 from .stages import Stages

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mtptrain.command_line import python_module, quoted
+from mtptrain.command_line.program import python_module, quoted
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.acceptance import generate_in_batches

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.command_line import RENAMED, refuse_renamed
+from mtptrain.command_line.program import RENAMED, refuse_renamed
 from tests.conftest import make_config
 from tests.programs import run_ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
@@ -149,4 +149,4 @@ def test_every_program_with_a_config_has_this_command_line() -> None:
     }
     programs = [path for path, text in sources.items() if re.search(r"^@program\ndef main\(", text, re.MULTILINE)]
     assert len(programs) == 15
-    assert [path.name for path, text in sources.items() if "hydra.main(" in text] == ["command_line.py"]
+    assert [path.name for path, text in sources.items() if "hydra.main(" in text] == ["program.py"]

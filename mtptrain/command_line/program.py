@@ -15,8 +15,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mtptrain.command_line.mistakes import CONFIG_GROUPS, mistake, unknown_name
 from mtptrain.config import RECIPES, PipelineConfig
-from mtptrain.mistakes import CONFIG_GROUPS, mistake, unknown_name
 from mtptrain.utils.errors import (
     EXIT_INTERRUPTED,
     EXIT_MISTAKE,
@@ -132,7 +132,7 @@ def python_module(name: str) -> str:
     """Returns the module name for `python -m`: the wheel has `data_prep` and `eval` inside mtptrain."""
     spec = find_spec(name.split(".")[0])
     is_in_this_checkout = (
-        spec is not None and spec.origin is not None and Path(spec.origin).parents[1] == Path(__file__).parents[1]
+        spec is not None and spec.origin is not None and Path(spec.origin).parents[1] == Path(__file__).parents[2]
     )
     return name if is_in_this_checkout else f"mtptrain.{name}"
 

@@ -1,0 +1,1 @@
+"""The command line that all programs share: Hydra's overrides, and one line for each mistake."""
