@@ -155,6 +155,12 @@ def test_folders_files_and_functions_are_small_enough_to_read() -> None:
     assert {name: count for name, count in functions.items() if count > MOST_LINES_OF_A_FUNCTION} == {}
 
 
+def test_no_docstring_begins_with_a_word_that_makes_it_a_fragment() -> None:
+    is_fragment = re.compile(r'"""(Of|Likewise|As|What|The same)\b')
+    found = {name: is_fragment.findall(path.read_text()) for name, path in modules(ROOT).items()}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
 @pytest.mark.parametrize(
     ("module", "source", "violation"),
     [

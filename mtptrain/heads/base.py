@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class FirstStates:
-    """What a head computes from the rows that the target has just verified."""
+    """The states that a head computes from the rows that the target has just verified."""
 
     states: torch.Tensor
     """The states that `Head.logits` reads [B, P, H]: those of depth 0 (P = 1), or those of all depths (P = K) from a

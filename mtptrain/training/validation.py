@@ -24,7 +24,7 @@ from mtptrain.utils.distributed import Ranks
 
 @dataclass(frozen=True)
 class Validated:
-    """What validation measures of a head."""
+    """One validation of a head."""
 
     acceptance: Acceptance
     held_out: HeldOutLosses | None
