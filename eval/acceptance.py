@@ -56,6 +56,11 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
     settings = config.acceptance
+    if not settings.rebuild_cache and settings.output_dir is None:
+        raise ValueError(
+            "acceptance.rebuild_cache: must be true for the report of a run, because engines rebuild the cache, but is "
+            "false; set acceptance.output_dir to write another report"
+        )
     output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
@@ -124,13 +129,14 @@ def candidates_of(
 
     def head_candidate(temperature: float, sample_drafts: bool) -> Candidate:
         quality = DraftQuality(found.head, sampler(temperature), vocab_size, depths)
-        return Candidate(HeadDrafter(found.head, target.parts, depths, sample_drafts), sampler(temperature), quality)
+        drafter = HeadDrafter(found.head, target.parts, depths, sample_drafts, settings.rebuild_cache)
+        return Candidate(drafter, sampler(temperature), quality)
 
     head = head_candidate(settings.temperature, settings.sample_drafts)
     candidates = {"head": head}
     for name in settings.baselines:
         candidates[name] = Candidate(
-            baseline_drafter(name, head.drafter, settings, found, target, model), sampler(settings.temperature)
+            baseline_drafter(name, settings, found, target, model), sampler(settings.temperature)
         )
     for temperature in settings.temperatures:
         candidates[f"temperature_{temperature:g}"] = head_candidate(temperature, sample_drafts=False)
@@ -139,7 +145,7 @@ def candidates_of(
 
 
 def baseline_drafter(
-    name: Baseline, head: Drafter, settings: AcceptanceConfig, found: RunHead, target: Target, model: Target | None
+    name: Baseline, settings: AcceptanceConfig, found: RunHead, target: Target, model: Target | None
 ) -> Drafter:
     depths = settings.num_speculative_tokens
     if name == Baseline.none:
@@ -151,7 +157,7 @@ def baseline_drafter(
         return ModelDrafter(model, len(target.parts.lm_head), depths, settings.sample_drafts)
     if name == Baseline.tree:
         return TreeDrafter(found.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k)
-    assert isinstance(head, HeadDrafter)
+    head = HeadDrafter(found.head, target.parts, depths, settings.sample_drafts)
     return HybridDrafter(head, settings.hybrid_min_match)
 
 
@@ -173,6 +179,7 @@ def report(
         "top_p": settings.top_p,
         "top_k": settings.top_k,
         "sample_drafts": settings.sample_drafts,
+        "rebuild_cache": settings.rebuild_cache,
         "max_new_tokens": settings.max_new_tokens,
         "dtype": str(settings.dtype),
         "seed": settings.seed,

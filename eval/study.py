@@ -48,6 +48,8 @@ STAGES = {
     "draft_vocab": "data_prep.draft_vocab",
 }
 """Stages before training, and their programs."""
+OWN_ACCEPTANCE = ("num_speculative_tokens", "rebuild_cache")
+"""Settings of `acceptance` that may differ between variants."""
 
 
 @program
@@ -116,10 +118,11 @@ class Study:
                     f"study.variants.{name}: must have the study's `prompts` settings, except max_document_tokens "
                     "and max_train_tokens, but some differ; make it a separate study"
                 )
-            if variant.acceptance != answers:
+            own = {field: getattr(variant.acceptance, field) for field in OWN_ACCEPTANCE}
+            if asdict(variant.acceptance) != asdict(answers) | own:
                 raise ValueError(
-                    f"study.variants.{name}: must have the study's `acceptance` settings, but some differ; set them "
-                    "for all variants"
+                    f"study.variants.{name}: must have the study's `acceptance` settings, except "
+                    f"{' and '.join(OWN_ACCEPTANCE)}, but some differ; set them for all variants"
                 )
         if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
             raise ValueError(f"study.seeds: must be distinct and at least 0, but are {settings.seeds}; correct them")
@@ -179,8 +182,12 @@ class Study:
         return path.rename(directory / f"prompts_{file_sha256(path)[:8]}.jsonl")
 
     def measure(self, variant: str, seed: int, prompts_file: Path) -> RunResult | None:
-        """Train a variant and measure it on the prompts. Returns None if training diverged."""
-        config, data, directory = self.variants[variant], self._data(variant), self.directory / variant / f"seed_{seed}"
+        """Train a variant and measure it on the prompts. Returns None if training diverged.
+
+        Variants that differ only in how they are measured share one training.
+        """
+        config, data = self.variants[variant], self._data(variant)
+        directory = self.directory / self._trained_as(variant) / f"seed_{seed}"
         directory.mkdir(parents=True, exist_ok=True)
         for stage in STAGES:
             (directory / stage).unlink(missing_ok=True)
@@ -195,10 +202,10 @@ class Study:
         }
         if not self._run(directory, overrides, ["mtptrain.train"], trained, record="trained.json"):
             return None
-        output_dir = directory / f"acceptance_{prompts_file.stem}"
+        output_dir = self.directory / variant / f"seed_{seed}" / f"acceptance_{prompts_file.stem}"
         head_only = ["acceptance.baselines=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null"]
         prompts = [f"acceptance.prompts_file={quoted(prompts_file)}", f"acceptance.output_dir={quoted(output_dir)}"]
-        record = f"measured_{prompts_file.stem}.json"
+        record = f"measured_{variant}_{prompts_file.stem}.json"
         self._run(
             directory,
             [*overrides, *head_only, *prompts],
@@ -207,6 +214,15 @@ class Study:
             record,
         )
         return result_of(output_dir / "generations.jsonl", self.settings.prompt_tokens)
+
+    def _trained_as(self, variant: str) -> str:
+        """Returns the first variant with the same training."""
+
+        def training(config: PipelineConfig) -> tuple[object, ...]:
+            return needed_data(config), config.head, config.train, config.deepspeed
+
+        own = training(self.variants[variant])
+        return next(name for name, config in self.variants.items() if training(config) == own)
 
     def _data(self, variant: str) -> Path:
         """Run the stages before training, and return their folder. Variants that need the same data share it."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
@@ -27,17 +28,31 @@ class HeadDrafter:
     """Drafts a chain of K tokens with a head."""
 
     def __init__(
-        self, head: Head, parts: FrozenParts, num_speculative_tokens: int, sample_drafts: bool = False
+        self,
+        head: Head,
+        parts: FrozenParts,
+        num_speculative_tokens: int,
+        sample_drafts: bool = False,
+        rebuild_cache: bool = True,
     ) -> None:
         self.head = head
         self.parts = parts
         self.num_speculative_tokens = num_speculative_tokens
         self.sample_drafts = sample_drafts
         """Sample drafts if the sampler is not greedy, instead of taking the most likely tokens."""
+        self.rebuild_cache = rebuild_cache
+        """Rebuild the head's keys of accepted tokens from the target's states, as engines do and as training assumes.
+        Otherwise they stay as the head wrote them while drafting, from its own states."""
+        if not rebuild_cache and not isinstance(head, LayerHead):
+            raise ValueError(
+                f"acceptance.rebuild_cache: must be true for {type(head).__name__}, which writes no keys while it "
+                "drafts, but is false; leave it out"
+            )
         self.cache = PositionCache(0)
+        self._drafted_to: torch.Tensor | None = None  # [B], the first position without a key of the last draft
 
     def start(self, batch_size: int, num_slots: int) -> None:
-        self.cache = PositionCache(num_slots)
+        self.cache, self._drafted_to = PositionCache(num_slots), None
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
@@ -52,6 +67,12 @@ class HeadDrafter:
 
     def first_depth(self, verified: Verified) -> FirstDepth:
         """Run depth 0 over the rows that the target has read. This rebuilds the head's keys there."""
+        if not self.rebuild_cache:
+            position = verified.num_tokens - 2  # [B]
+            if self._drafted_to is not None:
+                num_kept = self._drafted_to - verified.positions[:, 0]
+                verified = verified.from_row(torch.minimum(num_kept, verified.last_row).clamp(min=0))
+            self._drafted_to = position + self.num_speculative_tokens
         first = self.head.draft_first(verified, self.parts, self.cache, self.num_speculative_tokens)
         return FirstDepth(self.head.logits(first.states, self.parts), first.fed_back, verified.num_tokens - 2)
 

@@ -48,6 +48,9 @@ class AcceptanceConfig:
     """Further temperatures, each measured with greedy drafts and with sampled drafts."""
     sample_drafts: bool = False
     """Sample drafts too if temperature is above 0, as vLLM does with `draft_sample_method: probabilistic`."""
+    rebuild_cache: bool = True
+    """False keeps the head's keys of accepted drafts as it wrote them, instead of rebuilding them from the target's
+    states as engines do. For ablations; needs `output_dir`."""
     max_new_tokens: int = at_least(1, default=128)
     dtype: Dtype = Dtype.float32
     num_prompts: int = at_least(1, default=100)

@@ -170,6 +170,12 @@ class Verified:
         """The token after each row [B, S]; arbitrary after the last row."""
         return self.tokens.gather(1, self.positions + 1)
 
+    def from_row(self, first: torch.Tensor) -> "Verified":
+        """Returns the rows from index `first` [B] on, [B, S] as before: the last row is repeated to fill the shape."""
+        num_rows = self.positions.shape[1]
+        index = (first[:, None] + torch.arange(num_rows, device=first.device)).clamp(max=num_rows - 1)
+        return replace(self, positions=self.positions.gather(1, index), states=self.states.of_rows(index))
+
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
     """Returns the whole target, on one device if it fits there, otherwise spread over several by accelerate.

@@ -75,7 +75,7 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
         (
             (),
             "study: must have variants, seeds and prompt_tokens, but has 0, 3 and 0; choose one of recipes/study "
-            "(heads, long_context, norms)",
+            "(cache_rebuild, depths, feature_loss, heads, long_context, norms)",
         ),
         (
             ("study=norms", "study.prompt_tokens=[2040]"),
