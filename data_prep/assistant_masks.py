@@ -25,7 +25,7 @@ class Encoding:
     turn: int = 0
     """0 for a file and for the first document of a conversation; for other documents see `Rendering.turn`."""
     answers: int = 0
-    """Supervised assistant turns of a conversation."""
+    """Number of supervised assistant turns in the conversation."""
     answers_left_out: int = 0
     """See `Rendering`."""
 
@@ -88,7 +88,8 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
 def _loss_mask(rendering: Rendering, offsets: NDArray[np.int64], is_special: NDArray[np.bool_]) -> NDArray[np.uint8]:
     """Returns the mask [S] of tokens in the spans. `offsets` [S, 2] are the characters [start, end) of each token.
 
-    A token that begins before a span contains the end of the prompt, so the assistant cannot have generated it.
+    A token that begins before a span and ends inside it also contains the end of the prompt, so the assistant cannot
+    have generated it.
     """
     mask = np.zeros(len(offsets), np.uint8)
     ends = offsets[:, 1]

@@ -1,4 +1,4 @@
-"""Cuts tokenized documents into windows, splits them into train and validation, and counts everything left out."""
+"""Cuts tokenized documents into windows, assigns each to training or validation, and counts what is left out."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from .assistant_masks import Encoding
 from .prompt_sources import Source
 
 _BATCH = 64
-"""Documents tokenized by one call, which uses all cores."""
+"""Number of documents per call of the tokenizer. Each call uses all cores."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Collector:
         self.answers_left_out = 0
         self.beyond_max_train_tokens = 0
         self.copies = 0
-        """Files or conversations with the same tokens and loss mask as an earlier one."""
+        """Number of files or conversations with the same tokens and loss mask as an earlier one."""
         self.tokens_read = 0
         self.is_full = False
-        """Whether a window would have exceeded prompts.max_train_tokens. The training split then takes no more."""
+        """Whether a window would have exceeded prompts.max_train_tokens. If so, the training split is closed."""
         self._prompts = prompts
         self._vocab_size = vocab_size
         self._train_tokens = 0
@@ -101,7 +101,7 @@ class Collector:
 
     def _fits(self, window: Window) -> bool:
         tokens, limit = len(window.encoding.input_ids), self._prompts.max_train_tokens
-        # A full split stays full, so that a larger limit only adds documents at the end.
+        # A full split stays full even if a shorter window would fit, so that raising the limit only appends documents.
         self.is_full = self.is_full or 0 < limit < self._train_tokens + tokens
         self._train_tokens += 0 if self.is_full else tokens
         return not self.is_full
@@ -116,7 +116,7 @@ class Collector:
             yield DocumentEntry(i, window.name, window.split, tokens, window.number, window.turn, window.group)
 
     def rewritten_documents(self) -> Documents:
-        """Returns the additional documents, written for turns that the template renders differently later on."""
+        """Returns the additional documents for turns that the template rewrites once the conversation continues."""
         return Documents.from_list(
             [
                 (i, window.encoding.input_ids, window.encoding.loss_mask)

@@ -1,4 +1,4 @@
-"""Checks every byte of a finished store of hidden states. Ranks divide the shards.
+"""Checks every byte of a finished store of hidden states. The shards are divided among the ranks.
 
 python -m data_prep.hidden_states recipe=quickstart verify=true
 """

@@ -7,12 +7,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 STANDARD_LIBRARY = "standard_library"
-"""In `prompts.paths`, stands for the source directory of the running Python's standard library."""
+"""An entry of `prompts.paths` that stands for the source directory of the running Python's standard library."""
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Texts by name, and the reasons for files that were not read."""
+    """The text of each file by name, and the reason why each unread file was refused."""
 
     texts: dict[str, str]
     refused: dict[str, str]
@@ -46,7 +46,7 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
             if not path.is_file() or any(fnmatch(name, glob) for glob in exclude):
                 continue
             if name in texts:
-                refused[f"{directory}/{name}"] = "another directory has a file of this name"
+                refused[f"{directory}/{name}"] = "another directory has a file with this name"
                 continue
             try:
                 texts[name] = path.read_text(encoding="utf-8")

@@ -91,7 +91,10 @@ def refuse_constant(name: str) -> None:
 
 
 def short_names(paths: list[str]) -> list[str]:
-    """Returns paths without the leading and trailing parts that all share, or whole if the rest is not unique."""
+    """Returns the paths without the leading and trailing parts that all of them share.
+
+    If a path would become empty or equal to another, the paths are returned unchanged.
+    """
     parts = [Path(path).parts for path in paths]
     start = next((i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
     end = next(

@@ -21,8 +21,9 @@ class QualityFigures:
     """Share of the counted rounds that accepted the draft at this position."""
     rounds_at: list[int]
     calibration: list[dict[str, float]]
-    """Ten bins by confidence, the head's probability of its draft. Each non-empty bin has the number of drafts, their
-    mean confidence and the share accepted. Empty for sampled drafts, which are accepted by another rule."""
+    """Drafts in ten bins by confidence, which is the probability that the head gives its draft. Each non-empty bin has
+    the number of drafts, their mean confidence and the share accepted. The list is empty for sampled drafts, which are
+    accepted by a different rule."""
     calibration_error: float | None
     """Expected calibration error: the distance between a bin's mean confidence and its share accepted, averaged over
     drafts. None for sampled drafts."""
@@ -69,7 +70,7 @@ class DraftQuality:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def sums(self) -> torch.Tensor:
-        """Returns f64[K + bins, 4]: sums of rounds, overlap, accepted and confidence by position, then by bin."""
+        """Returns f64[K + bins, 4]: sums of rounds, overlap, accepted drafts and confidence, by position and by bin."""
         return (
             torch.zeros(self.num_depths + NUM_BINS, 4, dtype=torch.float64) if self._sums is None else self._sums.cpu()
         )

@@ -63,9 +63,9 @@ DECODING_COLUMNS = {
     "verify, ms": ("verify_ms", ".2f"),
 }
 DECODING_LEGEND = (
-    "Tokens/s are counted after the prompt; K = 0 is plain decoding. Predicted: from the acceptance on prompts of "
-    "other files and the cost of rounds of random tokens. Refilled: if new prompts replaced finished ones, as in an "
-    "engine."
+    "Tokens/s are counted after the prompt; K = 0 is plain decoding. The predicted speed-up is computed from the "
+    "acceptance on prompts of other files and the cost of a round on prompts of random tokens. The refilled speed-up "
+    "is an estimate for an engine that replaces finished prompts with new ones."
 )
 PLAIN = "no drafts"
 """Name of plain decoding on the page."""
@@ -114,7 +114,7 @@ def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
         try:
             section = build(path, report) if path.exists() else None
         except UNREADABLE as error:
-            section = Section(path.parent.name, error=f"{path}: cannot be shown, {error!r}; measure it again")
+            section = Section(path.parent.name, error=f"{path} cannot be shown ({error!r}); measure it again")
         sections += [] if section is None else [section]
     return sections
 
@@ -130,16 +130,16 @@ def held_out_section(report: ReportFigures) -> Section | None:
         for depth, count in enumerate(losses["num_drafts_at"])
     ]
     legend = (
-        "On the target's answers to these prompts, with the target's own tokens at every earlier depth. Top-1 "
-        "accuracy: share of drafts that are the target's likeliest token. Overlap: probability that a sampled draft is "
-        "accepted."
+        "Computed on the target's answers to these prompts with teacher forcing: each depth reads the target's tokens, "
+        "not the head's drafts. Top-1 accuracy: share of drafts that are the target's most likely token. Overlap: "
+        "probability that a sampled draft is accepted."
     )
     columns = ("depth", "KL, nats", "top-1 accuracy", "overlap", "drafts")
     return Section("Losses of the head by depth", columns=columns, rows=rows, legend=legend)
 
 
 def served_section(path: Path, report: ReportFigures) -> Section | None:
-    """Shows `eval.serving_check`; None if it is of another measurement."""
+    """Shows `eval.serving_check`; None if its settings differ from those of the report."""
     served = read_report(path)
     if report["temperature"] > 0 or any(served.get(name, "") != report.get(name) for name in SAME_MEASUREMENT):
         return None
@@ -152,13 +152,13 @@ def served_section(path: Path, report: ReportFigures) -> Section | None:
     return Section(
         "Served by an engine, position by position",
         served.get("command", ""),
-        [*columns, f"answers equal to plain greedy decoding, of {served['prompts']}"],
+        [*columns, f"answers equal to plain greedy decoding (of {served['prompts']})"],
         rows,
     )
 
 
 def decoding_section(path: Path, report: ReportFigures) -> Section | None:
-    """Shows `eval.bench.decode`; None if it is of another head or other settings."""
+    """Shows `eval.bench.decode`; None if its head or settings differ from those of the report."""
     decoding = read_report(path)
     if any(decoding.get(name, "") != report.get(name) for name in SAME_DECODING):
         return None
@@ -195,7 +195,7 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
     """Returns the HTML page.
 
     Args:
-        reports: reports of runs by the name to show. Of several runs, all heads and all baselines are compared.
+        reports: the report of each run, by display name. The page compares the heads and baselines of all runs.
         sections: shown after the table.
     """
     drafters = drafters_of(reports)
@@ -242,7 +242,7 @@ def verdict(drafters: Mapping[str, ReportFigures], has_speed: bool) -> list[str]
     sentence = f"Each step of the target gives {drafting[best]['tokens_per_step']:.2f} tokens with {best}"
     if others:
         second = drafting[others[0]]
-        sentence += f", the most, and {second['tokens_per_step']:.2f} with {others[0]}"
+        sentence += f" and {second['tokens_per_step']:.2f} with {others[0]}, the next best"
         intervals = [each["intervals"] and each["intervals"]["tokens_per_step"] for each in (drafting[best], second)]
         if all(intervals):
             are_apart = intervals[0][0] > intervals[1][1]
@@ -251,7 +251,7 @@ def verdict(drafters: Mapping[str, ReportFigures], has_speed: bool) -> list[str]
     plain = next((each for name, each in drafters.items() if name.endswith(PLAIN)), None)
     if plain is not None and has_speed:
         gain = drafting[best]["tokens_per_s"] / plain["tokens_per_s"]
-        sentences.append(f"With {best} decoding was {gain:.2f} times as fast as without drafts in this measurement.")
+        sentences.append(f"With {best}, decoding was {gain:.2f} times as fast as without drafts in this measurement.")
     return sentences
 
 
@@ -286,7 +286,7 @@ def table_row(name: str, figures: ReportFigures, num_depths: int, has_speed: boo
 
 
 def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures]:
-    """Returns the figures of the head and of every baseline of each report, with their speed, by the name to show."""
+    """Returns the figures and the speed of the head and every baseline of each report, by display name."""
     drafters: dict[str, ReportFigures] = {}
     for name, report in reports.items():
         prefix = f"{name}: " if len(reports) > 1 else ""

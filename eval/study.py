@@ -318,11 +318,16 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
     ]
     if program == "mtptrain.train" and "must be finite" in errors[-1]:
         return False
-    raise RuntimeError(f"{program}: must end with status 0, but ended with {ended.returncode}: {errors[-1]}; see {log}")
+    raise RuntimeError(
+        f"{program}: must exit with status 0, but exited with {ended.returncode}: {errors[-1]}; see {log}"
+    )
 
 
 def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
-    """Returns the result of a run from the counts of its answers. A length is None if no round had drafts."""
+    """Returns the result of a run from the counts of its answers.
+
+    An acceptance length is None if no round had drafts.
+    """
     lines = [json.loads(line) for line in generations.read_text().splitlines()]
     names = ("tokens", "rounds", "empty_rounds", "drafted", "accepted_at")
     answers = [

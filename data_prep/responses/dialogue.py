@@ -97,11 +97,11 @@ class RegeneratedConversation:
     finish_reasons: list[str] = field(default_factory=list)
     """`stop` or `length` for each response."""
     answer_tokens: list[int] = field(default_factory=list)
-    """Generated tokens of each response, including the end-of-sequence token."""
+    """Number of generated tokens in each response, including the end-of-sequence token."""
     texts_kept: list[bool] = field(default_factory=list)
     """Whether the chat template renders each response as generated. It may not if, say, the reasoning was cut off."""
     tokens_changed: int = 0
-    """Responses that are rendered as generated but tokenized differently."""
+    """Number of responses that are rendered as generated but tokenized differently."""
     ended_by: Ending = Ending.complete
 
 
@@ -156,7 +156,10 @@ class Dialogue:
         return Prompt(self._prompt_ids, turn_seed(self._limits.seed, self.regenerated.id, turn))
 
     def add_response(self, response: Response) -> None:
-        """Append the response to the messages, or end the conversation if it is empty or the template rejects it."""
+        """Append the response to the messages. End the conversation if the response is empty, cut off or rejected.
+
+        A response that is empty, or that the chat template rejects, is not appended.
+        """
         text = response_text(self._tokenizer, self._prompt_ids, response)
         if response.is_cut:
             text = text.rstrip(_INCOMPLETE)
@@ -209,16 +212,16 @@ def message_content(
 ) -> tuple[str, bool, bool]:
     """Returns the content of the assistant message, and whether rendering it reproduces the text and the tokens.
 
-    A generation prompt may contain the beginning of the response (`<think>`), and the template may or may not expect
-    that beginning in the message. Both are tried; if neither reproduces the response, the content is the generated
-    text.
+    A generation prompt may contain the beginning of the response (`<think>`). Some templates expect that beginning in
+    the message too and others do not, so both contents are tried. If neither reproduces the response, the content is
+    the generated text.
 
     Raises:
         TemplateError: the template rejects the response.
     """
     prompt = render_text(tokenizer, messages, is_prompt=True)
     with_probe = render_text(tokenizer, [*messages, {"role": "assistant", "content": _PROBE}])
-    response_start = prompt[len(commonprefix([prompt, with_probe])) :]  # noqa: RUF071 (common characters are meant)
+    response_start = prompt[len(commonprefix([prompt, with_probe])) :]  # noqa: RUF071 (texts, not paths)
     contents = dict.fromkeys((text, response_start + text))
     rendered = {
         content: render_text(tokenizer, [*messages, {"role": "assistant", "content": content}]) for content in contents

@@ -1,4 +1,4 @@
-"""Regenerates conversations on a running OpenAI-compatible server (vLLM, SGLang), with prompts of token ids."""
+"""Regenerates conversations on a running OpenAI-compatible server (vLLM, SGLang). Prompts are sent as token ids."""
 
 import asyncio
 import json
@@ -16,9 +16,9 @@ from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampl
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 SHOWN_CHARACTERS = 200
-"""Characters of a server's message that an error shows."""
+"""Maximum number of characters that an error quotes from a server's message."""
 MAX_BODY_BYTES = 64 * 2**20
-"""Longest body that is read; the completion of a prompt of 128k tokens takes about 10 MB."""
+"""Maximum size of a response's body. The completion of a prompt of 128k tokens takes about 10 MB."""
 
 
 class RequestFailed(Exception):
@@ -61,18 +61,19 @@ class CompletionServer:
         self.version = self._version()
 
     def check(self, prompt_ids: Sequence[int]) -> None:
-        """Request one token.
+        """Check that the server completes prompts given as token ids, by requesting one token.
 
         Raises:
             ConnectionError: the server does not respond.
-            ValueError: the server does not complete prompts of token ids, or counts more or fewer prompt tokens.
+            ValueError: the server does not complete such prompts, or counts more or fewer prompt tokens than were sent.
         """
         content = self._fetch_checked("/completions", self._request(Prompt(list(prompt_ids), 0)) | {"max_tokens": 1})
         try:
             self._parse(content)
         except RequestFailed as failure:
             raise ValueError(
-                f"responses.url: {self.url} must complete prompts of token ids, but {failure}; serve the target there"
+                f"responses.url: {self.url} must complete prompts given as token ids, but {failure}; serve the target "
+                "there"
             ) from None
         num_read = (content.get("usage") or {}).get("prompt_tokens", len(prompt_ids))
         if num_read != len(prompt_ids):
@@ -116,7 +117,8 @@ class CompletionServer:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,  # -1 means all tokens in both engines
             "seed": prompt.seed,
-            # The target's generation_config.json gives the defaults, so set all. Penalties affect greedy decoding too.
+            # Servers take defaults from the target's generation_config.json, so set every sampling parameter. Penalties
+            # affect greedy decoding too.
             **{"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
             "stop_token_ids": list(sampling.stop_token_ids),
             "skip_special_tokens": False,
@@ -212,7 +214,7 @@ class CompletionServer:
     async def _fetch_body(self, url: str, request: dict[str, Any] | None) -> bytes:
         """GET `url`, or POST `request` to it, and return the body.
 
-        The timeout of httpx limits only each single read; `asyncio.timeout` limits the whole exchange.
+        httpx applies its own timeout to each read separately; `asyncio.timeout` limits the whole exchange.
 
         Raises:
             TimeoutError: the exchange takes longer than `timeout_s`, from connecting to the last byte.

@@ -1,7 +1,7 @@
-"""Groups conversations that ask the same question, so that no split divides them, whatever their ids and responses are.
+"""Groups conversations that ask the same question, so that a split keeps them together even if ids or responses differ.
 
 A question is the first turn of the user together with the system prompt before it. Texts are compared after Unicode
-normalisation (NFKC), case folding, and replacing every run of white space by one space.
+normalisation (NFKC), case folding, and replacing every run of white space with one space.
 """
 
 import hashlib

@@ -70,7 +70,7 @@ class Intervals:
 
 
 def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: int = 0) -> Intervals | None:
-    """Returns confidence intervals for the measures of `summarise` on other prompts of the same kind.
+    """Returns confidence intervals for what `summarise` would report on other prompts of the same kind.
 
     Args:
         sources: the answers to the prompts of each source. Prompts from the same file are not independent.
@@ -121,11 +121,11 @@ def token_batches(
     """Group prompts of similar length into batches for decoding, the shortest first.
 
     Args:
-        lengths: tokens of each prompt.
-        max_new_tokens: tokens of each answer.
+        lengths: number of tokens in each prompt.
+        max_new_tokens: maximum number of tokens in each answer.
         batch_size: maximum number of prompts in a batch.
         batch_tokens: maximum number of tokens in a batch, counting every padded prompt and its answer. A prompt that
-            exceeds this limit alone gets its own batch. None sets no limit.
+            exceeds this limit by itself gets its own batch. None sets no limit.
 
     Returns:
         The indices of the prompts in each batch.

@@ -47,7 +47,7 @@ def check_store_dtype(dtype: StoreDtype, capture_layers: Collection[int]) -> Non
 
 
 def bytes_per_token(hidden_size: int, num_captured: int, dtype: StoreDtype) -> int:
-    """Returns the bytes of a token on disk: its id, its loss mask, and the states and scales of every stored layer.
+    """Returns how many bytes a token takes on disk: its id, its loss mask, and the states and scales of its layers.
 
     Each document adds `DOCUMENT_BYTES`.
     """
@@ -72,7 +72,7 @@ class ShardLayout:
 
     @staticmethod
     def of(tokens: Mapping[str, torch.Tensor], hidden_size: int, num_captured: int, dtype: StoreDtype) -> "ShardLayout":
-        """Returns the layout of a shard that holds `tokens`, which are the same tensors as `ShardFile` takes."""
+        """Returns the layout of a shard that holds `tokens`, the tensors that `ShardFile` is constructed with."""
         num_tokens, num_documents = len(tokens["input_ids"]), len(tokens["document_ids"])
         states = {HIDDEN_STATES: [num_tokens, hidden_size]}
         if num_captured:
@@ -120,7 +120,7 @@ def document_checksum(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def index_checksum(index: bytes | memoryview, loss_mask: bytes | memoryview) -> str:
-    """Returns the hexadecimal XXH3-128 of what opening a shard reads: `index` (header and tables) and loss mask."""
+    """Returns the hexadecimal XXH3-128 of the bytes read to open a shard: `index` (header and tables) and loss mask."""
     digest = xxhash.xxh3_128(index)
     digest.update(loss_mask)
     return digest.hexdigest()

@@ -12,7 +12,7 @@ from mtptrain.target.hub import DOWNLOAD_AGAIN, one_line, weight_files
 from mtptrain.utils.files import tensor_shapes
 
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Dtypes of safetensors files that need no scale."""
+"""Safetensors dtypes of tensors that are stored without scales."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -64,13 +64,13 @@ def _check_layers(target_dir: Path, config: PreTrainedConfig, tensor_names: Iter
 
 
 def _expected_shapes(target_dir: Path, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model of this config, which is built on the meta device and takes no memory."""
+    """Returns the shapes of a model with this config. It is built on the meta device, so its weights take no memory."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(
-            f"{target_dir / 'config.json'}: must describe a model that transformers can build, which reports "
-            f"{one_line(error)}; {DOWNLOAD_AGAIN}"
+            f"{target_dir / 'config.json'}: must describe a model that transformers can build, but transformers "
+            f"reports {one_line(error)}; {DOWNLOAD_AGAIN}"
         ) from error
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -64,7 +64,7 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir)
-    except Exception as error:  # the tokenizers library raises Exception itself, transformers a dozen kinds
+    except Exception as error:  # the tokenizers library raises plain Exception, transformers a dozen classes
         for path in sorted(target_dir.glob("*token*.json")):
             if path.is_file():
                 read_json(path, DOWNLOAD_AGAIN)

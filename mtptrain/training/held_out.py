@@ -23,13 +23,16 @@ Answered = tuple[list[int], Generation]
 
 @dataclass(frozen=True)
 class HeldOutLosses:
-    """Means over all drafts of the answers, by depth; the target's own tokens are given at every earlier depth."""
+    """Means over all draft positions of the answers, by depth, with teacher forcing.
+
+    Each depth reads the target's tokens, not the tokens that the head would draft.
+    """
 
     loss_at: list[float]
     kl_at: list[float]
     """Nats."""
     top1_accuracy_at: list[float]
-    """Share of the drafts whose most likely token is the target's."""
+    """Share of draft positions at which the head's most likely token is also the target's."""
     overlap_at: list[float]
     """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
     num_drafts_at: list[int]
@@ -40,13 +43,13 @@ class HeldOutLosses:
 def held_out_losses(
     head: Head, target: Target, answered: Iterable[Answered], ttt_steps: int, settings: LossSettings, ranks: Ranks
 ) -> HeldOutLosses | None:
-    """Returns the losses of a head over answers of the target, as training computes them on its documents.
+    """Returns the losses of a head on the target's answers, computed as in training.
 
-    On a GPU in fp32 it returns None: the training forward has no attention kernel for it.
+    Returns None for an fp32 target on a GPU, where the training forward has no attention kernel for fp32.
 
     Args:
         head: ready to draft, on the target's device.
-        target: the whole target; reads each prompt with its answer once more.
+        target: the whole model; it reads each prompt and answer again to compute their hidden states.
         answered: this rank's prompts and answers.
         ttt_steps: T.
         settings: which loss, and how it is computed.

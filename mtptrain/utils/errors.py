@@ -1,4 +1,4 @@
-"""How a program ends with an error: one line on stderr for what was refused, the stack for a fault of the program."""
+"""Reports the error that ends a program: one line on stderr if the input was refused, the stack otherwise."""
 
 import dis
 import os
@@ -13,14 +13,14 @@ from tqdm import tqdm
 DEBUG = "MTPTRAIN_DEBUG"
 """Environment variable that shows the stack of every error if it is 1."""
 EXIT_REFUSED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 130
-"""Exit codes: input was refused or the program failed; the command line is wrong; Ctrl-C, as shells have it."""
+"""Exit codes: the input was refused or the program failed; the command line is wrong; Ctrl-C (130 by convention)."""
 OWN_PACKAGES = ("mtptrain", "data_prep", "eval", "tools", "__main__")
 
 
 def exit_with_line(line: str, code: int) -> NoReturn:
-    """Write a line to stderr, below progress bars and with the rank if there are several, and exit."""
+    """Write a line to stderr, below all progress bars, and exit. With several ranks, the line begins with the rank."""
     for bar in list(getattr(tqdm, "_instances", ())):
-        bar.close()  # it would be drawn again behind the line
+        bar.close()  # otherwise it would be drawn again after the line
     rank = f"rank {os.environ.get('RANK', '0')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     sys.stdout.flush()
     print(rank + line, file=sys.stderr, flush=True)
@@ -28,7 +28,7 @@ def exit_with_line(line: str, code: int) -> NoReturn:
 
 
 def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFUSED) -> NoReturn:
-    """Exit with the message as a line, or with the stack if there is none or the user asks for it."""
+    """Exit with the message on one line, or with the stack if there is no message or MTPTRAIN_DEBUG is 1."""
     if message is None or os.environ.get(DEBUG) == "1":
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(code)
@@ -36,11 +36,11 @@ def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFU
 
 
 def refusal(error: Exception, run_dir: str) -> str | None:
-    """Returns the message of an error that refuses the input or names a state that the user can mend, else None.
+    """Returns the message of an error that the user can correct, or None for any other error.
 
-    These are errors of the operating system, every ValueError, and each RuntimeError that the project itself raises.
-    A message that a library wrote is followed by the place, as it seldom says what to do. A failed write does not
-    say to which file, so the run's directory is named instead.
+    The user can correct errors of the operating system, every ValueError, and each RuntimeError that the project itself
+    raises. A library's message seldom says what to do, so the place in the project's code is added to it. The error of
+    a failed write does not name the file, so the run's directory is named instead.
     """
     is_own_kind = type(error) is RuntimeError or type(error).__module__.split(".")[0] in OWN_PACKAGES
     is_refused = isinstance(error, OSError | ValueError) or (
@@ -59,7 +59,7 @@ def refusal(error: Exception, run_dir: str) -> str | None:
 
 
 def is_raised_here(error: Exception) -> bool:
-    """Returns whether a `raise` statement of the project raised the error, rather than a library or an operation."""
+    """Returns whether a `raise` statement of the project raised the error, not a library or a failing expression."""
     trace = error.__traceback__
     assert trace is not None
     while trace.tb_next is not None:
@@ -69,7 +69,7 @@ def is_raised_here(error: Exception) -> bool:
 
 
 def place(error: Exception) -> str:
-    """Returns the innermost line of the project on the way to the error."""
+    """Returns the file and line of the innermost stack frame that belongs to the project."""
     own = [(frame, line) for frame, line in walk_tb(error.__traceback__) if is_own(frame)]
     frame, line = own[-1]
     return f"at {'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line}"
@@ -80,7 +80,7 @@ def is_own(frame: FrameType) -> bool:
 
 
 def is_list(message: str) -> bool:
-    """Returns whether a message of the project has several lines on purpose: after a colon, or each an error."""
+    """Returns whether a project message has several lines on purpose: a list after a colon, or several errors."""
     return ":\n" in message or all(" must " in line for line in message.splitlines())
 
 

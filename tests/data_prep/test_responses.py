@@ -538,7 +538,8 @@ def test_a_server_that_reads_other_tokens_is_refused(
         respond(by_server())
     monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", lambda request: (200, {"object": "error"}))
     with pytest.raises(
-        ValueError, match=r"must complete prompts of token ids, but the server's answer is not a completion \(KeyError"
+        ValueError,
+        match=r"must complete prompts given as token ids, but the server's answer is not a completion \(KeyError",
     ):
         respond(by_server())
 

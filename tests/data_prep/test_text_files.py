@@ -39,7 +39,7 @@ def test_the_second_file_of_a_name_is_refused_and_not_overwritten(tmp_path: Path
     write(tmp_path / "two" / "same.py", b"second\n")
     files = read_text_files([f"{tmp_path}/one", f"{tmp_path}/two"], "*.py")
     assert files.texts == {"same.py": "first\n"}
-    assert files.refused == {f"{tmp_path}/two/same.py": "another directory has a file of this name"}
+    assert files.refused == {f"{tmp_path}/two/same.py": "another directory has a file with this name"}
 
 
 def test_standard_library_stands_for_that_of_the_running_python() -> None:

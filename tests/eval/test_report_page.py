@@ -84,9 +84,9 @@ def test_the_verdict_names_the_best_drafter_and_whether_it_is_certain(
 ) -> None:
     drafters = {"a": figures(2.0, low), "b": figures(2.5, high, 6.0), "no drafts": figures(1.0, [1.0, 1.0], 4.0)}
     first, speed = verdict(drafters, has_speed=True)
-    assert first.startswith("Each step of the target gives 2.50 tokens with b, the most, and 2.00 with a")
+    assert first.startswith("Each step of the target gives 2.50 tokens with b and 2.00 with a, the next best")
     assert first.endswith(certainty)
-    assert speed == "With b decoding was 1.50 times as fast as without drafts in this measurement."
+    assert speed == "With b, decoding was 1.50 times as fast as without drafts in this measurement."
     assert verdict({"a": figures(2.0, None)}, has_speed=True) == ["Each step of the target gives 2.00 tokens with a."]
 
 
