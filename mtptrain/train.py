@@ -167,7 +167,7 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
     """Returns the number of steps of the run.
 
     Raises:
-        ValueError: there are more than streaming allows.
+        ValueError: `train.stream` is set and the run needs more than one epoch.
     """
     num_steps = settings.max_steps or settings.epochs * steps_per_epoch
     if settings.stream and num_steps > steps_per_epoch:
@@ -205,7 +205,7 @@ def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: P
 
 
 def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Progress:
-    """Train to the last step, or to the step during which a signal arrived; returns where the run stopped."""
+    """Train until the last step or until a signal arrives. Returns the progress at which the run stopped."""
     stage_dir, settings, progress = config.stage_dir("train"), config.train, run.progress
     tracking = Tracking(stage_dir, config, progress.step) if ranks.is_first else None
     bar = tqdm(total=run.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
@@ -285,9 +285,9 @@ def is_due(step: int, every: int) -> bool:
 def validate(
     config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
 ) -> tuple[Progress, dict[str, str]]:
-    """Measure the head's acceptance on all ranks; rank 0 saves it as `last`.
+    """Measure the head's acceptance on all ranks.
 
-    Rank 0 also saves it as `best` if its acceptance length is the highest so far.
+    Rank 0 saves the head as `last`, and also as `best` if its acceptance length is the highest so far.
 
     Returns:
         The run's progress, and what the progress bar shows.

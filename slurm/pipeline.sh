@@ -4,7 +4,7 @@
 #   [responses ->] prompts [-> draft_vocab] -> hidden_states, an array -> train [-> choose_head] -> acceptance -> export
 #
 #   slurm/pipeline.sh [SBATCH OPTIONS] recipe=NAME [OVERRIDES]
-#   NODES=2 ARRAY_TASKS=8 slurm/pipeline.sh --partition=gpu --account=team --time=12:00:00 recipe=llama3_1_8b_mtp prompts.paths=[chats.jsonl]
+#   NODES=2 ARRAY_TASKS=8 slurm/pipeline.sh --partition=gpu --account=team --time=12:00:00 recipe=llama3_1_8b_mtp prompts.paths=[chats.jsonl] train.micro_batches_per_step=16
 #
 # Options, each as one word (--time=12:00:00), are passed to every sbatch; a --dependency applies to the first job. Environment:
 #   NODES        nodes for training, such as 2 or 1-2 (default 1). Other jobs take one node each

@@ -6,11 +6,13 @@ Checks the settings on the way, so that a wrong one is found before anything is 
     python slurm/stages.py recipe=llama3_1_8b_mtp train.lr=1e-4
 """
 
+import os
 import sys
 
 from hydra import compose, initialize_config_dir
 
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
+from mtptrain.training.trainer import check_batch_ranks
 
 
 def stages(config: PipelineConfig) -> list[tuple[str, str, str]]:
@@ -29,6 +31,19 @@ def stages(config: PipelineConfig) -> list[tuple[str, str, str]]:
     ]
 
 
+def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -> None:
+    """Raises ValueError if a number of nodes that the training job may get gives ranks that cannot share a step.
+
+    Args:
+        config: the settings of the run.
+        nodes: the option of sbatch: a number, or a range such as `1-2`.
+        ranks_per_node: ranks on each node.
+    """
+    first, _, last = nodes.partition("-")
+    for number in range(int(first), int(last or first) + 1):
+        check_batch_ranks(config.train.micro_batches_per_step, number * ranks_per_node)
+
+
 if __name__ == "__main__":
     with initialize_config_dir(RECIPES, version_base="1.3"):
         settings = load_config(compose("pipeline", sys.argv[1:]))
@@ -36,4 +51,8 @@ if __name__ == "__main__":
         raise ValueError(
             "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings"
         )
+    if "NODES" in os.environ:
+        variables = dict(os.environ)
+        ranks = variables.get("NPROC_train") or variables.get("NPROC") or "8"
+        check_train_ranks(settings, variables["NODES"], int(ranks) if ranks.isdigit() else 8)
     print(settings.run_dir, *(" ".join(stage) for stage in stages(settings)), sep="\n")

@@ -170,21 +170,21 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str) -> No
         ),
         (
             ["top_p=0.9"],
-            "acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are 0.9 and 0",
+            "acceptance.top_p: must be 1, and acceptance.top_k 0, if every temperature is 0, but are 0.9 and 0",
         ),
         (
             ["baselines=[tree,none,tree]"],
-            r"acceptance.baselines: must name each once, but is \[tree,none,tree\]; remove",
+            r"acceptance.baselines: must name each baseline at most once, but is \[tree,none,tree\]; remove",
         ),
         (
             ["baselines=[tree]", "sample_drafts=true"],
-            "acceptance.sample_drafts: must be false where acceptance.baselines names `tree`",
+            "acceptance.sample_drafts: must be false if acceptance.baselines names `tree`",
         ),
         (
             ["baselines=[model]"],
-            "acceptance.draft_model: must be set where acceptance.baselines names `model`, and only there, but is None",
+            "acceptance.draft_model: must be set if and only if acceptance.baselines names `model`, but is None",
         ),
-        (["draft_model=demo"], "acceptance.draft_model: must be set where .* and only there, but is demo"),
+        (["draft_model=demo"], "acceptance.draft_model: must be set if and only if .*, but is demo"),
         (
             ["baselines=[tree]", "tree_top_k=2"],
             "acceptance.tree_nodes: must be at most 10, the candidates of 3 depths .*, but is 32",

@@ -104,7 +104,11 @@ def start_from_target(head: Head, target_dir: Path) -> None:
             f"{target_dir} has {sizes}; set head.start_from_target=false"
         )
     fuse = dict(head.named_parameters()).get("eh_proj.weight", dict(head.named_parameters()).get("fc.weight"))
-    assert fuse is not None, "a head without a projection of the target's states"
+    if fuse is None:
+        raise ValueError(
+            "head.start_from_target: the head must have a projection of the target's states, eh_proj or fc, but "
+            f"{type(head).__name__} has none; set head.start_from_target=false"
+        )
     hidden_size = fuse.shape[0]
     fuse.mul_(0.5)
     fuse[:, -hidden_size:].add_(torch.eye(hidden_size))

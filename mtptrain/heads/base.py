@@ -1,4 +1,4 @@
-"""The base class of all heads: what the trainer, the drafters and the exports need of a head.
+"""The base class of all heads: what the trainer, the drafters and the exports need from a head.
 
 Shapes, here and everywhere: B batch, S sequence, N packed tokens, M draft positions, H hidden size, L captured layers,
 V target vocabulary, D draft vocabulary, K drafted tokens, T depths (`ttt_steps`).
@@ -38,9 +38,9 @@ class FirstStates:
 class Head(nn.Module, ABC):
     """A draft head. `HEADS` lists all classes.
 
-    `forward` is the training pass. `draft_first` and `draft_next` draft: they must compute the states that `forward`
-    computes at the same depth, from the same inputs. `mtptrain.heads.layer_head.LayerHead` implements all three for
-    heads of one decoder layer. See docs/add_a_head.md.
+    `forward` is the training pass. `draft_first` and `draft_next` are the inference passes: they must compute the same
+    states as `forward` at the same depth, from the same inputs. `mtptrain.heads.layer_head.LayerHead` implements all
+    three for heads of one decoder layer. See docs/add_a_head.md.
     """
 
     Config: ClassVar[type[Any]]
@@ -48,13 +48,13 @@ class Head(nn.Module, ABC):
     drafts_trees: ClassVar[bool] = False
     """Whether `draft_next` can continue several branches, given a `TreeRows`."""
     is_bound_to_depths: ClassVar[bool] = False
-    """Whether the head drafts at most T tokens, because it has learned each depth apart."""
+    """Whether the head drafts at most T tokens, because it learns each depth separately."""
     d2t: torch.Tensor | None
     """i64[D]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
     lm_head: nn.Linear | None
     """The head's own output layer [D, H]. None if it uses the target's frozen one."""
     activation_checkpointing: bool = False
-    """Whether each part of a depth keeps only its inputs for the backward pass and recomputes the rest."""
+    """Whether functions called through `_run` keep only their inputs and are recomputed in the backward pass."""
 
     @abstractmethod
     def __init__(self, config: Any, target_config: PreTrainedConfig) -> None:
@@ -76,7 +76,7 @@ class Head(nn.Module, ABC):
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states of all depths at the draft positions.
 
-        At depth k, draft position t reads the tokens up to t + 1 + k, and attends as it will in serving.
+        At depth k, draft position t may read the tokens up to t + 1 + k. It attends to the same tokens as at inference.
 
         Args:
             tokens: N packed tokens, their documents and their draft positions.
@@ -85,12 +85,12 @@ class Head(nn.Module, ABC):
 
         Returns:
             States [T, M, H]. `logits` of depth k at position t predict token t + 2 + k; they are meaningless if the
-            span ends before t + k.
+            span of generated tokens ends before t + 2 + k.
         """
 
     @abstractmethod
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Inference: run depth 0 over the rows that the target has just read, which rebuilds the head's keys there.
+        """Inference: run depth 0 over the rows that the target has just read, and write their keys to `cache`.
 
         Args:
             verified: the tokens so far, and the rows with the target's states.
@@ -112,8 +112,8 @@ class Head(nn.Module, ABC):
         """Inference: run a later depth, on the state and the token of the previous one.
 
         Args:
-            fed_back: what the previous depth fed back [B, W, H]; W rows of each sequence, one unless they form a tree.
-            tokens: the tokens drafted there, as the target's ids i64[B, W].
+            fed_back: the states that the previous depth fed back [B, W, H]. W is 1, or the number of rows of a tree.
+            tokens: the tokens drafted at the previous depth, as target ids i64[B, W].
             positions: i64[B, W], t + k at depth k.
             parts: the target's frozen parts.
             cache: this head's cache.
@@ -125,7 +125,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step: for each weight 2 in the forward pass and 4 in the backward pass."""
+        """Returns the FLOPs of a training step. Each use of a weight counts 2 forward and 4 backward."""
 
     def output_weight(self, parts: FrozenParts) -> torch.Tensor:
         """Returns the output layer's weight: the head's own [D, H], or the target's frozen one [V, H]."""

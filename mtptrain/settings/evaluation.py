@@ -54,15 +54,15 @@ class AcceptanceConfig:
     max_new_tokens: int = at_least(1, default=128)
     dtype: Dtype = Dtype.float32
     num_prompts: int = at_least(1, default=100)
-    """Held-out documents, in an order fixed by the hash of their ids."""
+    """Number of held-out documents, in an order fixed by the hash of their ids."""
     prompt_tokens: int = at_least(2, default=256)
-    """Tokens of a prompt cut from a document without turns; a conversation is cut before its first assistant turn."""
+    """Length of a prompt cut from a document without turns. A conversation is cut before its first assistant turn."""
     batch_size: int = at_least(1, default=8)
-    """Most prompts decoded together."""
+    """Maximum number of prompts decoded together."""
     batch_tokens: int = at_least(1, default=32768)
-    """Most tokens decoded together. Each prompt counts as the longest of its batch plus `max_new_tokens`; a prompt that
-    exceeds the limit is decoded alone. This limits the memory of keys and values, also in validation during
-    training."""
+    """Maximum number of tokens decoded together. Each prompt counts with the length of the longest in its batch plus
+    `max_new_tokens`; a prompt that exceeds the limit is decoded alone. This limits the memory of keys and values, also
+    in validation during training."""
     seed: int = random_seed()
     prompts_file: str | None = None
     """jsonl file to use instead of the held-out documents: each line has `id` and one of `input_ids`, `text`,
@@ -73,7 +73,7 @@ class AcceptanceConfig:
     draft_model: str | None = None
     """`model`: a directory or hub name of a model with the target's tokenizer."""
     tree_nodes: int = at_least(1, default=32)
-    """Tokens of a tree: the most likely of top_k + (K - 1) * top_k ** 2 candidates."""
+    """Number of tokens in a tree: the most likely of the top_k + (K - 1) * top_k ** 2 candidates."""
     tree_top_k: int = at_least(1, default=6)
     """Branches that are extended at each depth, and candidates per branch."""
     hybrid_min_match: int = at_least(1, default=4)
@@ -94,21 +94,22 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
         )
     if (settings.top_p < 1 or settings.top_k) and settings.temperature == 0 and not settings.temperatures:
         raise ValueError(
-            "acceptance.top_p: must be 1, and acceptance.top_k 0, where every temperature is 0, but are "
+            "acceptance.top_p: must be 1, and acceptance.top_k 0, if every temperature is 0, but are "
             f"{settings.top_p} and {settings.top_k}; leave them out, or set acceptance.temperature"
         )
     if len(set(settings.baselines)) < len(settings.baselines):
         raise ValueError(
-            f"acceptance.baselines: must name each once, but is [{','.join(settings.baselines)}]; remove the duplicates"
+            "acceptance.baselines: must name each baseline at most once, but is "
+            f"[{','.join(settings.baselines)}]; remove the duplicates"
         )
     if settings.sample_drafts and Baseline.tree in settings.baselines:
         raise ValueError(
-            "acceptance.sample_drafts: must be false where acceptance.baselines names `tree`, but is true: a tree "
-            "holds the most likely tokens; leave one of them out"
+            "acceptance.sample_drafts: must be false if acceptance.baselines names `tree`, but is true: a tree "
+            "holds the most likely tokens; drop `tree` or set it to false"
         )
     if (settings.draft_model is not None) != (Baseline.model in settings.baselines):
         raise ValueError(
-            "acceptance.draft_model: must be set where acceptance.baselines names `model`, and only there, but is "
+            "acceptance.draft_model: must be set if and only if acceptance.baselines names `model`, but is "
             f'{settings.draft_model}; set both, for example acceptance.draft_model=DIR "acceptance.baselines=[model]"'
         )
     most = settings.tree_top_k + (settings.num_speculative_tokens - 1) * settings.tree_top_k**2
@@ -122,7 +123,7 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
 
 @dataclass
 class ExportConfig:
-    """Stage 5: the head as a directory that a serving engine loads."""
+    """Stage 5: write the head to a directory that a serving engine loads."""
 
     engine: ExportEngine = ExportEngine.vllm
     dtype: Dtype | None = None
@@ -137,11 +138,11 @@ class ServingConfig:
 
     engine: ServingEngine = ServingEngine.vllm
     python: str | None = None
-    """Python that has vLLM, also for `hidden_states.backend=vllm`; null is that of `.venv-vllm` in the checkout."""
+    """Python interpreter with vLLM, also for `hidden_states.backend=vllm`; null uses `.venv-vllm` in the checkout."""
     url: str | None = None
     """A running server to ask instead of starting an engine: `http://localhost:8000`."""
     tensor_parallel_size: int = at_least(1, default=1)
-    """GPUs of the engine that is started."""
+    """Number of GPUs for the engine that is started."""
     head_dir: str | None = None
     """The exported head; null is `run_dir/export/<engine>`."""
     output_dir: str | None = directory_path(default=None)
@@ -150,29 +151,29 @@ class ServingConfig:
 
 @dataclass
 class BenchConfig:
-    """Settings of the eval.bench programs. The candidates of a run take turns."""
+    """Settings of the eval.bench programs, which alternate between the candidates within one run."""
 
     target: str | None = None
     """`8b` measures random weights with the dimensions of an 8B Llama; eval.bench.train also knows `70b`. null measures
     the recipe's target, or in eval.bench.train the targets of `hidden_sizes`."""
     documents: int = at_least(1, default=64)
-    """Documents of random tokens with log-normal lengths."""
+    """Number of documents of random tokens; lengths are log-normal."""
     median_tokens: int = at_least(1, default=250)
     max_tokens: int = at_least(1, default=2000)
     repeats: int = at_least(1, default=3)
     """Runs of each candidate; the fastest counts."""
     read_tokens: int = at_least(8192, default=32_768)
-    """Tokens of the store that is read."""
+    """Size in tokens of the store for the read benchmark."""
     open_tokens: int = at_least(8192, default=1_000_000)
-    """Tokens of the store that is opened."""
+    """Size in tokens of the store for the open benchmark."""
     hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024])
     """Hidden sizes of the targets in eval.bench.train: MLPs 2.75 times as wide, head dim 64, four queries per key."""
     train_tokens: list[int] = field(default_factory=lambda: [1024, 4096])
-    """Tokens of the fully supervised steps in eval.bench.train, in documents of 512."""
+    """Tokens per fully supervised step in eval.bench.train, packed from documents of 512 tokens."""
     vocab_size: int = at_least(2, default=4096)
     depths: int = at_least(1, default=3)
     peer_python: str = ".venv-peer/bin/python"
-    """Python that speculators is installed for; without it the comparison is left out."""
+    """Python interpreter that has speculators; without it the comparison is skipped."""
     prompt_sizes: list[int] = field(default_factory=lambda: [1024, 32_000])
     """Hidden size and vocabulary size at which eval.bench.train measures the cost of a prompt token."""
     longest_tokens: int = at_least(1024, default=32_768)
@@ -182,7 +183,7 @@ class BenchConfig:
     draft_depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata=each_at_least(1))
     """Values of K in eval.bench.decode."""
     decode_prompts: int = at_least(1, default=32)
-    """Prompts that eval.bench.decode measures; it predicts from as many others."""
+    """Number of prompts that eval.bench.decode measures; its prediction uses as many other prompts."""
     out: str | None = None
     """JSON file for the figures."""
 
@@ -195,7 +196,7 @@ class CheckSize(StrEnum):
 
 @dataclass
 class CheckConfig:
-    """eval.gpu_check: what one machine with GPUs shows in a few minutes."""
+    """Settings of eval.gpu_check, which checks the project on one machine with GPUs in a few minutes."""
 
     size: CheckSize = CheckSize.full
 
@@ -214,6 +215,6 @@ class StudyConfig:
     prompt_tokens: list[int] = field(default_factory=list)
     """Prompt lengths at which acceptance is measured."""
     num_prompts: int = at_least(1, default=80)
-    """Prompts of each length."""
+    """Number of prompts of each length."""
     num_ranks: int = at_least(1, default=1)
-    """Processes of each program."""
+    """Number of processes per program."""

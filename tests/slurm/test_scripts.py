@@ -237,6 +237,21 @@ def test_a_chain_on_one_nodes_disk_refuses_what_needs_a_shared_one(
     assert stand.asked("sbatch") == []
 
 
+@pytest.mark.parametrize(
+    ("variables", "num_ranks"), [({"NODES": "2"}, 16), ({"NODES": "1-2"}, 16), ({"NODES": "3", "NPROC": "1"}, 3)]
+)
+def test_nodes_whose_ranks_cannot_share_a_step_are_refused_before_anything_is_queued(
+    stand: Stand, variables: dict[str, str], num_ranks: int
+) -> None:
+    result = stand.run("pipeline.sh", "recipe=llama3_1_8b_mtp", **variables, MTPTRAIN_PYTHON=sys.executable)
+    assert result.returncode == 1
+    assert (
+        f"train.micro_batches_per_step: must be a multiple of the number of ranks, {num_ranks}, but is 8"
+        in result.stderr
+    )
+    assert stand.asked("sbatch") == []
+
+
 def test_a_chain_on_one_nodes_disk_is_one_task_on_the_node_that_is_named(stand: Stand) -> None:
     variables = {"MTPTRAIN_LOCAL_RUN_DIR": "1", "SKIP": "responses prompts"}
     assert stand.run("pipeline.sh", "--nodelist=n7", "recipe=quickstart", **variables).returncode == 0

@@ -556,3 +556,10 @@ def test_a_target_whose_last_layer_looks_otherwise_is_refused(tmp_path: Path) ->
         ValueError, match=r"head\.start_from_target: the target's last layer must have projections of the head's shapes"
     ):
         start_from_target(head, target_dir)
+
+
+def test_a_head_without_a_projection_of_the_targets_states_is_refused(tiny_target: Path) -> None:
+    head = build_head(HEADS["mtp"].Config(), read_target_config(tiny_target))
+    del head.eh_proj
+    with pytest.raises(ValueError, match=r"head\.start_from_target: .* eh_proj or fc, but MtpHead has none; set"):
+        start_from_target(head, tiny_target)
