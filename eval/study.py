@@ -27,9 +27,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.command_line.program import command, program, python_module, quoted
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
-from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
-from mtptrain.decoding.speculate import Generation
 from mtptrain.heads import HEADS
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.families import read_target_config
@@ -38,7 +36,7 @@ from mtptrain.utils.files import file_sha256, write_json
 
 from .drawing import drawing
 from .report_page import write_run_page
-from .study_figures import RunResult, draw, print_tables
+from .study_figures import RunResult, draw, print_tables, result_of
 
 STUDY_SETTINGS = ("study", "run_dir", "seed", "plan")
 """Top-level settings whose overrides are not passed on to the variants."""
@@ -194,12 +192,7 @@ class Study:
             if (data / stage).exists():
                 (directory / stage).symlink_to((data / stage).resolve())
         overrides = [*self.common, *self.settings.variants[variant], f"seed={seed}"]
-        trained = {
-            "seed": seed,
-            "head": asdict(config.head),
-            "train": asdict(config.train),
-            "deepspeed": config.deepspeed,
-        }
+        trained = {"seed": seed, **training_settings(config)}
         if not self._run(directory, overrides, ["mtptrain.train"], trained, record="trained.json"):
             return None
         output_dir = self.directory / variant / f"seed_{seed}" / f"acceptance_{prompts_file.stem}"
@@ -217,12 +210,8 @@ class Study:
 
     def _trained_as(self, variant: str) -> str:
         """Returns the first variant with the same training."""
-
-        def training(config: PipelineConfig) -> tuple[object, ...]:
-            return needed_data(config), config.head, config.train, config.deepspeed
-
-        own = training(self.variants[variant])
-        return next(name for name, config in self.variants.items() if training(config) == own)
+        own = training_settings(self.variants[variant])
+        return next(name for name, config in self.variants.items() if training_settings(config) == own)
 
     def _data(self, variant: str) -> Path:
         """Run the stages before training, and return their folder. Variants that need the same data share it."""
@@ -298,6 +287,16 @@ def needed_data(config: PipelineConfig) -> dict[str, Any]:
     }
 
 
+def training_settings(config: PipelineConfig) -> dict[str, Any]:
+    """Returns the settings that a trained head depends on, except the seed."""
+    return {
+        "data": needed_data(config),
+        "head": asdict(config.head),
+        "train": asdict(config.train),
+        "deepspeed": config.deepspeed,
+    }
+
+
 def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Path) -> bool:
     """Run a program. Returns False if the program is mtptrain.train and training diverged.
 
@@ -321,34 +320,6 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
     raise RuntimeError(
         f"{program}: must exit with status 0, but exited with {ended.returncode}: {errors[-1]}; see {log}"
     )
-
-
-def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
-    """Returns the result of a run from the counts of its answers.
-
-    An acceptance length is None if no round had drafts.
-    """
-    lines = [json.loads(line) for line in generations.read_text().splitlines()]
-    names = ("tokens", "rounds", "empty_rounds", "drafted", "accepted_at")
-    answers = [
-        (int(line["id"].split()[1]), line["has_loop"], Generation(**{name: line[name] for name in names}))
-        for line in lines
-    ]
-
-    def lengths(with_loops: bool) -> dict[str, float | None]:
-        length_of = {}
-        for tokens in prompt_tokens:
-            pooled = summarise(
-                [each for length, loops, each in answers if length == tokens and (with_loops or not loops)]
-            )
-            length_of[str(tokens)] = pooled.acceptance_length if pooled.rounds else None
-        return length_of
-
-    return {
-        "acceptance": lengths(with_loops=True),
-        "without_loops": lengths(with_loops=False),
-        "acceptance_rate_at": summarise([each for *_, each in answers]).acceptance_rate_at,
-    }
 
 
 if __name__ == "__main__":

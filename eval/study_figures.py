@@ -1,5 +1,6 @@
 """Prints the results of a study as tables and plots them, with means and standard deviations over seeds."""
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,10 +11,41 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from mtptrain.decoding.acceptance import summarise
+from mtptrain.decoding.speculate import Generation
+
 RunResult = dict[str, Any]
 """One run's `acceptance_rate_at`, and its acceptance lengths by prompt length (`acceptance` and `without_loops`)."""
 StudyResults = Mapping[str, Mapping[int, RunResult | None]]
 """Results by variant and seed; None if the training diverged."""
+
+
+def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
+    """Returns the result of a run from the counts of its answers.
+
+    An acceptance length is None if no round had drafts.
+    """
+    lines = [json.loads(line) for line in generations.read_text().splitlines()]
+    names = ("tokens", "rounds", "empty_rounds", "drafted", "accepted_at")
+    answers = [
+        (int(line["id"].split()[1]), line["has_loop"], Generation(**{name: line[name] for name in names}))
+        for line in lines
+    ]
+
+    def lengths(with_loops: bool) -> dict[str, float | None]:
+        length_of = {}
+        for tokens in prompt_tokens:
+            pooled = summarise(
+                [each for length, loops, each in answers if length == tokens and (with_loops or not loops)]
+            )
+            length_of[str(tokens)] = pooled.acceptance_length if pooled.rounds else None
+        return length_of
+
+    return {
+        "acceptance": lengths(with_loops=True),
+        "without_loops": lengths(with_loops=False),
+        "acceptance_rate_at": summarise([each for *_, each in answers]).acceptance_rate_at,
+    }
 
 
 def over_seeds(runs: Mapping[int, RunResult | None], key: str, index: str | int) -> list[float]:

@@ -8,7 +8,8 @@ import pytest
 from tests.conftest import run_program
 
 VARIANTS = (
-    "+study.variants={short:['prompts.max_document_tokens=64'],norms:['head.norms=[norm]'],wild:['train.lr=1e30']}",
+    "+study.variants={short:['prompts.max_document_tokens=64'],norms:['head.norms=[norm]'],wild:['train.lr=1e30'],"
+    "kept:['head.norms=[norm]','acceptance.num_speculative_tokens=2','acceptance.rebuild_cache=false']}",
     "study.name=tiny",
     "study.seeds=[1]",
     "study.prompt_tokens=[16,48]",
@@ -32,12 +33,17 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     directory = tmp_path / "study" / "tiny"
     measured = json.loads((directory / "study.json").read_text())["measured"]
     assert measured["wild"] == {"1": None} and "1 seeds, 1 diverged" in shown
-    assert all(set(measured[name]["1"]["acceptance"]) == {"16", "48"} for name in ("short", "norms"))
+    assert all(set(measured[name]["1"]["acceptance"]) == {"16", "48"} for name in ("short", "norms", "kept"))
     assert "<svg" in (directory / "study.svg").read_text()
     # Variants with the same settings of stages 1 and 2 share their output, and each variant has its own settings.
     assert sorted(path.name for path in (directory / "data").iterdir()) == ["norms", "short"]
     head = json.loads((directory / "norms" / "seed_1" / "train" / "best" / "head.json").read_text())
     assert head["head"]["norms"] == ["norm"] and head["step"] == 20
+    # Variants that differ only in how they are measured share one training.
+    assert not (directory / "kept" / "seed_1" / "train").exists()
+    assert [len(measured[name]["1"]["acceptance_rate_at"]) for name in ("norms", "kept")] == [3, 2]
+    report = json.loads(next((directory / "kept" / "seed_1").glob("acceptance_*/report.json")).read_text())
+    assert report["rebuild_cache"] is False
     manifest = json.loads((directory / "short" / "seed_1" / "prompts" / "manifest.json").read_text())
     assert manifest["max_document_tokens"] == 64
     # A shorter prompt is the end of the longer one from the same document.
