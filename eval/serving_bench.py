@@ -279,7 +279,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         )
         print(written)
     with drawing(bench.output_dir / "bench.svg", path):
-        (bench.output_dir / "bench.svg").write_text(plot_serving(report["rows"]))
+        (bench.output_dir / "bench.svg").write_text(plot_serving([row.describe(speeds) for row in rows]))
 
 
 def print_table(bench: Bench, rows: Sequence[Row], version: str) -> None:

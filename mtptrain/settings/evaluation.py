@@ -163,8 +163,8 @@ class ServingBenchConfig:
     warmup_requests: int = at_least(0, default=8)
     """Requests to each engine before the first measured one, at the largest concurrency."""
     ignore_eos: bool = False
-    """Let every answer have acceptance.max_new_tokens tokens. What follows an answer's end is no user's text, and it often
-    repeats itself, so that more drafts are accepted."""
+    """Let every answer have acceptance.max_new_tokens tokens. What follows the end of an answer often repeats
+    itself, so that more drafts are accepted than users see."""
     server_args: list[str] = field(default_factory=list)
     """Further arguments of `vllm serve`, for every engine that is started: `[--enforce-eager]`."""
     start_timeout_s: float = at_least(1, default=1800.0)
