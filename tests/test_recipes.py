@@ -58,6 +58,23 @@ OUT_OF_RANGE = {
     "hidden_states.part": {"-1": "at least 0, but is -1", "1": "below hidden_states.num_parts=1, but is 1"},
     "hidden_states.tensor_parallel_size": {"0": "at least 1, but is 0"},
     "serving.tensor_parallel_size": {"0": "at least 1, but is 0"},
+    "serving_bench.concurrency": {
+        "[]": "at least one number, each at least 1, but is []",
+        "[0,1]": "each at least 1, but is [0, 1]",
+        "[2,1]": "must rise, but is [2, 1]; sort it",
+        "[1,1]": "must rise, but is [1, 1]; sort it and name each number once",
+    },
+    "serving_bench.num_speculative_tokens": {
+        "[1,3,3]": "must rise and begin at 1 or above, but is [1, 3, 3]; name each K once",
+        "[0,1]": "must rise and begin at 1 or above, but is [0, 1]; name each K once, and leave out 0",
+    },
+    "serving_bench.num_requests": {
+        "7": "must be at least 8, the largest of serving_bench.concurrency, but is 7",
+        "0": "must be at least 8",
+    },
+    "serving_bench.warmup_requests": {"-1": "at least 0, but is -1"},
+    "serving_bench.start_timeout_s": {"0": "at least 1, but is 0.0"},
+    "serving_bench.output_dir": {"README.md": "must name a directory, but is 'README.md'"},
     "responses.concurrency": {"0": "at least 1, but is 0"},
     "responses.batch_size": {"0": "at least 1, but is 0"},
     "responses.temperature": {"-0.1": "at least 0.0, but is -0.1"},

@@ -59,7 +59,7 @@ def write_engine_settings(
     write_json(output_dir / VLLM_FILE, settings)
     parts = ["# The fastest number of drafts at each batch size", table(speeds, best), "## vLLM", said]
     parts.append(f"```bash\n{vllm_command(output_dir / VLLM_FILE, target, facts)}\n```")
-    parts += ["## SGLang", sglang_part(output_dir / SGLANG_FILE, best, target, head, target_dir)]
+    parts += ["## SGLang", sglang_part(output_dir / SGLANG_FILE, best, head_dir, target, head, target_dir)]
     write_text(output_dir / README, "\n\n".join(parts) + "\n")
     found = ", ".join(f"{depth} at {size}" for size, depth in best.items())
     return f"fastest K: {found} in flight; settings and commands: {output_dir / README}"
@@ -76,10 +76,10 @@ def vllm_settings(speeds: Speeds, facts: dict[str, Any], head_dir: Path) -> tupl
     best = best_depths(speeds)
     ranges = per_batch_size(best)
     settings = speculative_config(facts, head_dir, max(best.values()))
-    said = "; ".join(f"{first} to {last} requests, K = {depth}" for first, last, depth in ranges)
+    said = ", ".join(f"K = {depth} from {first} in flight" for first, _, depth in ranges)
     return {**settings, "num_speculative_tokens_per_batch_size": ranges}, (
-        f"{said}; larger batches as the last. vLLM ignores this with data parallelism. At K = 0 it still fills the "
-        "head's cache, which the engine without drafts does not."
+        f"{said}. vLLM ignores this with data parallelism. At K = 0 it still fills the head's cache, which the engine "
+        "without drafts does not."
     )
 
 
@@ -90,7 +90,9 @@ def vllm_command(settings_path: Path, target: str, facts: dict[str, Any]) -> str
     return f'vllm serve {shlex.quote(target)} --speculative-config "$(cat {path})"{end}'
 
 
-def sglang_part(path: Path, best: Mapping[int, int], target: str, head: HeadConfig, target_dir: Path) -> str:
+def sglang_part(
+    path: Path, best: Mapping[int, int], head_dir: Path, target: str, head: HeadConfig, target_dir: Path
+) -> str:
     """Write SGLang's file, and return its section of the README, or the reason why there is none."""
     try:
         form = format_for("sglang", head, read_target_config(target_dir))
@@ -99,7 +101,7 @@ def sglang_part(path: Path, best: Mapping[int, int], target: str, head: HeadConf
     if form.method not in ADAPTIVE_ALGORITHMS:
         return f"No settings: SGLang drafts a fixed number of tokens with {form.method}."
     write_json(path, adaptive_steps(best))
-    launch = form.launch(shlex.quote(target), Path("RUN_DIR/export/sglang"), max(best.values()))
+    launch = form.launch(shlex.quote(target), head_dir.resolve().with_name("sglang"), max(best.values()))
     return (
         "A batch takes the entry of the closest size. The speeds were measured with vLLM, and SGLang was not run. "
         "Write the head for SGLang first, with `mtptrain export` and `export.engine=sglang`.\n\n"

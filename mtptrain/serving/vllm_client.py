@@ -224,7 +224,7 @@ class VllmServer:
         self.version: str = self._fetch("/version").json()["version"]
         model = self._fetch("/v1/models").json()["data"][0]
         self.model: str = model["id"]
-        self.root: str = model["root"]
+        self.root: str = model.get("root") or self.model
         """The path or hub name that the server was started with."""
         self.max_model_len: int = model["max_model_len"]
 
