@@ -15,7 +15,7 @@ from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.serving.bench_rows import Row, speeds_of, warn_of_unequal_work
 from mtptrain.serving.depth_choice import adaptive_steps, best_depths, best_fixed_depth, per_batch_size, why_fixed
 from mtptrain.serving.load_generator import Latencies, Spread
-from tests.conftest import make_target, run_program
+from tests.conftest import make_config, make_target, run_program
 
 SPEEDS = {
     1: {0: 100.0, 1: 120.0, 3: 150.0},
@@ -140,6 +140,25 @@ def test_a_server_is_known_by_the_weights_of_its_directory_or_by_its_name(tmp_pa
     assert not is_same_model(str(make_target(tmp_path / "other", seed=1)), str(tiny_target), tiny_target)
     assert is_same_model("/far/away/Llama-8B", "meta/llama-8b", tiny_target)
     assert not is_same_model("meta/llama-1b", "meta/llama-8b", tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("num_speculative_tokens=[1,3,3]", "must rise and begin at 1 or above, but is [1, 3, 3]; name each K once"),
+        ("num_speculative_tokens=[3,1]", "must rise and begin at 1 or above, but is [3, 1]"),
+        (
+            "num_speculative_tokens=[0,1]",
+            "must rise and begin at 1 or above, but is [0, 1]; name each K once, and leave",
+        ),
+        ("num_requests=7", "must be at least 8, the largest of serving_bench.concurrency, but is 7; fewer requests"),
+    ],
+)
+def test_a_sweep_that_cannot_be_run_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        make_config(f"serving_bench.{override}")
+    assert f"serving_bench.{override.split('=')[0]}: {message}" in str(refused.value)
+    make_config("serving_bench.num_speculative_tokens=[1,3,5]", "serving_bench.num_requests=8")
 
 
 @pytest.mark.parametrize(

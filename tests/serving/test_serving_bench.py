@@ -158,6 +158,13 @@ def test_a_server_that_cannot_be_compared_is_refused(
     assert result.returncode == 1 and message.format(**names) in result.stderr
 
 
+def test_a_missing_export_is_refused_before_an_engine_starts(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    settings = (f"serving.head_dir={tmp_path}", f"serving_bench.output_dir={tmp_path}/bench")
+    result = run_program("eval.serving_bench", *run[1], *settings)
+    assert result.returncode == 1 and "serving.json: must exist, but does not; run mtptrain.export" in result.stderr
+    assert not (tmp_path / "bench").exists()
+
+
 def test_an_engine_that_cannot_start_names_its_log(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
     settings = (f"serving_bench.output_dir={tmp_path}", "serving_bench.server_args=[--no-such-argument]")
     result = run_program("eval.serving_bench", *run[1], *settings)
