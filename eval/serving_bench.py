@@ -2,7 +2,7 @@
 
 Starts `vllm serve` without drafts and with each K of `serving_bench.num_speculative_tokens`, or asks the running server
 of `serving.url`. Sends the prompts of `eval.acceptance` at every concurrency with vLLM's own `vllm bench serve`. Reads
-`run_dir/export/vllm/` (or `serving.head_dir`). Writes to `run_dir/serving_bench/`: `report.json`, `bench.svg`, the
+`run_dir/export/vllm/` (or `serving.head_dir`). Writes to `run_dir/serving_bench/`: `report.json`, `plot.svg`, the
 files of `vllm bench serve`, every log, and the fastest K at each batch size as the engines' own settings, with the
 commands that use them in `README.md`. Prints a table.
 
@@ -278,8 +278,8 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
             bench.output_dir, speeds, bench.facts, bench.head_dir, served, config.head, bench.target_dir
         )
         print(written)
-    with drawing(bench.output_dir / "bench.svg", path):
-        (bench.output_dir / "bench.svg").write_text(plot_serving([row.describe(speeds) for row in rows]))
+    with drawing(bench.output_dir / "plot.svg", path):
+        (bench.output_dir / "plot.svg").write_text(plot_serving([row.describe(speeds) for row in rows]))
 
 
 def print_table(bench: Bench, rows: Sequence[Row], version: str) -> None:

@@ -85,7 +85,7 @@ def test_every_engine_and_concurrency_has_a_complete_row(
         assert f"{row['output_tokens_per_s']:,.0f}" in result.stdout
     assert report["version"].startswith("0.32") and report["prompts"] == NUM_PROMPTS
     assert report["best_num_speculative_tokens"].keys() == {"1", "2"}
-    for name in ("bench.svg", "load.log", "server_K0.log", "server_K3.log", "load_K3_concurrency2.json"):
+    for name in ("plot.svg", "load.log", "server_K0.log", "server_K3.log", "load_K3_concurrency2.json"):
         assert (run[0] / "serving_bench" / name).stat().st_size > 0
 
 
