@@ -52,7 +52,8 @@ def test_sglang_has_one_candidate_at_each_measured_size() -> None:
 
 
 def test_one_k_for_all_sizes_has_the_largest_geometric_mean() -> None:
-    assert best_fixed_depth({1: {0: 99.0, 1: 2.0, 3: 4.0}, 8: {0: 99.0, 1: 9.0, 3: 4.0}}) == 1  # 18 against 16
+    speeds = {1: {0: 99.0, 1: 3.0, 3: 1.5}, 8: {0: 99.0, 1: 6.0, 3: 11.0}}
+    assert best_fixed_depth(speeds) == 1  # 3 * 6 = 18 against 1.5 * 11 = 16.5, though 3 + 6 is less than 1.5 + 11
 
 
 def test_only_methods_that_can_change_k_get_a_k_for_each_size() -> None:
