@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eval.serving_bench import is_same_model
+from eval.serving_bench import check_device, is_same_model
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.serving.bench_rows import Row, speeds_of, warn_of_unequal_work
@@ -120,6 +120,19 @@ def test_no_settings_are_written_where_plain_decoding_always_wins(
     said, vllm, readme = write(config_for, tmp_path, tiny_target, speeds={1: {0: 5.0, 3: 4.0}})
     assert said.startswith("decoding without drafts was the fastest at every concurrency")
     assert vllm is None and readme == "" and not (tmp_path / "sglang.json").exists()
+
+
+class OnCpus:
+    """A load generator whose vLLM runs on CPUs."""
+
+    version, is_cpu = "0.32.0", True
+
+
+def test_a_vllm_for_cpus_is_refused_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_device(OnCpus())  # type: ignore[arg-type]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"serving\.python: must have a vLLM that runs on GPUs, .* runs on CPUs"):
+        check_device(OnCpus())  # type: ignore[arg-type]
 
 
 def row(depth: int, output_tokens: int) -> Row:
