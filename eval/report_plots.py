@@ -1,7 +1,7 @@
 """The plots of a report page, as SVG."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -167,3 +167,26 @@ def plot_costs(axes: Axes, drafters: Drafters) -> bool:
     axes.set(xlabel="ms per new token", xlim=(0, max(left) * 1.2))
     axes.legend(fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     return True
+
+
+def plot_serving(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns output tokens/s and time per output token against concurrency, a line for each K, as SVG."""
+    figure, buffer = Figure(figsize=(9, 3.8), layout="constrained"), io.StringIO()
+    panels = figure.subplots(1, 2)
+    values: tuple[Callable[[Mapping[str, Any]], float], ...] = (
+        lambda row: row["output_tokens_per_s"],
+        lambda row: row["tpot_ms"]["p50"],
+    )
+    for axes, label, value in zip(panels, ("output tokens/s", "median ms per output token"), values, strict=True):
+        for index, depth in enumerate(dict.fromkeys(row["num_speculative_tokens"] for row in rows)):
+            own = [row for row in rows if row["num_speculative_tokens"] == depth]
+            name = "running server" if depth is None else f"K = {depth}" if depth else "no drafts"
+            concurrency = [row["concurrency"] for row in own]
+            axes.plot(concurrency, [value(row) for row in own], marker="o", label=name, color=COLOURS[index % 10])
+        ticks = sorted({row["concurrency"] for row in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set(xlabel="requests in flight", ylabel=label, ylim=(0, None))
+    put_legend(panels[0])
+    figure.savefig(buffer, format="svg")
+    return buffer.getvalue()

@@ -10,7 +10,6 @@ must agree within 2 %.
 """
 
 import gc
-import json
 import sys
 from dataclasses import asdict, dataclass
 from operator import eq
@@ -21,7 +20,6 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedConfig
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import Dtype, PipelineConfig, load_config
@@ -31,8 +29,9 @@ from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
-from mtptrain.run_dir import require, write_provenance
+from mtptrain.run_dir import write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
+from mtptrain.serving.exports import cache_bytes, read_serving_facts, speculative_config
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
 from mtptrain.target.families import eos_token_ids, read_target_config
 from mtptrain.target.hub import resolve_target
@@ -113,52 +112,20 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     found = run_head(config, target_dir, torch.device("cpu"))
     facts = read_serving_facts(head_dir, serving.engine, found.sha256)
     python = find_python(serving.python)
-    draft = {
-        "method": facts["method"],
-        "model": str(head_dir.resolve()),
-        "num_speculative_tokens": settings.num_speculative_tokens,
-        **facts.get("speculative_settings", {}),
-    }
     has_gpu = torch.cuda.is_available()
     return StartedVllm(
         python=str(python),
         target_dir=target_dir,
-        speculative_config=draft,
+        speculative_config=speculative_config(facts, head_dir, settings.num_speculative_tokens),
         hf_overrides=facts["hf_overrides"],
         dtype=str(settings.dtype),
         max_model_len=needed_tokens,
-        kv_cache_memory_bytes=None if has_gpu else cache_bytes(read_target_config(target_dir), needed_tokens),
+        kv_cache_memory_bytes=None
+        if has_gpu
+        else cache_bytes(read_target_config(target_dir), needed_tokens, CACHED_SEQUENCES),
         tensor_parallel_size=serving.tensor_parallel_size,
         device_type="cuda" if has_gpu else "cpu",
     )
-
-
-def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:
-    """Returns the contents of the exported head's `serving.json`, which says how an engine loads the head.
-
-    Raises:
-        FileNotFoundError: nothing was exported.
-        ValueError: the export is for another engine or of another head.
-    """
-    facts: dict[str, Any] = json.loads(require(head_dir / "serving.json", "mtptrain.export").read_text())
-    if facts["engine"] != engine:
-        raise ValueError(
-            f"{head_dir / 'serving.json'}: engine must be {engine}, but is {facts['engine']}; run mtptrain.export with "
-            f"export.engine={engine}, or set serving.head_dir"
-        )
-    if facts["head_sha256"] != head_sha256:
-        raise ValueError(
-            f"{head_dir / 'serving.json'}: head_sha256 must be {head_sha256}, the hash of this run's head, but is "
-            f"{facts['head_sha256']}, the hash of another head; run mtptrain.export again"
-        )
-    return facts
-
-
-def cache_bytes(target: PreTrainedConfig, max_model_len: int) -> int:
-    """Returns the bytes of a float32 KV cache for the target's layers and two more, in blocks of up to 128 tokens."""
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    token_bytes = 2 * 4 * (target.num_hidden_layers + 2) * target.num_key_value_heads * head_dim
-    return CACHED_SEQUENCES * (max_model_len + 128) * token_bytes + (64 << 20)
 
 
 @dataclass(frozen=True)

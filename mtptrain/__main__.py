@@ -24,6 +24,7 @@ STAGES = {
     "study": ("eval.study", "train and measure variants of a recipe"),
     "export": ("mtptrain.export", "5. write the head for a serving engine"),
     "serving-check": ("eval.serving_check", "serve the exported head and compare its acceptance with the measured one"),
+    "serving-bench": ("eval.serving_bench", "measure latency and tokens/s of an engine with and without the head"),
     "gpu-check": ("eval.gpu_check", "run the checks that need a machine with GPUs"),
 }
 

@@ -33,10 +33,12 @@ from mtptrain.settings.evaluation import (
     CheckSize,
     ExportConfig,
     ExportEngine,
+    ServingBenchConfig,
     ServingConfig,
     ServingEngine,
     StudyConfig,
     check_acceptance,
+    check_serving_bench,
 )
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.training import LossKind, Resume, Tracker, TrainConfig
@@ -63,6 +65,7 @@ __all__ = [
     "PromptsConfig",
     "ResponsesConfig",
     "Resume",
+    "ServingBenchConfig",
     "ServingConfig",
     "ServingEngine",
     "StoreDtype",
@@ -109,6 +112,7 @@ class PipelineConfig:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
+    serving_bench: ServingBenchConfig = field(default_factory=ServingBenchConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     check: CheckConfig = field(default_factory=CheckConfig)
@@ -137,6 +141,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     check_bounds(config)
     _check_relations(config)
     check_acceptance(config.acceptance)
+    check_serving_bench(config.serving_bench, config.serving)
     _check_stream(config)
     _check_depths(config)
     return config
@@ -167,12 +172,16 @@ def _check_stream(config: PipelineConfig) -> None:
 
 
 def _check_depths(config: PipelineConfig) -> None:
-    depths, drafts = config.head.ttt_steps, config.acceptance.num_speculative_tokens
-    if HEADS[config.head.name].is_bound_to_depths and drafts > depths:
-        raise ValueError(
-            f"acceptance.num_speculative_tokens: must be at most head.ttt_steps={depths} with head {config.head.name}, "
-            f"which learns each depth apart, but is {drafts}; lower it, or train with head.ttt_steps={drafts}"
-        )
+    depths = config.head.ttt_steps
+    for name, drafts in {
+        "acceptance": config.acceptance.num_speculative_tokens,
+        "serving_bench": max(config.serving_bench.num_speculative_tokens, default=0),
+    }.items():
+        if HEADS[config.head.name].is_bound_to_depths and drafts > depths:
+            raise ValueError(
+                f"{name}.num_speculative_tokens: must be at most head.ttt_steps={depths} with head {config.head.name}, "
+                f"which learns each depth apart, but is {drafts}; lower it, or train with head.ttt_steps={drafts}"
+            )
 
 
 register()

@@ -201,7 +201,11 @@ def test_every_pattern_of_slow_tests_matches_a_test() -> None:
     assert [pattern for pattern in SLOW if not any(re.match(pattern, test_id) for test_id in ids)] == []
 
 
-IN_AN_ENVIRONMENT_OF_ITS_OWN = {"mtptrain.serving.vllm_worker": "vllm", "eval.bench.speculators_worker": "speculators"}
+IN_AN_ENVIRONMENT_OF_ITS_OWN = {
+    "mtptrain.serving.bench_worker": "vllm",
+    "mtptrain.serving.vllm_worker": "vllm",
+    "eval.bench.speculators_worker": "speculators",
+}
 """Modules that run in the Python of an engine or of another trainer, which is no dependency of ours."""
 
 

@@ -58,6 +58,15 @@ OUT_OF_RANGE = {
     "hidden_states.part": {"-1": "at least 0, but is -1", "1": "below hidden_states.num_parts=1, but is 1"},
     "hidden_states.tensor_parallel_size": {"0": "at least 1, but is 0"},
     "serving.tensor_parallel_size": {"0": "at least 1, but is 0"},
+    "serving_bench.concurrency": {
+        "[]": "at least one number, each at least 1, but is []",
+        "[0,1]": "each at least 1, but is [0, 1]",
+        "[2,1]": "must rise, but is [2, 1]; sort it",
+        "[1,1]": "must rise, but is [1, 1]; sort it and name each number once",
+    },
+    "serving_bench.warmup_requests": {"-1": "at least 0, but is -1"},
+    "serving_bench.start_timeout_s": {"0": "at least 1, but is 0.0"},
+    "serving_bench.output_dir": {"README.md": "must name a directory, but is 'README.md'"},
     "responses.concurrency": {"0": "at least 1, but is 0"},
     "responses.batch_size": {"0": "at least 1, but is 0"},
     "responses.temperature": {"-0.1": "at least 0.0, but is -0.1"},
@@ -200,6 +209,8 @@ def test_a_head_without_a_chain_drafts_no_more_than_it_was_trained_for() -> None
     with pytest.raises(ValueError, match=r"acceptance\.num_speculative_tokens: must be at most head\.ttt_steps=3 "):
         make_config("head=peagle", "head.ttt_steps=3", "acceptance.num_speculative_tokens=4")
     make_config("head=eagle3", "head.ttt_steps=3", "acceptance.num_speculative_tokens=4")
+    with pytest.raises(ValueError, match=r"serving_bench\.num_speculative_tokens: must be at most head\.ttt_steps=3 "):
+        make_config("head=peagle", "head.ttt_steps=3", "serving_bench.num_speculative_tokens=[1,4]")
 
 
 def test_every_setting_that_is_checked_is_provoked_here() -> None:

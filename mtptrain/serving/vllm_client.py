@@ -29,6 +29,8 @@ REQUEST_TIMEOUT_S = 600.0
 SETTLED_AFTER_S = 0.3
 """Seconds after which unchanged counters are final."""
 
+Counters = dict[tuple[str, int | None], int]
+"""A server's counters, by name and, for those that have one, draft position."""
 _SAMPLE = re.compile(r'^vllm:(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?[^}]*\})? (\S+)$')
 
 
@@ -222,6 +224,8 @@ class VllmServer:
         self.version: str = self._fetch("/version").json()["version"]
         model = self._fetch("/v1/models").json()["data"][0]
         self.model: str = model["id"]
+        self.root: str = model.get("root") or self.model
+        """The path or hub name that the server was started with."""
         self.max_model_len: int = model["max_model_len"]
 
     def generate(
@@ -252,31 +256,39 @@ class VllmServer:
 
         with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
             answers = list(pool.map(ask, prompts))
-        after = self._settled_counters()
-        counts = {name: after[name] - before.get(name, 0) for name in after}
-        num_finished = sum(count for (name, _), count in counts.items() if name == "request_success")
-        if num_finished != len(prompts):
-            raise RuntimeError(
-                f"{self.url}: the server must serve no other requests during the check, but finished {num_finished} "
-                f"requests instead of {len(prompts)}; repeat the check when it is idle"
-            )
         return EngineRun(
             self.version,
             [answer["choices"][0]["token_ids"] for answer in answers],
-            _counts(counts),
+            self.counts_since(before, len(prompts)),
             _accepted_by_round(answers),
         )
 
-    def counters(self) -> dict[tuple[str, int | None], int]:
+    def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
+        """Returns how much the drafting counters grew; None if the server does not draft.
+
+        Raises:
+            RuntimeError: the server finished other requests than these in the meantime.
+        """
+        after = self._settled_counters()
+        counts = {name: after[name] - before.get(name, 0) for name in after}
+        num_finished = sum(count for (name, _), count in counts.items() if name == "request_success")
+        if num_finished != num_requests:
+            raise RuntimeError(
+                f"{self.url}: the server must serve no other requests during the check, but finished {num_finished} "
+                f"requests instead of {num_requests}; repeat the check when it is idle"
+            )
+        return _counts(counts)
+
+    def counters(self) -> Counters:
         """Returns every counter by name and position, summed over engines and other labels."""
         text = self._fetch("/metrics").text
-        counters: dict[tuple[str, int | None], int] = {}
+        counters: Counters = {}
         for name, position, value in (match.groups() for match in map(_SAMPLE.match, text.splitlines()) if match):
             key = (name, None if position is None else int(position))
             counters[key] = counters.get(key, 0) + int(float(value))
         return counters
 
-    def _settled_counters(self) -> dict[tuple[str, int | None], int]:
+    def _settled_counters(self) -> Counters:
         """Returns the counters once they stop changing: the server answers a request before it counts the last step."""
         counters = self.counters()
         while True:
@@ -302,7 +314,7 @@ class VllmServer:
             ) from error
 
 
-def _counts(counters: dict[tuple[str, int | None], int]) -> EngineCounts | None:
+def _counts(counters: Counters) -> EngineCounts | None:
     """Returns the drafting counters; None if the server does not draft."""
     if ("spec_decode_num_drafts", None) not in counters:
         return None

@@ -150,6 +150,59 @@ class ServingConfig:
 
 
 @dataclass
+class ServingBenchConfig:
+    """eval.serving_bench: what a client of a served engine feels, with and without the exported head.
+
+    Prompts, answer length, sampling and dtype are those of `acceptance`, the engine that of `serving`.
+    """
+
+    concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8], metadata=each_at_least(1))
+    """Requests in flight; rising. Each is measured on its own."""
+    num_speculative_tokens: list[int] = field(default_factory=list)
+    """Values of K, each served by an engine of its own; empty measures acceptance.num_speculative_tokens. The engine
+    without drafts, K = 0, is always measured."""
+    num_requests: int | None = None
+    """Requests at each concurrency. Prompts repeat where there are fewer; null sends each prompt once, and at least as
+    many requests as the largest concurrency."""
+    warmup_requests: int = at_least(0, default=8)
+    """Requests to each engine before the first measured one, at the largest concurrency."""
+    ignore_eos: bool = False
+    """Let every answer have acceptance.max_new_tokens tokens. What follows the end of an answer often repeats
+    itself, so that more drafts are accepted than users see."""
+    server_args: list[str] = field(default_factory=list)
+    """Further arguments of `vllm serve`, for every engine that is started: `[--enforce-eager]`."""
+    start_timeout_s: float = at_least(1, default=1800.0)
+    """Seconds that an engine may take to load the target and answer."""
+    output_dir: str | None = directory_path(default=None)
+    """Directory of report.json; null is `run_dir/serving_bench`."""
+
+
+def check_serving_bench(settings: ServingBenchConfig, serving: ServingConfig) -> None:
+    """Raises ValueError for settings that contradict each other."""
+    concurrency, depths, largest = settings.concurrency, settings.num_speculative_tokens, max(settings.concurrency)
+    if concurrency != sorted(set(concurrency)):
+        raise ValueError(
+            f"serving_bench.concurrency: must rise, but is {concurrency}; sort it and name each number once"
+        )
+    if depths != sorted(set(depths)) or min(depths, default=1) < 1:
+        raise ValueError(
+            f"serving_bench.num_speculative_tokens: must rise and begin at 1 or above, but is {depths}; name each K "
+            "once, and leave out 0, which is always measured"
+        )
+    if settings.num_requests is not None and settings.num_requests < largest:
+        raise ValueError(
+            f"serving_bench.num_requests: must be at least {largest}, the largest of serving_bench.concurrency, but is "
+            f"{settings.num_requests}; fewer requests are never in flight together; raise it or lower the concurrency"
+        )
+    if serving.url is not None and (depths or settings.server_args):
+        name = "num_speculative_tokens" if depths else "server_args"
+        raise ValueError(
+            f"serving_bench.{name}: must be left out with serving.url, because a running server keeps its own "
+            f"settings, but is {depths or settings.server_args}; leave one of them out"
+        )
+
+
+@dataclass
 class BenchConfig:
     """Settings of the eval.bench programs, which alternate between the candidates within one run."""
 

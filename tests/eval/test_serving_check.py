@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.serving_check import read_serving_facts
+from mtptrain.serving.exports import read_serving_facts
 from tests.conftest import run_program
 
 

@@ -148,5 +148,5 @@ def test_every_program_with_a_config_has_this_command_line() -> None:
         for path in (ROOT / package).rglob("*.py")
     }
     programs = [path for path, text in sources.items() if re.search(r"^@program\ndef main\(", text, re.MULTILINE)]
-    assert len(programs) == 15
+    assert len(programs) == 16
     assert [path.name for path, text in sources.items() if "hydra.main(" in text] == ["program.py"]

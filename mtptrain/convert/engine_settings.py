@@ -1,0 +1,121 @@
+"""Writes the fastest number of drafts at each batch size as the settings of vLLM 0.32 and SGLang 0.5.23."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mtptrain.convert.formats import format_for
+from mtptrain.heads.config import HeadConfig
+from mtptrain.serving.depth_choice import (
+    ADAPTIVE_ALGORITHMS,
+    Speeds,
+    adaptive_steps,
+    best_depths,
+    best_fixed_depth,
+    per_batch_size,
+    why_fixed,
+)
+from mtptrain.serving.exports import speculative_config
+from mtptrain.target.families import read_target_config
+from mtptrain.utils.files import write_json, write_text
+
+VLLM_FILE, SGLANG_FILE, README = "vllm.json", "sglang.json", "README.md"
+FILES = (VLLM_FILE, SGLANG_FILE, README)
+
+
+def write_engine_settings(
+    output_dir: Path,
+    speeds: Speeds,
+    facts: dict[str, Any],
+    head_dir: Path,
+    target: str,
+    head: HeadConfig,
+    target_dir: Path,
+) -> str:
+    """Write `vllm.json`, `sglang.json` if SGLang serves the head, and `README.md` with the commands that use them.
+
+    Nothing is written if decoding without drafts is the fastest at every batch size; files of an earlier run go.
+
+    Args:
+        output_dir: where the files go.
+        speeds: output tokens/s by concurrency and K, with K = 0 for decoding without drafts.
+        facts: `serving.json` of the export.
+        head_dir: the export for vLLM.
+        target: the target's path or name, for the commands.
+        head: the head's config.
+        target_dir: the target on disk.
+
+    Returns:
+        One line that says what was found.
+    """
+    for name in FILES:
+        (output_dir / name).unlink(missing_ok=True)
+    best = best_depths(speeds)
+    if not any(best.values()):
+        return "decoding without drafts was the fastest at every concurrency: serve the target without the head"
+    settings, said = vllm_settings(speeds, facts, head_dir)
+    write_json(output_dir / VLLM_FILE, settings)
+    parts = ["# The fastest number of drafts at each batch size", table(speeds, best), "## vLLM", said]
+    parts.append(f"```bash\n{vllm_command(output_dir / VLLM_FILE, target, facts)}\n```")
+    parts += ["## SGLang", sglang_part(output_dir / SGLANG_FILE, best, head_dir, target, head, target_dir)]
+    write_text(output_dir / README, "\n\n".join(parts) + "\n")
+    found = ", ".join(f"{depth} at {size}" for size, depth in best.items())
+    return f"fastest K: {found} in flight; settings and commands: {output_dir / README}"
+
+
+def vllm_settings(speeds: Speeds, facts: dict[str, Any], head_dir: Path) -> tuple[dict[str, Any], str]:
+    """Returns vLLM's `--speculative-config`, and a sentence about it."""
+    reason = why_fixed(facts["method"], facts.get("speculative_settings", {}))
+    if reason is not None:
+        fixed = best_fixed_depth(speeds)
+        return speculative_config(facts, head_dir, fixed), (
+            f"One K for all batch sizes, because {reason}: K = {fixed} has the largest geometric mean of tokens/s."
+        )
+    best = best_depths(speeds)
+    ranges = per_batch_size(best)
+    settings = speculative_config(facts, head_dir, max(best.values()))
+    said = ", ".join(f"K = {depth} from {first} in flight" for first, _, depth in ranges)
+    return {**settings, "num_speculative_tokens_per_batch_size": ranges}, (
+        f"{said}. vLLM ignores this with data parallelism. At K = 0 it still fills the head's cache, which the engine "
+        "without drafts does not."
+    )
+
+
+def vllm_command(settings_path: Path, target: str, facts: dict[str, Any]) -> str:
+    overrides = facts["hf_overrides"]
+    end = "" if overrides is None else f" --hf-overrides {shlex.quote(json.dumps(overrides))}"
+    path = shlex.quote(str(settings_path.resolve()))
+    return f'vllm serve {shlex.quote(target)} --speculative-config "$(cat {path})"{end}'
+
+
+def sglang_part(
+    path: Path, best: Mapping[int, int], head_dir: Path, target: str, head: HeadConfig, target_dir: Path
+) -> str:
+    """Write SGLang's file, and return its section of the README, or the reason why there is none."""
+    try:
+        form = format_for("sglang", head, read_target_config(target_dir))
+    except ValueError as error:
+        return f"No settings: {error}."
+    if form.method not in ADAPTIVE_ALGORITHMS:
+        return f"No settings: SGLang drafts a fixed number of tokens with {form.method}."
+    write_json(path, adaptive_steps(best))
+    launch = form.launch(shlex.quote(target), head_dir.resolve().with_name("sglang"), max(best.values()))
+    return (
+        "A batch takes the entry of the closest size. The speeds were measured with vLLM, and SGLang was not run. "
+        "Write the head for SGLang first, with `mtptrain export` and `export.engine=sglang`.\n\n"
+        f"```bash\n{launch} \\\n    --speculative-adaptive --speculative-adaptive-config "
+        f"{shlex.quote(str(path.resolve()))}\n```"
+    )
+
+
+def table(speeds: Speeds, best: Mapping[int, int]) -> str:
+    """Returns a table of tokens/s by concurrency and K, with the fastest in bold."""
+    depths = sorted({depth for by_depth in speeds.values() for depth in by_depth})
+    lines = [f"| in flight |{''.join(f' K = {depth} |' for depth in depths)}", "|---|" + "---|" * len(depths)]
+    for size, by_depth in sorted(speeds.items()):
+        cells = [f"{by_depth[depth]:,.0f}" for depth in depths]
+        marked = [f"**{cell}**" if depth == best[size] else cell for depth, cell in zip(depths, cells, strict=True)]
+        lines.append(f"| {size} | {' | '.join(marked)} |")
+    return "Output tokens/s:\n\n" + "\n".join(lines)

@@ -1,0 +1,68 @@
+"""The figures of a serving benchmark: one row for each engine and concurrency."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mtptrain.serving.depth_choice import Speeds
+from mtptrain.serving.load_generator import Latencies
+from mtptrain.serving.vllm_client import EngineCounts
+
+MOST_DIFFERENT_TOKENS = 0.01
+"""Relative difference of the tokens that two engines wrote above which a warning says so."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine at one concurrency."""
+
+    num_speculative_tokens: int | None
+    """K; 0 is the engine without drafts, None a running server, which does not tell."""
+    concurrency: int
+    latencies: Latencies
+    counts: EngineCounts | None
+    """None without drafts."""
+
+    def speed_up(self, speeds: Speeds) -> float | None:
+        """Returns output tokens/s over those of the engine without drafts; None for a running server."""
+        if self.num_speculative_tokens is None:
+            return None
+        return self.latencies.output_tokens_per_s / speeds[self.concurrency][0]
+
+    def describe(self, speeds: Speeds) -> dict[str, Any]:
+        """Returns the figures of a report."""
+        counts = self.counts
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "concurrency": self.concurrency,
+            **asdict(self.latencies),
+            "output_tokens_per_s": self.latencies.output_tokens_per_s,
+            "speed_up": self.speed_up(speeds),
+            "rounds": None if counts is None else counts.rounds,
+            "drafted": None if counts is None else counts.drafted,
+            "accepted_at": None if counts is None else counts.accepted_at,
+            "acceptance_length": None if counts is None else counts.acceptance_length,
+        }
+
+
+def speeds_of(rows: Sequence[Row]) -> dict[int, dict[int, float]]:
+    """Returns output tokens/s by concurrency and K, without a running server's."""
+    speeds: dict[int, dict[int, float]] = {}
+    for row in rows:
+        if row.num_speculative_tokens is not None:
+            by_depth = speeds.setdefault(row.concurrency, {})
+            by_depth[row.num_speculative_tokens] = row.latencies.output_tokens_per_s
+    return speeds
+
+
+def warn_of_unequal_work(rows: Sequence[Row]) -> None:
+    """Warn if rows hold different numbers of tokens, so that their speeds are those of different answers."""
+    numbers = {row.latencies.output_tokens for row in rows}
+    if max(numbers) > (1 + MOST_DIFFERENT_TOKENS) * min(numbers):
+        warnings.warn(
+            f"serving_bench: all engines should write the same answers, but they wrote {min(numbers):,} to "
+            f"{max(numbers):,} tokens; rounding or sampling has changed where answers end; set "
+            "serving_bench.ignore_eos=true for equal numbers",
+            stacklevel=2,
+        )

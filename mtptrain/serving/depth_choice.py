@@ -1,0 +1,59 @@
+"""Chooses how many tokens to draft from measured speeds, and writes the choice as the settings of engines."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+DYNAMIC_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
+"""Methods of vLLM 0.32 that can draft another number of tokens in each batch. `medusa` and `suffix` refuse that."""
+ADAPTIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
+"""SGLang's `--speculative-algorithm` that can: `adaptive_unsupported_reason` in adaptive_spec_params.py."""
+
+Speeds = Mapping[int, Mapping[int, float]]
+"""Output tokens/s by concurrency and K; K = 0 is the server without drafts."""
+
+
+def best_depths(speeds: Speeds) -> dict[int, int]:
+    """Returns the fastest K at each concurrency, the smaller one of two that are equally fast."""
+    return {
+        concurrency: max(sorted(by_depth), key=lambda depth: by_depth[depth])
+        for concurrency, by_depth in sorted(speeds.items())
+    }
+
+
+def best_fixed_depth(speeds: Speeds) -> int:
+    """Returns the K above 0 with the largest geometric mean of tokens/s over all concurrencies."""
+    depths = sorted({depth for by_depth in speeds.values() for depth in by_depth if depth})
+    return max(depths, key=lambda depth: sum(math.log(by_depth[depth]) for by_depth in speeds.values()))
+
+
+def per_batch_size(best: Mapping[int, int]) -> list[list[int]]:
+    """Returns vLLM's `num_speculative_tokens_per_batch_size`: `[first, last, K]`, both sizes included.
+
+    Between two measured sizes the K of the smaller one holds, as vLLM itself fills gaps. The first range starts at 1,
+    which vLLM requires; vLLM extends the last one. Equal neighbours are one range.
+    """
+    sizes = sorted(best)
+    ranges: list[list[int]] = []
+    for first, following in zip([1, *sizes[1:]], [*sizes[1:], sizes[-1] + 1], strict=True):
+        depth = best[sizes[0]] if first == 1 else best[first]
+        if ranges and ranges[-1][2] == depth:
+            ranges[-1][1] = following - 1
+        else:
+            ranges.append([first, following - 1, depth])
+    return ranges
+
+
+def adaptive_steps(best: Mapping[int, int]) -> dict[str, dict[str, list[int]]]:
+    """Returns the file of SGLang's `--speculative-adaptive-config`: one candidate at each measured batch size.
+
+    SGLang gives a batch the entry of the closest size.
+    """
+    return {str(size): {"candidate_steps": [depth]} for size, depth in sorted(best.items())}
+
+
+def why_fixed(method: str, speculative_settings: Mapping[str, Any]) -> str | None:
+    """Returns why vLLM must draft the same number of tokens in every batch, or None if it need not."""
+    if speculative_settings.get("parallel_drafting"):
+        return "vLLM counts the mask rows of a parallel drafter once, when it starts"
+    return None if method in DYNAMIC_METHODS else f"vLLM's method {method} drafts a fixed number of tokens"

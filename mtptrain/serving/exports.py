@@ -1,0 +1,47 @@
+"""What a program reads of an export, and gives to the engine that serves it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from mtptrain.run_dir import require
+
+
+def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:
+    """Returns the contents of the exported head's `serving.json`, which says how an engine loads the head.
+
+    Raises:
+        FileNotFoundError: nothing was exported.
+        ValueError: the export is for another engine or of another head.
+    """
+    facts: dict[str, Any] = json.loads(require(head_dir / "serving.json", "mtptrain.export").read_text())
+    if facts["engine"] != engine:
+        raise ValueError(
+            f"{head_dir / 'serving.json'}: engine must be {engine}, but is {facts['engine']}; run mtptrain.export with "
+            f"export.engine={engine}, or set serving.head_dir"
+        )
+    if facts["head_sha256"] != head_sha256:
+        raise ValueError(
+            f"{head_dir / 'serving.json'}: head_sha256 must be {head_sha256}, the hash of this run's head, but is "
+            f"{facts['head_sha256']}, the hash of another head; run mtptrain.export again"
+        )
+    return facts
+
+
+def speculative_config(facts: dict[str, Any], head_dir: Path, num_speculative_tokens: int) -> dict[str, Any]:
+    """Returns vLLM's `--speculative-config` for an export."""
+    return {
+        "method": facts["method"],
+        "model": str(head_dir.resolve()),
+        "num_speculative_tokens": num_speculative_tokens,
+        **facts.get("speculative_settings", {}),
+    }
+
+
+def cache_bytes(target: PreTrainedConfig, max_model_len: int, num_sequences: int) -> int:
+    """Returns the bytes of a float32 KV cache for the target's layers and two more, in blocks of up to 128 tokens."""
+    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    token_bytes = 2 * 4 * (target.num_hidden_layers + 2) * target.num_key_value_heads * head_dim
+    return num_sequences * (max_model_len + 128) * token_bytes + (64 << 20)

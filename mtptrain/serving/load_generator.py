@@ -1,0 +1,156 @@
+"""Sends requests to a server with `vllm bench serve`, which runs in vLLM's Python, and reads what it measured."""
+
+import json
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mtptrain.serving.server_process import WorkerProcess
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests to a server, of which a fixed number is in flight at any time."""
+
+    name: str
+    """Part of the id and of the cache salt of each request, so that no two loads share a prefix."""
+    url: str
+    model: str
+    """The model's name at the server."""
+    prompts_path: str
+    """A JSON list of prompts, each a list of token ids."""
+    num_requests: int
+    concurrency: int
+    """Requests in flight."""
+    max_new_tokens: int
+    sampling: dict[str, Any]
+    """Sampling parameters of each request, as in the body of `/v1/completions`."""
+    ignore_eos: bool
+    seed: int
+    result_path: str
+    """The file that `vllm bench serve` writes."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A latency over requests or tokens, in milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Spread":
+        """Returns the spread of times in seconds; zeros if there are none."""
+        if not seconds:
+            return cls(0.0, 0.0, 0.0)
+        ordered = sorted(seconds)
+        return cls(1e3 * statistics.fmean(ordered), 1e3 * quantile(ordered, 0.5), 1e3 * quantile(ordered, 0.99))
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Returns a quantile of sorted values, linear between two of them, as `numpy.percentile` has it."""
+    position = share * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """What a client of the server saw, by the definitions of `vllm bench serve`."""
+
+    requests: int
+    output_tokens: int
+    duration_s: float
+    """Seconds from the first request to the last token."""
+    ttft_ms: Spread
+    """Time to the first token of each request, from when it was sent."""
+    tpot_ms: Spread
+    """Time per output token after the first: one value per request with two tokens or more."""
+    itl_ms: Spread
+    """Time between two messages of a stream. A message carries every token of a step, so with drafts often several."""
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.duration_s
+
+    @classmethod
+    def read(cls, path: Path) -> "Latencies":
+        """Returns the figures of a result file of `vllm bench serve --save-detailed`."""
+        result = json.loads(path.read_text())
+        requests = zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True)
+        return cls(
+            requests=result["completed"],
+            output_tokens=result["total_output_tokens"],
+            duration_s=result["duration"],
+            ttft_ms=Spread.of(result["ttfts"]),
+            tpot_ms=Spread.of([(latency - ttft) / (tokens - 1) for latency, ttft, tokens in requests if tokens > 1]),
+            itl_ms=Spread.of([gap for gaps in result["itls"] for gap in gaps]),
+        )
+
+
+class LoadGenerator:
+    """`vllm bench serve` in a process that answers one load after another. The context manager starts and ends it."""
+
+    def __init__(self, python: Path, log_path: Path) -> None:
+        self._python, self._log_path = python, log_path
+
+    def __enter__(self) -> "LoadGenerator":
+        """Start it and ask for vLLM's version. Raises RuntimeError if it ended."""
+        self._worker = WorkerProcess(self._python, ["load"], self._log_path, subprocess.PIPE)
+        try:
+            facts = self._answer()
+        except BaseException:
+            self._worker.end()
+            raise
+        self.version: str = facts["version"]
+        self.is_cpu: bool = facts["is_cpu"]
+        """Whether this vLLM runs on CPUs."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.end()
+
+    def run(self, load: Load, finished: Callable[[int], None] = lambda _: None) -> Latencies:
+        """Send the requests and return what they took. Calls `finished` with the number of requests that have ended.
+
+        Raises:
+            RuntimeError: `vllm bench serve` or one of its requests failed.
+        """
+        pipe = self._worker.process.stdin
+        assert pipe is not None
+        print(json.dumps(asdict(load)), file=pipe, flush=True)
+        while "done" in (answer := self._answer()):
+            finished(answer["done"])
+        if "error" in answer:
+            raise RuntimeError(
+                f"vllm bench serve: must send its requests, but failed; its log is {self._log_path}, and its last "
+                f"lines are:\n{answer['error']}"
+            )
+        errors = [error for error in json.loads(Path(answer["result"]).read_text())["errors"] if error]
+        if errors:
+            raise RuntimeError(
+                f"{load.url}: the server must answer every request, but {len(errors)} of {load.num_requests} failed at "
+                f"concurrency {load.concurrency}; the first error is:\n{errors[0].strip()}"
+            )
+        return Latencies.read(Path(answer["result"]))
+
+    def _answer(self) -> dict[str, Any]:
+        pipe = self._worker.process.stdout
+        assert pipe is not None
+        line = pipe.readline()
+        if not line:
+            status = self._worker.process.wait()
+            raise RuntimeError(
+                f"vllm bench serve: must answer, but ended with status {status}; its log is {self._log_path}, and its "
+                f"last lines are:\n{self._worker.last_lines()}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer

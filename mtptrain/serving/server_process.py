@@ -1,0 +1,116 @@
+"""Starts `vllm serve` in a process group of its own, waits until it answers, and ends the whole group."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from mtptrain.serving.vllm_client import SHOWN_LINES, VllmServer
+from mtptrain.utils.distributed import free_port
+
+BENCH_WORKER = Path(__file__).with_name("bench_worker.py")
+SHUTDOWN_TIMEOUT_S = 20.0
+"""Seconds that a server gets to end by itself before its process group is killed."""
+POLL_S = 0.2
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    # On a CPU the engine would pin its threads to cores, which a container may forbid.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Environment variables of every server. The user's own values win."""
+
+
+class WorkerProcess:
+    """A process of `bench_worker.py` in a process group of its own, which ends with this process at the latest."""
+
+    def __init__(self, python: Path, arguments: Sequence[str], log_path: Path, stdout: int | None = None) -> None:
+        """Start it. Its output goes to the log, its stdout elsewhere if `stdout` is given."""
+        self.log_path = log_path
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(python), str(BENCH_WORKER), *arguments],
+                env=ENVIRONMENT | dict(os.environ),
+                stdin=subprocess.PIPE,
+                stdout=log if stdout is None else stdout,
+                stderr=log if stdout is not None else subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def end(self) -> None:
+        """Ask the process to end, and kill what is left of its group."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(SHUTDOWN_TIMEOUT_S)
+        with suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def last_lines(self) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
+
+
+class StartedServer:
+    """A `vllm serve` of one's own. The context manager starts it, waits until it answers, and ends it."""
+
+    def __init__(self, python: Path, arguments: Sequence[str], log_path: Path, timeout_s: float) -> None:
+        """Nothing is started yet.
+
+        Args:
+            python: an interpreter with vLLM.
+            arguments: those of `vllm serve`, without host and port.
+            log_path: the file for everything that the server prints.
+            timeout_s: seconds that the server may take to start.
+        """
+        self._python, self._arguments = python, arguments
+        self._log_path, self._timeout_s = log_path, timeout_s
+
+    def __enter__(self) -> VllmServer:
+        """Returns the server once it answers.
+
+        Raises:
+            RuntimeError: it ended, or does not answer in time.
+        """
+        port = free_port()
+        address = ["--host", "127.0.0.1", "--port", str(port)]
+        self._worker = WorkerProcess(self._python, ["serve", *self._arguments, *address], self._log_path)
+        try:
+            self._wait(f"http://127.0.0.1:{port}/health")
+            return VllmServer(f"http://127.0.0.1:{port}")
+        except BaseException:
+            self._worker.end()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.end()
+
+    def _wait(self, url: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not _answers(url):
+            status = self._worker.process.poll()
+            if status is not None:
+                raise RuntimeError(
+                    f"vllm serve: must start, but ended with status {status}; its log is {self._log_path}, and its "
+                    f"last lines are:\n{self._worker.last_lines()}"
+                )
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"serving_bench.start_timeout_s: the server must answer within {self._timeout_s:g} s, but does "
+                    f"not; read {self._log_path}, or raise it"
+                )
+            time.sleep(POLL_S)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0).is_success
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,204 @@
+"""`eval.serving_bench` chooses the fastest K and writes it for the engines; it refuses bad input before it serves."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.serving_bench import check_device, is_same_model
+from mtptrain.config import PipelineConfig
+from mtptrain.convert.engine_settings import write_engine_settings
+from mtptrain.serving.bench_rows import Row, speeds_of, warn_of_unequal_work
+from mtptrain.serving.depth_choice import adaptive_steps, best_depths, best_fixed_depth, per_batch_size, why_fixed
+from mtptrain.serving.load_generator import Latencies, Spread
+from tests.conftest import make_config, make_target, run_program
+
+SPEEDS = {
+    1: {0: 100.0, 1: 120.0, 3: 150.0},
+    2: {0: 180.0, 1: 220.0, 3: 250.0},
+    4: {0: 300.0, 1: 330.0, 3: 320.0},
+    8: {0: 500.0, 1: 400.0, 3: 300.0},
+}
+FACTS = {"method": "eagle", "hf_overrides": None, "speculative_settings": {}}
+
+
+def test_the_fastest_k_wins_and_the_smaller_of_two_equal_ones() -> None:
+    assert best_depths(SPEEDS) == {1: 3, 2: 3, 4: 1, 8: 0}
+    assert best_depths({4: {3: 5.0, 1: 5.0, 0: 4.0}}) == {4: 1}
+
+
+@pytest.mark.parametrize(
+    ("best", "ranges"),
+    [
+        ({1: 3, 2: 3, 4: 1, 8: 0}, [[1, 3, 3], [4, 7, 1], [8, 8, 0]]),
+        ({1: 5}, [[1, 1, 5]]),
+        ({4: 3, 16: 1}, [[1, 15, 3], [16, 16, 1]]),
+        ({1: 3, 2: 1, 4: 3}, [[1, 1, 3], [2, 3, 1], [4, 4, 3]]),
+        ({1: 0, 8: 2}, [[1, 7, 0], [8, 8, 2]]),
+    ],
+)
+def test_ranges_of_batch_sizes_start_at_1_and_have_no_gaps(best: dict[int, int], ranges: list[list[int]]) -> None:
+    assert per_batch_size(best) == ranges
+    for size, depth in best.items():
+        assert [k for first, last, k in ranges if first <= size <= last] == [depth]
+
+
+def test_sglang_has_one_candidate_at_each_measured_size() -> None:
+    assert adaptive_steps({8: 0, 1: 3}) == {"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [0]}}
+
+
+def test_one_k_for_all_sizes_has_the_largest_geometric_mean() -> None:
+    speeds = {1: {0: 99.0, 1: 3.0, 3: 1.5}, 8: {0: 99.0, 1: 6.0, 3: 11.0}}
+    assert best_fixed_depth(speeds) == 1  # 3 * 6 = 18 against 1.5 * 11 = 16.5, though 3 + 6 is less than 1.5 + 11
+
+
+def test_only_methods_that_can_change_k_get_a_k_for_each_size() -> None:
+    assert why_fixed("eagle", {}) is None and why_fixed("draft_model", {}) is None
+    assert why_fixed("medusa", {}) == "vLLM's method medusa drafts a fixed number of tokens"
+    assert "mask rows" in str(why_fixed("eagle3", {"parallel_drafting": True}))
+
+
+def write(
+    config_for: Callable[..., PipelineConfig], directory: Path, target_dir: Path, head: str = "mtp", **facts: Any
+) -> tuple[str, dict[str, Any] | None, str]:
+    """Write the settings; returns what is said, vLLM's settings and the README."""
+    head_dir, config = directory / "export/vllm", config_for(f"head={head}").head
+    speeds = facts.pop("speeds", SPEEDS)
+    said = write_engine_settings(directory, speeds, {**FACTS, **facts}, head_dir, "a/target", config, target_dir)
+    vllm, readme = directory / "vllm.json", directory / "README.md"
+    return (
+        said,
+        json.loads(vllm.read_text()) if vllm.exists() else None,
+        readme.read_text() if readme.exists() else "",
+    )
+
+
+def test_the_settings_are_files_that_the_readmes_commands_use(
+    config_for: Callable[..., PipelineConfig], tmp_path: Path, tiny_target: Path
+) -> None:
+    said, vllm, readme = write(config_for, tmp_path, tiny_target)
+    assert vllm == {
+        "method": "eagle",
+        "model": str(tmp_path / "export/vllm"),
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 3, 3], [4, 7, 1], [8, 8, 0]],
+    }
+    assert f'vllm serve a/target --speculative-config "$(cat {tmp_path}/vllm.json)"\n' in readme
+    assert "| 4 | 300 | **330** | 320 |" in readme and "K = 3 from 1 in flight, K = 1 from 4 in flight" in readme
+    assert json.loads((tmp_path / "sglang.json").read_text())["4"] == {"candidate_steps": [1]}
+    assert f"--speculative-adaptive --speculative-adaptive-config {tmp_path}/sglang.json\n" in readme
+    assert "--speculative-num-steps 3 " in readme
+    assert said == f"fastest K: 3 at 1, 3 at 2, 1 at 4, 0 at 8 in flight; settings and commands: {tmp_path}/README.md"
+
+
+def test_a_parallel_drafter_gets_one_k_and_the_reason(
+    config_for: Callable[..., PipelineConfig], tmp_path: Path, tiny_target: Path
+) -> None:
+    _, vllm, readme = write(
+        config_for,
+        tmp_path,
+        tiny_target,
+        "peagle",
+        method="eagle3",
+        speculative_settings={"parallel_drafting": True},
+    )
+    assert vllm is not None and "num_speculative_tokens_per_batch_size" not in vllm
+    assert vllm["num_speculative_tokens"] == 3 and vllm["parallel_drafting"]
+    assert "One K for all batch sizes, because vLLM counts the mask rows" in readme
+    assert not (tmp_path / "sglang.json").exists()
+    assert "No settings: export.engine: must be vllm for head peagle, but is sglang" in readme
+
+
+def test_no_settings_are_written_where_plain_decoding_always_wins(
+    config_for: Callable[..., PipelineConfig], tmp_path: Path, tiny_target: Path
+) -> None:
+    write(config_for, tmp_path, tiny_target)
+    said, vllm, readme = write(config_for, tmp_path, tiny_target, speeds={1: {0: 5.0, 3: 4.0}})
+    assert said.startswith("decoding without drafts was the fastest at every concurrency")
+    assert vllm is None and readme == "" and not (tmp_path / "sglang.json").exists()
+
+
+class OnCpus:
+    """A load generator whose vLLM runs on CPUs."""
+
+    version, is_cpu = "0.32.0", True
+
+
+def test_a_vllm_for_cpus_is_refused_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_device(OnCpus())  # type: ignore[arg-type]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"serving\.python: must have a vLLM that runs on GPUs, .* runs on CPUs"):
+        check_device(OnCpus())  # type: ignore[arg-type]
+
+
+def row(depth: int, output_tokens: int) -> Row:
+    spread = Spread(1.0, 1.0, 1.0)
+    return Row(depth, 1, Latencies(2, output_tokens, 2.0, spread, spread, spread), None)
+
+
+def test_engines_that_wrote_different_numbers_of_tokens_are_pointed_out() -> None:
+    with pytest.warns(UserWarning, match=r"should write the same answers, but they wrote 100 to 103 tokens;"):
+        warn_of_unequal_work([row(0, 100), row(3, 103)])
+    rows = [row(0, 100), row(3, 101)]
+    warn_of_unequal_work(rows)  # a warning would be an error
+    assert [each.speed_up(speeds_of(rows)) for each in rows] == [1.0, 1.01]
+
+
+def test_a_server_is_known_by_the_weights_of_its_directory_or_by_its_name(tmp_path: Path, tiny_target: Path) -> None:
+    copied = shutil.copytree(tiny_target, tmp_path / "copied")
+    assert is_same_model(str(copied), str(tiny_target), tiny_target)
+    assert not is_same_model(str(make_target(tmp_path / "other", seed=1)), str(tiny_target), tiny_target)
+    assert is_same_model("/far/away/Llama-8B", "meta/llama-8b", tiny_target)
+    assert not is_same_model("meta/llama-1b", "meta/llama-8b", tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("num_speculative_tokens=[1,3,3]", "must rise and begin at 1 or above, but is [1, 3, 3]; name each K once"),
+        ("num_speculative_tokens=[3,1]", "must rise and begin at 1 or above, but is [3, 1]"),
+        (
+            "num_speculative_tokens=[0,1]",
+            "must rise and begin at 1 or above, but is [0, 1]; name each K once, and leave",
+        ),
+        ("num_requests=7", "must be at least 8, the largest of serving_bench.concurrency, but is 7; fewer requests"),
+    ],
+)
+def test_a_sweep_that_cannot_be_run_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        make_config(f"serving_bench.{override}")
+    assert f"serving_bench.{override.split('=')[0]}: {message}" in str(refused.value)
+    make_config("serving_bench.num_speculative_tokens=[1,3,5]", "serving_bench.num_requests=8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["serving.url=http://127.0.0.1:9"], "serving.url: must be a running vLLM server, but http://127.0.0.1:9 does"),
+        (
+            ["serving.url=http://127.0.0.1:9", "serving_bench.num_speculative_tokens=[1]"],
+            "serving_bench.num_speculative_tokens: must be left out with serving.url, because",
+        ),
+        (
+            ["serving.url=http://127.0.0.1:9", "serving_bench.server_args=[--x]"],
+            "serving_bench.server_args: must be left out with serving.url, because",
+        ),
+        (["serving.python=/none"], "serving.python: must be a Python with vLLM, but /none does not exist"),
+        ([f"serving.python={sys.executable}"], f"serving.python: must be a Python with vLLM, but {sys.executable} has"),
+        (
+            ["head=peagle", "serving_bench.num_speculative_tokens=[4]"],
+            "serving_bench.num_speculative_tokens: must be at most head.ttt_steps=3 with head peagle",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    fresh_run: tuple[Path, tuple[str, ...]], overrides: list[str], message: str
+) -> None:
+    run_dir, settings = fresh_run
+    result = run_program("eval.serving_bench", *settings, *overrides)
+    assert result.returncode == 1 and message in result.stderr, result.stderr
+    assert not (run_dir / "serving_bench").exists()

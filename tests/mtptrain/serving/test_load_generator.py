@@ -1,0 +1,94 @@
+"""What is read from `vllm bench serve`: its result file, its progress and its failures."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator, Spread, quantile
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 100])
+def test_quantiles_are_numpys(number: int) -> None:
+    values = sorted(np.random.default_rng(number).exponential(size=number).tolist())
+    for share in (0.0, 0.5, 0.99, 1.0):
+        assert quantile(values, share) == pytest.approx(np.percentile(values, 100 * share))
+
+
+def test_latencies_are_those_of_requests_and_of_messages(tmp_path: Path) -> None:
+    result = {
+        "completed": 3,
+        "total_output_tokens": 12,
+        "duration": 4.0,
+        "latencies": [1.0, 2.2, 0.3],
+        "ttfts": [0.2, 0.2, 0.3],
+        "output_lens": [5, 6, 1],
+        "itls": [[0.3, 0.5], [1.0, 1.0], []],
+    }
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    latencies = Latencies.read(tmp_path / "result.json")
+    assert latencies.output_tokens_per_s == 3.0
+    assert latencies.ttft_ms.p50 == pytest.approx(200)
+    # 0.8 s for 4 tokens after the first, 2 s for 5; an answer of one token has no time between tokens.
+    assert latencies.tpot_ms.mean == pytest.approx(300) and latencies.tpot_ms.p50 == pytest.approx(300)
+    assert latencies.itl_ms.p50 == pytest.approx(750) and latencies.itl_ms.mean == pytest.approx(700)
+    assert Spread.of([]) == Spread(0.0, 0.0, 0.0)
+
+
+RESULT = {"completed": 2, "total_output_tokens": 4, "duration": 1.0, "latencies": [0.2, 0.4], "ttfts": [0.1, 0.2]}
+RESULT |= {"output_lens": [2, 2], "itls": [[0.1], [0.2]], "errors": ["", ""]}
+
+
+def generator_with(directory: Path, answers: list[dict[str, Any]], result: dict[str, Any]) -> LoadGenerator:
+    """A load generator whose Python runs no vLLM: it writes the result and gives the answers to each load."""
+    path = directory / "python"
+    path.write_text(
+        f"#!{sys.executable}\nimport json, pathlib, sys\nprint(json.dumps({{'version': '0.32.0', 'is_cpu': True}}), "
+        f"flush=True)\nfor line in sys.stdin:\n    pathlib.Path(json.loads(line)['result_path']).write_text("
+        f"{json.dumps(result)!r})\n    print({chr(10).join(map(json.dumps, answers))!r}, flush=True)\n"
+    )
+    path.chmod(0o755)
+    return LoadGenerator(path, directory / "load.log")
+
+
+def load(directory: Path) -> Load:
+    names = {"name": "K0", "url": "http://here", "model": "m", "prompts_path": "p"}
+    numbers = {"num_requests": 2, "concurrency": 1, "max_new_tokens": 2, "seed": 0}
+    return Load(**names, **numbers, sampling={}, ignore_eos=True, result_path=str(directory / "result.json"))  # type: ignore[arg-type]
+
+
+def test_a_load_says_how_many_requests_have_finished(tmp_path: Path) -> None:
+    finished: list[int] = []
+    answers = [{"done": 1}, {"done": 2}, {"result": str(tmp_path / "result.json")}]
+    with generator_with(tmp_path, answers, RESULT) as generator:
+        assert generator.version == "0.32.0" and generator.is_cpu
+        assert generator.run(load(tmp_path), finished.append).output_tokens_per_s == 4.0
+    assert finished == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("answer", "result", "message"),
+    [
+        (
+            {"error": "Traceback\nKeyError: 'x'"},
+            RESULT,
+            "vllm bench serve: must send its requests, but failed; its log",
+        ),
+        (
+            {"result": "result.json"},
+            RESULT | {"errors": ["", "Bad Request"]},
+            "http://here: the server must answer every request, but 1 of 2 failed at concurrency 1; the first error",
+        ),
+    ],
+)
+def test_a_load_that_fails_says_why(
+    tmp_path: Path, answer: dict[str, str], result: dict[str, Any], message: str
+) -> None:
+    answer = {kind: str(tmp_path / text) if kind == "result" else text for kind, text in answer.items()}
+    with generator_with(tmp_path, [answer], result) as generator, pytest.raises(RuntimeError) as refused:
+        generator.run(load(tmp_path))
+    assert message in str(refused.value)
+    assert ("KeyError" if "error" in answer else "Bad Request") in str(refused.value)

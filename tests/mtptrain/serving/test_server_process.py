@@ -1,0 +1,90 @@
+"""Processes of the serving benchmark without vLLM: how they fail, and that none outlives the one that started it."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from mtptrain.serving.load_generator import LoadGenerator
+from mtptrain.serving.server_process import BENCH_WORKER, StartedServer
+
+PYTHON = Path(sys.executable)
+
+
+def test_a_server_that_ends_names_its_log_and_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with pytest.raises(RuntimeError, match="vllm serve: must start, but ended with status 1; its log is") as refused:
+        StartedServer(PYTHON, ["target"], log, 60).__enter__()
+    assert str(log) in str(refused.value) and "No module named 'vllm'" in str(refused.value)
+
+
+def test_a_load_generator_that_ends_names_its_log_and_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "load.log"
+    with pytest.raises(RuntimeError, match="vllm bench serve: must answer, but ended with status 1;") as refused:
+        LoadGenerator(PYTHON, log).__enter__()
+    assert str(log) in str(refused.value) and "No module named 'vllm'" in str(refused.value)
+
+
+def sleeping_python(directory: Path) -> Path:
+    """A Python that sleeps, whatever it is given, and starts a child that would outlive it."""
+    path = directory / "python"
+    path.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {directory}/child\nwait\n")
+    path.chmod(0o755)
+    return path
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "XZ"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_server_that_does_not_answer_in_time_is_killed_with_its_children(tmp_path: Path) -> None:
+    python = sleeping_python(tmp_path)
+    with pytest.raises(RuntimeError, match=r"serving_bench\.start_timeout_s: the server must answer within 1 s, but"):
+        StartedServer(python, ["target"], tmp_path / "server.log", 1).__enter__()
+    assert not is_running(int((tmp_path / "child").read_text()))
+
+
+def test_a_worker_ends_with_its_children_when_its_parent_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()  # in place of the engine: one that starts a child, and never answers
+    (tmp_path / "vllm/__init__.py").write_text("")
+    entry = tmp_path / "vllm/entrypoints/openai/api_server.py"
+    entry.parent.mkdir(parents=True)
+    entry.write_text(
+        textwrap.dedent(f"""
+        import subprocess, sys
+        assert sys.argv[1:] == ["--model", "target"]
+        child = subprocess.Popen(["sleep", "300"])
+        open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+        child.wait()
+        """)
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, sys.executable, str(BENCH_WORKER)],
+        env=dict(os.environ, PYTHONPATH=str(tmp_path)),
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child = int((tmp_path / "child").read_text())
+    assert is_running(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+PARENT = """
+import subprocess, sys
+worker = [sys.argv[1], sys.argv[2], "serve", "target"]
+subprocess.Popen(worker, stdin=subprocess.PIPE, start_new_session=True).wait()
+"""

@@ -1,0 +1,221 @@
+"""`eval.serving_bench` with vLLM itself: engines that it starts, and a running server."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtptrain.convert.engine_settings import vllm_settings
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import TARGET_WEIGHTS, save_head
+from mtptrain.serving.vllm_client import VllmServer
+from mtptrain.target.hub import weights_fingerprint
+from tests.conftest import TINY_SETTINGS, make_config, program_command, run_program, write_text_files
+from tests.programs import ROOT
+from tests.serving.conftest import OnDisk, vllm_server
+
+NUM_PROMPTS, NUM_REQUESTS = 4, 6
+KEYS = {
+    *("num_speculative_tokens", "concurrency", "requests", "output_tokens", "duration_s", "ttft_ms", "tpot_ms"),
+    *("itl_ms", "output_tokens_per_s", "speed_up", "rounds", "drafted", "accepted_at", "acceptance_length"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(
+    vllm_python: str,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, tuple[str, ...]]:
+    """The folder of a run with its head trained and exported, and its overrides."""
+    directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
+    overrides = (
+        *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
+        f"run_dir={directory}",
+        f"target.path={target_dir}",
+        f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
+        "acceptance.prompt_tokens=32",
+        f"acceptance.num_prompts={NUM_PROMPTS}",
+        "acceptance.max_new_tokens=24",
+        f"serving.python={vllm_python}",
+        "serving_bench.concurrency=[1,2]",
+        f"serving_bench.num_requests={NUM_REQUESTS}",
+        "serving_bench.warmup_requests=0",
+        "serving_bench.ignore_eos=true",
+    )
+    facts = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
+    save_head(directory / "train/best", head_of("mtp", "llama").state_dict(), make_config(*overrides).head, facts)
+    for module in ("data_prep.prompts", "mtptrain.export"):
+        result = run_program(module, *overrides)
+        assert result.returncode == 0, result.stderr[-3000:]
+    return directory, overrides
+
+
+STARTED = ("serving_bench.num_speculative_tokens=[3]", "serving_bench.server_args=[--enforce-eager]")
+
+
+@pytest.fixture(scope="module")
+def started(run: tuple[Path, tuple[str, ...]]) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The program with engines that it starts, and its report."""
+    result = run_program("eval.serving_bench", *run[1], *STARTED)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result, json.loads((run[0] / "serving_bench/report.json").read_text())
+
+
+def test_every_engine_and_concurrency_has_a_complete_row(
+    run: tuple[Path, tuple[str, ...]], started: tuple[subprocess.CompletedProcess[str], dict[str, Any]]
+) -> None:
+    result, report = started
+    rows = report["rows"]
+    assert [(row["num_speculative_tokens"], row["concurrency"]) for row in rows] == [(0, 1), (0, 2), (3, 1), (3, 2)]
+    for row in rows:
+        assert row.keys() == KEYS
+        assert (row["requests"], row["output_tokens"]) == (NUM_REQUESTS, NUM_REQUESTS * 24)
+        for name in ("ttft_ms", "tpot_ms", "itl_ms"):
+            assert 0 < row[name]["p50"] <= row[name]["p99"] and row[name]["mean"] > 0
+        plain = next(each for each in rows if each["concurrency"] == row["concurrency"])
+        assert row["speed_up"] == pytest.approx(row["output_tokens_per_s"] / plain["output_tokens_per_s"])
+        assert f"{row['output_tokens_per_s']:,.0f}" in result.stdout
+    assert report["version"].startswith("0.32") and report["prompts"] == NUM_PROMPTS
+    assert report["best_num_speculative_tokens"].keys() == {"1", "2"}
+    for name in ("plot.svg", "load.log", "server_K0.log", "server_K3.log", "load_K3_concurrency2.json"):
+        assert (run[0] / "serving_bench" / name).stat().st_size > 0
+
+
+def test_the_counts_agree_with_the_tokens_that_clients_received(
+    run: tuple[Path, tuple[str, ...]], started: tuple[subprocess.CompletedProcess[str], dict[str, Any]]
+) -> None:
+    for row in started[1]["rows"]:
+        if row["num_speculative_tokens"] == 0:
+            assert row["rounds"] is None and row["acceptance_length"] is None
+            continue
+        # Each request begins with a token of the prefill; its last round may be cut at max_new_tokens.
+        emitted = row["rounds"] + sum(row["accepted_at"]) + NUM_REQUESTS
+        assert row["output_tokens"] <= emitted <= row["output_tokens"] + 3 * NUM_REQUESTS
+        assert row["drafted"] == 3 * row["rounds"] and len(row["accepted_at"]) == 3
+        assert row["acceptance_length"] == pytest.approx(1 + sum(row["accepted_at"]) / row["rounds"])
+        assert 0 < row["accepted_at"][0] < row["rounds"]
+        # `vllm bench serve` reads the same counters, but right after the last answer, before its last step is counted.
+        name = f"load_K3_concurrency{row['concurrency']}.json"
+        early = json.loads((run[0] / "serving_bench" / name).read_text())["spec_decode_num_drafts"]
+        assert row["rounds"] - 2 <= early <= row["rounds"]
+
+
+@pytest.fixture(scope="module")
+def server(run: tuple[Path, tuple[str, ...]], vllm_python: str, target_of: Callable[[str], OnDisk]) -> Iterator[str]:
+    """The address of a vLLM server with a written setting: 3 drafts for one request, 1 for two, none for more."""
+    export = run[0] / "export/vllm"
+    speeds = {1: {0: 10.0, 1: 11.0, 3: 12.0}, 2: {0: 10.0, 1: 11.0, 3: 9.0}, 3: {0: 10.0, 1: 9.0, 3: 9.0}}
+    draft, _ = vllm_settings(speeds, json.loads((export / "serving.json").read_text()), export)
+    assert draft["num_speculative_tokens_per_batch_size"] == [[1, 1, 3], [2, 2, 1], [3, 3, 0]]
+    arguments = ["--speculative-config", json.dumps(draft)]
+    with vllm_server(vllm_python, target_of("llama").directory, run[0] / "server.log", *arguments) as url:
+        yield url
+
+
+def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_counters(
+    run: tuple[Path, tuple[str, ...]], server: str, tmp_path: Path
+) -> None:
+    before = VllmServer(server).counters()
+    result = run_program("eval.serving_bench", *run[1], f"serving.url={server}", f"serving_bench.output_dir={tmp_path}")
+    assert result.returncode == 0, result.stderr[-3000:]
+    counts = VllmServer(server).counts_since(before, 2 * NUM_REQUESTS)
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert counts is not None
+    assert sum(row["rounds"] for row in rows) == counts.rounds
+    assert sum(row["drafted"] for row in rows) == counts.drafted
+    assert [sum(row["accepted_at"][i] for row in rows) for i in range(3)] == counts.accepted_at
+    assert [row["speed_up"] for row in rows] == [None, None]
+    assert rows[0]["drafted"] == 3 * rows[0]["rounds"], "one request: K = 3"
+    assert rows[1]["drafted"] < 2 * rows[1]["rounds"], "two requests: K = 1, but for the last of all"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("target.path={other}", "serving.url: the server must serve {other}, but {url} serves {target}; ask another"),
+        ("acceptance.max_new_tokens=500", "serving.url: the server's context must hold 538 tokens"),
+    ],
+)
+def test_a_server_that_cannot_be_compared_is_refused(
+    run: tuple[Path, tuple[str, ...]],
+    server: str,
+    target_of: Callable[[str], OnDisk],
+    tmp_path: Path,
+    override: str,
+    message: str,
+) -> None:
+    names = {"other": target_of("qwen3").directory, "target": target_of("llama").directory, "url": server}
+    url, output = f"serving.url={server}", f"serving_bench.output_dir={tmp_path}"
+    result = run_program("eval.serving_bench", *run[1], url, output, override.format(**names))
+    assert result.returncode == 1 and message.format(**names) in result.stderr
+
+
+def test_a_missing_export_is_refused_before_an_engine_starts(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    settings = (f"serving.head_dir={tmp_path}", f"serving_bench.output_dir={tmp_path}/bench")
+    result = run_program("eval.serving_bench", *run[1], *settings)
+    assert result.returncode == 1 and "serving.json: must exist, but does not; run mtptrain.export" in result.stderr
+    assert not (tmp_path / "bench").exists()
+
+
+def test_an_engine_that_cannot_start_names_its_log(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    settings = (f"serving_bench.output_dir={tmp_path}", "serving_bench.server_args=[--no-such-argument]")
+    result = run_program("eval.serving_bench", *run[1], *settings)
+    assert result.returncode == 1
+    assert f"vllm serve: must start, but ended with status 2; its log is {tmp_path}/server_K0.log" in result.stderr
+    assert "--no-such-argument" in result.stderr
+
+
+def test_ctrl_c_ends_every_process(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    command = program_command("eval.serving_bench", *run[1], *STARTED, f"serving_bench.output_dir={tmp_path}")
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: "EngineCore" in read(tmp_path / "server_K0.log"))
+        groups = {os.getpgid(pid) for pid in descendants(process.pid)} - {os.getpgid(process.pid)}
+        assert len(groups) == 2, "the server and the load generator"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    assert process.stderr is not None and "stopped by Ctrl-C" in process.stderr.read()
+    wait_until(lambda: not any(members(group) for group in groups))
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def status(pid: str) -> list[str]:
+    """State, parent and process group of a process, and what follows in its line of /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X", "0", "0"]
+
+
+def all_processes() -> dict[int, list[str]]:
+    found = {int(path.name): status(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    return {pid: fields for pid, fields in found.items() if fields[0] not in "XZ"}
+
+
+def members(group: int) -> list[int]:
+    return [pid for pid, fields in all_processes().items() if int(fields[2]) == group]
+
+
+def descendants(pid: int) -> list[int]:
+    children = [child for child, fields in all_processes().items() if int(fields[1]) == pid]
+    return [*children, *(each for child in children for each in descendants(child))]
