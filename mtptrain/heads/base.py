@@ -32,7 +32,7 @@ class FirstStates:
     """The states that `Head.logits` reads [B, P, H]: those of depth 0 (P = 1), or those of all depths (P = K) from a
     head that drafts all tokens in one forward."""
     fed_back: torch.Tensor
-    """The states that depth 1 reads [B, H]; not used if P = K."""
+    """What depth 1 reads [B, H], or wider if the head feeds more than one state back; not used if P = K."""
 
 
 class Head(nn.Module, ABC):
@@ -112,7 +112,8 @@ class Head(nn.Module, ABC):
         """Inference: run a later depth, on the state and the token of the previous one.
 
         Args:
-            fed_back: what the previous depth fed back [B, W, H]; W rows of each sequence, one unless they form a tree.
+            fed_back: what the previous depth fed back [B, W, H or wider]; W rows of each sequence, one unless they form
+                a tree.
             tokens: the tokens drafted there, as the target's ids i64[B, W].
             positions: i64[B, W], t + k at depth k.
             parts: the target's frozen parts.
@@ -120,7 +121,7 @@ class Head(nn.Module, ABC):
             tree: the slots and mask of the rows, if they form a tree.
 
         Returns:
-            The states that `logits` reads [B, W, H], and the states to feed back [B, W, H].
+            The states that `logits` reads [B, W, H], and what to feed back [B, W, H or wider].
         """
 
     @abstractmethod
