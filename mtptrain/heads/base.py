@@ -49,6 +49,8 @@ class Head(nn.Module, ABC):
     """Whether `draft_next` can continue several branches, given a `TreeRows`."""
     is_bound_to_depths: ClassVar[bool] = False
     """Whether the head drafts at most T tokens, because it has learned each depth apart."""
+    ttt_steps: int
+    """T, the number of trained depths."""
     d2t: torch.Tensor | None
     """i64[D]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
     lm_head: nn.Linear | None
@@ -62,6 +64,7 @@ class Head(nn.Module, ABC):
         super().__init__()
         self.register_buffer("d2t", None)
         self.lm_head = None
+        self.ttt_steps = int(config.ttt_steps)
         self.capture_layers = self.layers_to_capture(config, target_config)
 
     @classmethod
