@@ -53,9 +53,9 @@ class HydraHead(Head):
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
-        self.hidden_size = int(target_config.hidden_size)
+        self.hidden_size, self.num_layers = int(target_config.hidden_size), config.num_layers
         self.mlps = nn.ModuleList(
-            [HydraMlp(self.hidden_size, 1 + depth, config.num_layers) for depth in range(config.ttt_steps)]
+            [HydraMlp(self.hidden_size, 1 + depth, self.num_layers) for depth in range(config.ttt_steps)]
         )
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ class HydraHead(Head):
 
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
         """Returns the FLOPs of a training step. Inputs are frozen, so the two matrices that read them cost 4, not 6."""
-        inputs = sum(8 * mlp.first.weight.numel() for mlp in self.mlps[:ttt_steps])
-        rest = sum(6 * layer.weight.numel() for mlp in self.mlps[:ttt_steps] for layer in mlp.rest.layers)
+        num_squares = sum(2 * 4 * (2 + depth) + 6 * (self.num_layers - 1) for depth in range(ttt_steps))
         vocabulary = vocab_size * self.hidden_size
-        return StepFlops(per_token=0, per_row=inputs + rest + (4 * ttt_steps + 2) * vocabulary, per_pair=0)
+        per_row = num_squares * self.hidden_size**2 + (4 * ttt_steps + 2) * vocabulary
+        return StepFlops(per_token=0, per_row=per_row, per_pair=0)

@@ -65,8 +65,9 @@ class MedusaHead(Head):
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
+        self.hidden_size, self.num_layers = int(target_config.hidden_size), config.num_layers
         self.blocks = nn.ModuleList(
-            [ResidualMlp(target_config.hidden_size, config.num_layers, config.fc_bias) for _ in range(config.ttt_steps)]
+            [ResidualMlp(self.hidden_size, self.num_layers, config.fc_bias) for _ in range(config.ttt_steps)]
         )
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
@@ -99,10 +100,9 @@ class MedusaHead(Head):
 
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
         """Returns the FLOPs of a training step. The first layer's input is the target's and needs no gradient."""
-        hidden_size = int(self.blocks[0].layers[0].in_features)
-        first, later = 4 * hidden_size**2, 6 * hidden_size**2 * (len(self.blocks[0].layers) - 1)
-        vocabulary = vocab_size * hidden_size
-        return StepFlops(per_token=0, per_row=ttt_steps * (first + later + 4 * vocabulary) + 2 * vocabulary, per_pair=0)
+        layers = (4 + 6 * (self.num_layers - 1)) * self.hidden_size**2
+        vocabulary = vocab_size * self.hidden_size
+        return StepFlops(per_token=0, per_row=ttt_steps * (layers + 4 * vocabulary) + 2 * vocabulary, per_pair=0)
 
 
 def last_states(verified: Verified) -> torch.Tensor:
