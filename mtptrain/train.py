@@ -110,7 +110,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         require_draft_vocab(config.stage_dir("draft_vocab"))
     identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)
     parts = load_frozen_parts(target_dir)
-    if isinstance(config.head, LayerConfig) and config.head.start_from_target:
+    if config.head.start_from_target:
         start_from_target(head, target_dir)
     if config.head.init_from is None:
         initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), identity.prompts_sha256)
@@ -179,7 +179,12 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
 
 
 def check_one_start(config: HeadConfig) -> None:
-    if isinstance(config, LayerConfig) and config.start_from_target and config.init_from is not None:
+    if config.start_from_target and not isinstance(config, LayerConfig):
+        raise ValueError(
+            f"head.start_from_target: must be false for head {config.name}, which has no decoder layer, but is true; "
+            "set head.start_from_target=false"
+        )
+    if config.start_from_target and config.init_from is not None:
         raise ValueError(
             "head.start_from_target: must be false when head.init_from is set, but is true and head.init_from is "
             f"{config.init_from}; unset one of them"

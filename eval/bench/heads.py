@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
     target_dir = resolve_target(config.target.path, config.target.revision)
     target = load_target(target_dir, getattr(torch, config.acceptance.dtype), ranks.device)
     torch.manual_seed(config.seed)
-    heads = {name: random_head(name, target) for name in HEADS}
+    heads = {name: random_head(name, target, max(bench.draft_depths)) for name in HEADS}
     times = draft_times(target, heads, bench.draft_depths, bench.repeats)
     rows = [
         {
@@ -62,8 +62,8 @@ def main(cfg: DictConfig) -> None:
     print_table(rows)
 
 
-def random_head(name: str, target: Target) -> Head:
-    config = head_config(name, target.config)
+def random_head(name: str, target: Target, ttt_steps: int) -> Head:
+    config = head_config(name, target.config, ttt_steps)
     return (
         build_head(config, target.config)
         .to(target.device, target.parts.embed_tokens.dtype)
@@ -72,12 +72,12 @@ def random_head(name: str, target: Target) -> Head:
     )
 
 
-def head_config(name: str, target_config: PreTrainedConfig) -> HeadConfig:
-    """Returns a head's default settings, with early, middle and late captured layers if it captures any."""
+def head_config(name: str, target_config: PreTrainedConfig, ttt_steps: int) -> HeadConfig:
+    """Returns a head's settings for T depths, with early, middle and late captured layers if it captures any."""
     config_class, layers = HEADS[name].Config, target_config.num_hidden_layers
     captures = any(field.name == "capture_layers" for field in fields(config_class))
     settings = {"capture_layers": sorted({1, layers // 2 or 1, layers - 1 or 1})} if captures else {}
-    config: HeadConfig = config_class(**settings)
+    config: HeadConfig = config_class(ttt_steps=ttt_steps, **settings)
     return config
 
 

@@ -18,6 +18,7 @@ from mtptrain.target.model import TargetStates, Verified
 from mtptrain.training.batches import pack_states
 
 PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
+"""DRAFTS is K, except for a head that is bound to its depths: it drafts all of them."""
 TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
 """The number of tokens used of each document."""
 
@@ -94,10 +95,10 @@ def random_document(head: Head, parts: FrozenParts) -> Document:
 
 @torch.no_grad()
 def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> torch.Tensor:
-    """Returns drafts [B, rounds, K] after the prompt and after every K + 1 more tokens, as if all were accepted."""
-    batch_size = len(tokens)
-    drafter = HeadDrafter(head, parts, DRAFTS)
-    drafter.start(batch_size, TOKENS + DRAFTS + 1)
+    """Returns drafts [B, rounds, K] after the prompt and after every DRAFTS + 1 more tokens."""
+    batch_size, num_drafts = len(tokens), head.ttt_steps if head.is_bound_to_depths else DRAFTS
+    drafter = HeadDrafter(head, parts, num_drafts)
+    drafter.start(batch_size, TOKENS + num_drafts + 1)
     proposals = []
     first = 0
     for end in range(PROMPT_TOKENS, TOKENS + 1, DRAFTS + 1):

@@ -6,7 +6,7 @@ from mtptrain.convert.base import Format
 from mtptrain.convert.limits import check_served
 from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
 from mtptrain.convert.transformers import TransformersMtp
-from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMtp, VllmPeagle
+from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads.config import HeadConfig
 
 FORMATS: dict[tuple[str, str], type[Format]] = {
@@ -14,6 +14,7 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
     ("vllm", "eagle"): VllmEagle,
     ("vllm", "eagle3"): VllmEagle3,
     ("vllm", "peagle"): VllmPeagle,
+    ("vllm", "medusa"): VllmMedusa,
     ("sglang", "mtp"): SglangMtp,
     ("sglang", "eagle"): SglangEagle,
     ("sglang", "eagle3"): SglangEagle3,
@@ -25,10 +26,17 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
     """Returns the format of a head for an engine and a target.
 
     Raises:
-        ValueError: the engine does not serve the head; the message gives the reason and an alternative.
+        ValueError: the engine, or every engine, does not serve the head; the message gives the reason and an
+            alternative.
     """
     if (engine, head.name) not in FORMATS:
         engines = [served for served, name in FORMATS if name == head.name]
+        if not engines:
+            exported = ", ".join(sorted({name for _, name in FORMATS}))
+            raise ValueError(
+                f"head: must be one of {exported} to be exported, but is {head.name}, which no engine has a class for; "
+                "measure it with eval.acceptance, or train another head"
+            )
         raise ValueError(
             f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class "
             f"for it; set export.engine={engines[0]}"

@@ -7,6 +7,7 @@ A directory or hub repository must have safetensors files and one of these (clas
 - `EagleLlamaForCausalLM`, `LlamaForCausalLMEagle`, or `LlamaForCausalLM` with an fc: EAGLE-1;
 - `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with
   its layer named `midlayer` or `layers.0`;
+- `MedusaModel`, or FasterDecoding's names of tensors: Medusa;
 - a model with an MTP layer of DeepSeek's layout after its own layers (`model.layers.N.eh_proj`): head `mtp`.
 
 All of them apply RoPE to halves rather than interleaved pairs, as our heads do, so projections need no conversion.
@@ -23,11 +24,13 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format, Tensors, rename
+from mtptrain.convert.published_medusa import check_medusa, is_medusa, medusa_settings, medusa_tensors
 from mtptrain.convert.sglang import MIMO_LAYER, SglangEagle, SglangMtp
-from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMtp, VllmPeagle
+from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.layers import head_dims
+from mtptrain.heads.medusa import MlpConfig
 from mtptrain.utils.files import read_json, tensor_shapes
 
 NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
@@ -39,6 +42,7 @@ KNOWN = {
     SglangEagle.architecture: ("eagle", SglangEagle),
     VllmEagle3.architecture: ("eagle3", VllmEagle3),
     "Eagle3LlamaForCausalLM": ("eagle3", VllmEagle3),
+    VllmMedusa.architecture: ("medusa", VllmMedusa),
 }
 """The head and format of each model class that config.json may name."""
 PLAIN_LLAMA = "LlamaForCausalLM"
@@ -60,7 +64,7 @@ class PublishedHead:
     format: type[Format] | None
     """The format of `tensors`; None if they have our names."""
     config: dict[str, Any] | None
-    """The head's config.json; None for our own heads and for heads that are part of a model."""
+    """The head's config.json, if its hidden size, norms and RoPE are to be compared with the target's."""
 
     def state(self, config: HeadConfig, target_config: PreTrainedConfig) -> Tensors:
         """Returns the head's `state_dict`. Its settings must already equal those of the config.
@@ -90,6 +94,10 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     names = tensor_names(files)
     if any(NATIVE_MTP.match(name) for name in names):
         return _native_mtp(directory, config, names)
+    if is_medusa(config, names):
+        medusa = medusa_tensors(read_tensors(files))
+        check_medusa(directory, config, medusa, target_config)
+        return PublishedHead(directory, "medusa", medusa_settings(medusa), medusa, None, None)
     architecture = (config.get("architectures") or [PLAIN_LLAMA])[0]
     if architecture == PLAIN_LLAMA and {"fc.weight", "model.fc.weight"} & names:
         is_eagle3 = any(name.endswith(".hidden_norm.weight") for name in names)
@@ -139,9 +147,11 @@ def tensor_files(directory: Path) -> list[Path]:
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt") for path in directory.glob(pattern))
         raise ValueError(
-            f"head.init_from: weights must be safetensors files, but {directory} has none; convert a pytorch_model.bin "
-            "to safetensors first (it is a pickle, which can execute code, and is therefore not read)"
+            f"head.init_from: weights must be safetensors files, but {directory} has none; convert "
+            f"{pickles[0] if pickles else 'a pytorch_model.bin or medusa_lm_head.pt'} to safetensors first (it is a "
+            "pickle, which can execute code, and is therefore not read)"
         )
     return files
 
@@ -200,9 +210,8 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
 
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
     """Returns the settings on which a head's weights depend, with the target's sizes where they are unset."""
-    settings = {
-        field.name: getattr(config, field.name) for field in fields(config) if field.name not in IGNORED_SETTINGS
-    }
+    ignored = set(IGNORED_SETTINGS) - ({"ttt_steps"} if isinstance(config, MlpConfig) else set())
+    settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in ignored}
     sizes = {}
     if isinstance(config, LayerConfig):
         sizes = vars(head_dims(config, target_config, settings.get("head_dim")))

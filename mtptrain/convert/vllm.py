@@ -1,4 +1,7 @@
-"""Export formats for vLLM 0.32 (vllm/model_executor/models/: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py)."""
+"""Export formats for vLLM 0.32.
+
+Sources: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py and medusa.py in vllm/model_executor/models/.
+"""
 
 import json
 from pathlib import Path
@@ -8,8 +11,11 @@ import torch
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead, mask_token_id
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, sliding_window
+from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.utils.files import save_tensors
 
 EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
 EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}
@@ -143,3 +149,40 @@ class VllmPeagle(VllmEagle3):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return super().config_json(dtype) | {"mask_token_id": mask_token_id(self.head, self.target)}
+
+
+class VllmMedusa(VllmFormat):
+    """Exports `medusa` under vLLM's own tensor names, and the target's lm_head, which vLLM does not share with it.
+
+    No other key of config.json may contain "num" and "heads" or "layers": vLLM would take it for one of these.
+    """
+
+    architecture = "MedusaModel"
+    method = "medusa"
+    names: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    lm_head_name = "lm_head.safetensors"
+    head: MedusaHead.Config
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        return {
+            "architectures": [self.architecture],
+            "model_type": "medusa",
+            "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size,
+            "num_heads": self.head.ttt_steps,
+            "num_hidden_layers": self.head.num_layers,
+            "medusa_fc_bias": self.head.fc_bias,
+            "original_lm_head": True,  # one lm_head for all depths
+            "dtype": dtype,
+        }
+
+    def add_target(self, directory: Path, target_dir: Path) -> None:
+        """Add the target's lm_head, in a file of its own."""
+        lm_head = load_frozen_parts(target_dir).lm_head
+        save_tensors(directory / self.lm_head_name, {"lm_head.weight": lm_head.contiguous()})
+
+    def notes(self) -> list[str]:
+        return [
+            f"num_speculative_tokens may be at most {self.head.ttt_steps}, the trained depths. vLLM keeps it fixed for "
+            "this method: leave num_speculative_tokens_per_batch_size unset."
+        ]

@@ -22,8 +22,11 @@ from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.files import file_sha256
 
-REPEATED = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head", "shared_head.head.weight": "lm_head"}
-"""Copies of the target's tensors that a head's file may contain, with the names of the frozen parts."""
+REPEATED = {
+    r"embed_tokens\.weight": "embed_tokens",
+    r"lm_head\.weight|lm_heads\.\d+\.weight|shared_head\.head\.weight": "lm_head",
+}
+"""Patterns of copies of the target's tensors that a head's file may contain, with the names of the frozen parts."""
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^t2d$")
 
 
@@ -160,7 +163,7 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHea
     with torch.device("meta"):
         expected = build_head(config, target_config).state_dict()
     tensors = {name: tensor for name, tensor in published.tensors.items() if not NOT_WEIGHTS.search(name)}
-    tensors = without_zero_biases(tensors, published.directory)
+    tensors = without_zero_biases(tensors, expected, published.directory)
     try:
         state = replace(published, tensors=tensors).state(config, target_config)
     except (KeyError, RuntimeError) as error:
@@ -237,10 +240,15 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
 
 def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path, target_dir: Path) -> Tensors:
     """Returns the tensors without the shared embeddings and lm_head; warns if those differ from the target's."""
-    repeated = [name for name in REPEATED if name in state and name not in expected]
+    repeated = {
+        name: part
+        for name in state
+        for pattern, part in REPEATED.items()
+        if re.fullmatch(pattern, name) and name not in expected
+    }
     parts = load_frozen_parts(target_dir) if repeated else None
-    for name in repeated:
-        ours = getattr(parts, REPEATED[name])
+    for name, part in repeated.items():
+        ours = getattr(parts, part)
         difference = relative_difference(state[name], ours)
         if difference > 0.01:  # beyond what rounding to bf16 explains
             warnings.warn(
@@ -261,17 +269,17 @@ def relative_difference(tensor: torch.Tensor, reference: torch.Tensor) -> float:
     return float((sums[0] / sums[1]).sqrt())
 
 
-def without_zero_biases(tensors: Tensors, directory: Path) -> Tensors:
-    """Returns the tensors without zero biases, which some engines need in the file.
+def without_zero_biases(tensors: Tensors, expected: Tensors, directory: Path) -> Tensors:
+    """Returns the tensors without zero biases that the head does not have, which some engines need in the file.
 
     Raises:
-        ValueError: a bias is not zero.
+        ValueError: such a bias is not zero.
     """
-    biases = [name for name in tensors if name.endswith(".bias")]
+    biases = [name for name in tensors if name.endswith(".bias") and name not in expected]
     for name in biases:
         if tensors[name].any():
             raise ValueError(
-                f"head.init_from: {name} of {directory} must be zero, because our heads have no biases, but is not; "
+                f"head.init_from: {name} of {directory} must be zero, because the head has no such bias, but is not; "
                 "choose another head"
             )
     return {name: tensor for name, tensor in tensors.items() if name not in biases}

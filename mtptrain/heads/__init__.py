@@ -3,7 +3,16 @@
 from mtptrain.heads.base import Head
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.hydra import HydraHead
+from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.peagle import PeagleHead
 
-HEADS: dict[str, type[Head]] = {"mtp": MtpHead, "eagle": EagleHead, "eagle3": Eagle3Head, "peagle": PeagleHead}
+HEADS: dict[str, type[Head]] = {
+    "mtp": MtpHead,
+    "eagle": EagleHead,
+    "eagle3": Eagle3Head,
+    "peagle": PeagleHead,
+    "medusa": MedusaHead,
+    "hydra": HydraHead,
+}

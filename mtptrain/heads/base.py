@@ -32,7 +32,7 @@ class FirstStates:
     """The states that `Head.logits` reads [B, P, H]: those of depth 0 (P = 1), or those of all depths (P = K) from a
     head that drafts all tokens in one forward."""
     fed_back: torch.Tensor
-    """The states that depth 1 reads [B, H]; not used if P = K."""
+    """What depth 1 reads [B, H], or wider if the head feeds more than one state back; not used if P = K."""
 
 
 class Head(nn.Module, ABC):
@@ -49,6 +49,8 @@ class Head(nn.Module, ABC):
     """Whether `draft_next` can continue several branches, given a `TreeRows`."""
     is_bound_to_depths: ClassVar[bool] = False
     """Whether the head drafts at most T tokens, because it learns each depth separately."""
+    ttt_steps: int
+    """T, the number of trained depths."""
     d2t: torch.Tensor | None
     """i64[D]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
     lm_head: nn.Linear | None
@@ -62,6 +64,7 @@ class Head(nn.Module, ABC):
         super().__init__()
         self.register_buffer("d2t", None)
         self.lm_head = None
+        self.ttt_steps = int(config.ttt_steps)
         self.capture_layers = self.layers_to_capture(config, target_config)
 
     @classmethod
@@ -112,7 +115,8 @@ class Head(nn.Module, ABC):
         """Inference: run a later depth, on the state and the token of the previous one.
 
         Args:
-            fed_back: the states that the previous depth fed back [B, W, H]. W is 1, or the number of rows of a tree.
+            fed_back: the states that the previous depth fed back [B, W, H or wider]. W is 1, or the number of rows of a
+                tree.
             tokens: the tokens drafted at the previous depth, as target ids i64[B, W].
             positions: i64[B, W], t + k at depth k.
             parts: the target's frozen parts.
@@ -120,7 +124,7 @@ class Head(nn.Module, ABC):
             tree: the slots and mask of the rows, if they form a tree.
 
         Returns:
-            The states that `logits` reads [B, W, H], and the states to feed back [B, W, H].
+            The states that `logits` reads [B, W, H], and what to feed back [B, W, H or wider].
         """
 
     @abstractmethod

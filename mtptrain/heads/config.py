@@ -16,6 +16,9 @@ class HeadConfig:
     """The head to start from, as a directory or a hub name: a published head, a head of another run
     (`run_dir/train/best`) or a checkpoint's MTP layer; see `mtptrain.convert.warm_start`. null starts from random
     weights."""
+    start_from_target: bool = False
+    """Start from a copy of the target's last layer that reads the target's states. The loss falls faster at first. Only
+    for heads of decoder layers."""
 
 
 @dataclass
@@ -26,5 +29,3 @@ class LayerConfig(HeadConfig):
     """null takes the target's number, adjusted if necessary to give a head dim of 64 or 128."""
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
-    start_from_target: bool = False
-    """Start from a copy of the target's last layer that reads the target's states. The loss falls faster at first."""

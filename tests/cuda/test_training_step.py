@@ -48,6 +48,10 @@ def check(rehearsal: Rehearsal) -> None:
         ("eagle3", LLAMA_70B, 6, False),
         ("peagle", LLAMA_8B, 5, True),
         ("peagle", LLAMA_8B, 5, False),
+        ("medusa", LLAMA_8B, 5, True),
+        ("medusa", LLAMA_70B, 3, False),
+        ("hydra", LLAMA_8B, 5, True),
+        ("hydra", LLAMA_70B, 3, False),
     ],
 )
 def test_a_step_over_chats_gives_every_gradient_and_never_waits(
@@ -60,7 +64,7 @@ def test_a_step_over_chats_gives_every_gradient_and_never_waits(
 
 
 def test_every_head_is_rehearsed() -> None:
-    assert set(HEADS) == {"mtp", "eagle", "eagle3", "peagle"}, "add the new head to the cases above"
+    assert set(HEADS) == {"mtp", "eagle", "eagle3", "peagle", "medusa", "hydra"}, "add the new head to the cases above"
 
 
 @pytest.mark.parametrize("kind", LossKind)
@@ -72,7 +76,10 @@ def test_every_loss_gives_every_gradient_and_never_waits(kind: LossKind, draft_v
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-@pytest.mark.parametrize(("head", "target"), [("mtp", LLAMA_8B), ("eagle3", LLAMA_70B), ("peagle", LLAMA_8B)])
+@pytest.mark.parametrize(
+    ("head", "target"),
+    [("mtp", LLAMA_8B), ("eagle3", LLAMA_70B), ("peagle", LLAMA_8B), ("medusa", LLAMA_8B), ("hydra", LLAMA_70B)],
+)
 def test_the_planned_step_is_the_step_that_runs(head: str, target: str, activation_checkpointing: bool) -> None:
     """Memory of activations and FLOPs, within 5 percent, where the loss has no part in the peak and where it has."""
     config = HEADS[head].Config(ttt_steps=3, **({"draft_vocab_size": 32_000} if head == "eagle3" else {}))

@@ -24,6 +24,7 @@ from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
+from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.heads.peagle import PeagleHead
@@ -83,6 +84,8 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "eagle3_1": Eagle3Head.Config(capture_layers=[1, 2, 3], fc_norm=True, norm_output=True),
     "eagle3_default_layers": Eagle3Head.Config(),
     "peagle": PeagleHead.Config(capture_layers=[1, 2, 3]),
+    "medusa": MedusaHead.Config(ttt_steps=5),
+    "medusa_two_layers": MedusaHead.Config(ttt_steps=3, num_layers=2, fc_bias=True),
 }
 
 
@@ -122,6 +125,11 @@ def another_mask_token(directory: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_token_id": 3}))
 
 
+def another_lm_head(directory: Path) -> None:
+    path = directory / "lm_head.safetensors"
+    save_file({name: tensor.roll(1, 0) for name, tensor in load_file(path).items()}, path)
+
+
 def without_norms(*names: str) -> dict[str, Break]:
     """Leaves each norm out: its weight becomes one."""
     return {name: changed(name + ".weight", torch.ones_like) for name in names}
@@ -139,6 +147,7 @@ BREAKS: dict[str, dict[str, Break]] = {
     "eagle3_norms_before": without_norms("input_norm"),
     "eagle3_1": without_norms("fc_norm.0", "fc_norm.1", "fc_norm.2"),
     "peagle": {"mask_hidden": changed("mask_hidden", torch.neg), "mask_token": another_mask_token},
+    "medusa": {"blocks": changed("blocks.0.layers.0.weight", torch.neg), "lm_head": another_lm_head},
 }
 """Of each kind of head, what is wrong in the served directory."""
 
@@ -163,7 +172,8 @@ class Case:
 
 EVERYWHERE = ("mtp", "eagle", "eagle3")
 """Heads that are tried with every family."""
-IN_TABLE = (*EVERYWHERE, "peagle")
+WITHOUT_CHAIN = ("peagle", "medusa")
+IN_TABLE = (*EVERYWHERE, *WITHOUT_CHAIN)
 """Rows of the README's table for each engine."""
 CASES = [
     *(
@@ -176,6 +186,9 @@ CASES = [
     *(Case(head, target) for head in EVERYWHERE for target in ("mistral", "qwen2", "qwen3_moe")),
     *(Case("peagle", target) for target in ("llama", "qwen3", "mistral", "qwen2", "qwen3_moe", "qwen3_repeating")),
     *(Case("peagle", "llama_repeating", num_speculative_tokens) for num_speculative_tokens in (1, 3, 5)),
+    *(Case("medusa", target) for target in ("llama", "qwen3", "mistral", "qwen2", "qwen3_moe", "gemma3_text")),
+    *(Case("medusa", f"{target}_repeating", tokens) for target in ("llama", "qwen3") for tokens in (1, 3, 5)),
+    Case("medusa_two_layers", "llama_repeating"),
     Case("mtp", "gemma3_text"),
     Case("eagle", "gemma3_text"),
     Case("eagle3_default_layers", "llama_8_layers"),
@@ -198,7 +211,7 @@ BF16_CASES = [
     Case("mtp", "gemma3_text", dtype="bfloat16"),
 ]
 BROKEN_CASES = [
-    Case(head, "llama_repeating" if head == "peagle" else "llama", broken=broken)
+    Case(head, "llama_repeating" if head in WITHOUT_CHAIN else "llama", broken=broken)
     for head, breaks in BREAKS.items()
     for broken in breaks
 ]
@@ -234,7 +247,8 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     # A head without a chain cannot learn the circle, but repetition; answers that repeat must begin with all tokens.
-    tokens, depths = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48))), 3
+    tokens = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48)))
+    depths = head.ttt_steps if isinstance(head, MedusaHead) else 3
     num_rows = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
@@ -271,10 +285,11 @@ def answers(target: Target, count: int, prompt_tokens: int, new_tokens: int) -> 
     return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
 
 
-def write_served_head(directory: Path, target: Target, case: Case, head: Head) -> dict[str, Any]:
+def write_served_head(directory: Path, target: Target, target_dir: Path, case: Case, head: Head) -> dict[str, Any]:
     """Export a head's weights, wrong where the case says so; returns what `serving.json` holds."""
     form = format_for("vllm", HEAD_CONFIGS[case.head], target.config)
     write_head(directory, form, head.state_dict())
+    form.add_target(directory, target_dir)
     if case.broken:
         BREAKS[case.head][case.broken](directory)
     return {

@@ -143,7 +143,8 @@ def served(
     jobs.append(replace(jobs[0], name="nothing", target_dir=str(exports)))
     for case in cases:
         head = deepcopy(head_of(case.head, case.target)).to(getattr(torch, case.dtype))
-        facts = write_served_head(exports / str(case), target_of(case.target).target, case, head)
+        on_disk = target_of(case.target)
+        facts = write_served_head(exports / str(case), on_disk.target, on_disk.directory, case, head)
         draft = {
             "method": facts["method"],
             "model": str(exports / str(case)),

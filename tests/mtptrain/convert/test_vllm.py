@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig
 
 from mtptrain.convert.formats import format_for
+from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import load_frozen_parts
+from tests.conftest import make_target
 from tests.mtptrain.convert.conftest import head_config, random_head, shapes, target_config
 
 LAYER = {
@@ -120,6 +124,28 @@ def test_peagle_adds_the_state_and_the_token_of_mask_rows_to_eagle3(target: Llam
     assert form.config_json("bfloat16") == plain.config_json("bfloat16") | {"mask_token_id": 259}
     assert '"parallel_drafting": true' in form.launch("TARGET", Path("/DIR"), 5)
     assert "parallel_drafting" not in plain.launch("TARGET", Path("/DIR"), 5)
+
+
+def test_medusa_has_its_own_names_and_the_targets_lm_head_in_a_second_file(tmp_path: Path) -> None:
+    target_dir = make_target(tmp_path / "target")
+    target = read_target_config(target_dir)
+    form = format_for("vllm", head_config("medusa", ttt_steps=2, num_layers=2, fc_bias=True), target)
+    blocks = {f"blocks.{depth}.layers.{layer}" for depth in (0, 1) for layer in (0, 1)}
+    tensors = shapes(form.tensors(random_head(form.head, target).state_dict()))
+    assert tensors == {f"{block}.weight": [64, 64] for block in blocks} | {f"{block}.bias": [64] for block in blocks}
+    form.add_target(tmp_path, target_dir)
+    assert torch.equal(
+        load_file(tmp_path / "lm_head.safetensors")["lm_head.weight"], load_frozen_parts(target_dir).lm_head
+    )
+
+
+def test_medusas_config_has_no_key_that_vllm_would_take_for_a_number_of_heads_or_layers(target: LlamaConfig) -> None:
+    """`MedusaConfig.from_pretrained` of vLLM 0.32 renames each of them."""
+    config = format_for("vllm", head_config("medusa", num_layers=2), target).config_json("bfloat16")
+    counts = {key: value for key, value in config.items() if "num" in key and ("heads" in key or "layers" in key)}
+    assert counts == {"num_heads": 4, "num_hidden_layers": 2}
+    assert (config["architectures"], config["model_type"]) == (["MedusaModel"], "medusa")
+    assert (config["original_lm_head"], config["vocab_size"], config["hidden_size"]) == (True, 260, 64)
 
 
 def test_layer_ids_are_ours_and_left_out_where_they_are_the_engines_default() -> None:

@@ -74,7 +74,10 @@ HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
     "eagle3 draft vocabulary": ("eagle3", {"draft_vocab_size": 4}),
     "eagle3 norms before": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
     "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
+    "medusa": ("medusa", {"ttt_steps": 5, "num_layers": 2, "fc_bias": True}),
+    "hydra": ("hydra", {"ttt_steps": 5, "num_layers": 2}),
 }
+TREE_CASES = [case for case, (name, _) in HEAD_CASES.items() if HEADS[name].drafts_trees]
 
 
 class RecordingDrafter(HeadDrafter):
@@ -111,11 +114,13 @@ def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target,
     name, settings = HEAD_CASES[case]
     if name == "eagle3":
         settings = {"capture_layers": [1, 2, 3], **settings}
-    head = build_head(
-        HEADS[name].Config(num_attention_heads=2, num_key_value_heads=1, **settings), target.config
-    ).eval()
+    if issubclass(HEADS[name], LayerHead):
+        settings = {"num_attention_heads": 2, "num_key_value_heads": 1, **settings}
+    head = build_head(HEADS[name].Config(**settings), target.config).eval()
     with torch.no_grad():
         for parameter in head.parameters():
+            if not parameter.any():
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
             parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5))
     if head.d2t is not None:
         head.d2t.copy_(torch.tensor([0, 0, 1, 1]))  # drafts tokens 0, 1, 3, 4
@@ -257,7 +262,7 @@ def branches_of(draft: Draft, row: int) -> list[Branch]:
     return branches
 
 
-@pytest.mark.parametrize("case", HEAD_CASES)
+@pytest.mark.parametrize("case", TREE_CASES)
 @pytest.mark.parametrize(("depths", "num_nodes", "top_k"), [(1, 2, 3), (3, 9, 3), (4, 40, 2)])
 def test_trees_equal_those_of_a_loop_without_caches(
     tmp_path: Path, case: str, depths: int, num_nodes: int, top_k: int

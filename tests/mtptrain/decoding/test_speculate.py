@@ -22,6 +22,7 @@ from mtptrain.heads.files import build_head
 from mtptrain.target.model import Target, Verified, load_target
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import make_target
+from tests.mtptrain.heads.test_contract import draw_norms
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,10 @@ def target(tiny_target: Path) -> Target:
 def random_head(target: Target, name: str = "mtp", seed: int = 0) -> Head:
     torch.manual_seed(seed)
     settings = {"capture_layers": [1, 2]} if name == "peagle" else {}
-    return build_head(HEADS[name].Config(**settings), target.config).eval()
+    head = build_head(HEADS[name].Config(**settings), target.config).eval()
+    if name in ("medusa", "hydra"):  # they start as the target's own state
+        draw_norms(head)
+    return head
 
 
 def random_prompts(count: int, vocab_size: int = 256, longest: int = 60) -> list[list[int]]:
@@ -95,27 +99,30 @@ class BranchingCopy:
         return Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), parents=parents.expand_as(tokens))
 
 
+MLP_DRAFTERS = ("medusa", "hydra", "tree of hydra")
+COPY = "tree that is often right"
+
+
 def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **settings: object) -> list[Generation]:
     defaults: dict[str, object] = {"num_speculative_tokens": 3, "max_new_tokens": 24, "sampler": Sampler()}
     return speculate(target, drafter, prompts, **{**defaults, **settings})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize(
-    "kind", ["head", "peagle", "prompt lookup", "tree", "hybrid", "model", "tree that is often right"]
-)
+@pytest.mark.parametrize("kind", [*MLP_DRAFTERS, "head", "peagle", "prompt lookup", "tree", "hybrid", "model", COPY])
 def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
     target: Target, kind: str, batch_size: int
 ) -> None:
     head = HeadDrafter(random_head(target), target.parts, 3)
     drafters: dict[str, Drafter] = {
         "head": head,
-        "peagle": HeadDrafter(random_head(target, "peagle"), target.parts, 3),
+        **{name: HeadDrafter(random_head(target, name), target.parts, 3) for name in ("peagle", "medusa", "hydra")},
+        "tree of hydra": TreeDrafter(random_head(target, "hydra"), target.parts, 3, num_nodes=20, top_k=4),
         "prompt lookup": PromptLookupDrafter(3),
         "tree": TreeDrafter(head.head, target.parts, 3, num_nodes=20, top_k=4),
         "hybrid": HybridDrafter(head, min_match=2),
         "model": ModelDrafter(target, 257, 3),
-        "tree that is often right": BranchingCopy(target, 3),
+        COPY: BranchingCopy(target, 3),
     }
     prompts, accepted = random_prompts(24), 0
     for start in range(0, len(prompts), batch_size):
@@ -123,7 +130,7 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
         for prompt, generation in zip(batch, decode(target, drafters[kind], batch, eos_token_ids=[256]), strict=True):
             assert generation.tokens == plain_greedy(target, prompt, 24, eos_token_id=256)
             accepted += sum(generation.accepted_at)
-    assert accepted > (300 if kind in ("model", "tree that is often right") else 0), "nothing accepted shows little"
+    assert accepted > (300 if kind in ("model", COPY) else 0), "nothing accepted shows little"
 
 
 def test_nothing_is_compiled_for_the_shapes_of_a_round(target: Target) -> None:
@@ -318,7 +325,10 @@ def chi_square_p_value(
     sampled, num_speculative_tokens = HeadDrafter(random_head(target, seed=5), target.parts, 2, sample_drafts=True), 2
     drafters: dict[str, Drafter] = {
         "sampled drafts": sampled,
-        "peagle": HeadDrafter(random_head(target, "peagle", seed=5), target.parts, 2, sample_drafts=True),
+        **{
+            name: HeadDrafter(random_head(target, name, seed=5), target.parts, 2, sample_drafts=True)
+            for name in ("peagle", "medusa", "hydra")
+        },
         "greedy drafts": CertainDrafts(sampled),
         "tree": TreeDrafter(sampled.head, target.parts, 2, num_nodes=7, top_k=3),
         "hybrid": HybridDrafter(sampled, min_match=1),
@@ -350,7 +360,9 @@ def chi_square_p_value(
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("kind", ["sampled drafts", "peagle", "greedy drafts", "tree", "hybrid", "model"])
+@pytest.mark.parametrize(
+    "kind", ["sampled drafts", "peagle", "medusa", "hydra", "greedy drafts", "tree", "hybrid", "model"]
+)
 def test_sampled_speculation_follows_the_targets_joint_distribution(
     small_vocabulary: Target, temperature: float, kind: str
 ) -> None:

@@ -50,6 +50,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "peagle": ("peagle", {"capture_layers": [0, 1, 2]}),
     "peagle, draft vocabulary": ("peagle", {"capture_layers": [1, 2], "draft_vocab_size": 20, "norm_output": True}),
+    "medusa": ("medusa", {}),
+    "medusa, two layers": ("medusa", {"num_layers": 2, "fc_bias": True}),
+    "hydra": ("hydra", {}),
+    "hydra, two layers": ("hydra", {"num_layers": 2}),
     "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
 }
 
@@ -72,10 +76,12 @@ def random_head(case: str) -> Head:
 
 @torch.no_grad()
 def draw_norms(head: Head, generator: torch.Generator | None = None) -> None:
-    """Draw the weights of norms, so that a norm in the wrong place changes the result."""
+    """Draw the weights of norms, and weights that start at 0, so that one in the wrong place changes the result."""
     for parameter in head.parameters():
         if parameter.ndim == 1:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        elif not parameter.any():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
 
 
 def packed_inputs(head: Head) -> PackedTokens:
@@ -121,7 +127,9 @@ def test_the_decode_step_at_depth_k_equals_the_training_forward_at_depth_k(name:
 def test_an_alignment_shifted_by_one_token_is_caught(name: str) -> None:
     head = random_head(name)
     tokens = packed_inputs(head)
-    shifted = replace(tokens, next_ids=torch.roll(tokens.next_ids, -1))
+    reads_tokens = CASES[name][0] != "medusa"
+    read = "next_ids" if reads_tokens else "target_states"
+    shifted = replace(tokens, **{read: torch.roll(getattr(tokens, read), -1, 0)})
     assert largest_difference(head, run(head, shifted)) > 1e-2
 
 

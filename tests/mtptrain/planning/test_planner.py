@@ -119,8 +119,10 @@ def test_without_any_bound_a_million_tokens_are_planned(
         HEADS["eagle"].Config(),
         HEADS["eagle3"].Config(capture_layers=[0, 1, 2], fc_norm=True),
         HEADS["eagle3"].Config(capture_layers=[1, 2], draft_vocab_size=40),
+        HEADS["medusa"].Config(num_layers=2),
+        HEADS["hydra"].Config(num_layers=2),
     ],
-    ids=["mtp", "eagle", "eagle3", "eagle3 with its own vocabulary"],
+    ids=["mtp", "eagle", "eagle3", "eagle3 with its own vocabulary", "medusa", "hydra"],
 )
 def test_the_planned_parameters_are_those_of_the_head(head: object, tiny_target: Path) -> None:
     target_config = read_target_config(tiny_target)
@@ -199,7 +201,7 @@ def test_without_a_given_peak_the_device_at_hand_is_measured(config_for: Callabl
     assert ("CPU" in plan.train.basis) != torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("name", ["mtp", "eagle", "eagle3"])
+@pytest.mark.parametrize("name", ["mtp", "eagle", "eagle3", "medusa", "hydra"])
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_the_training_step_costs_what_the_formula_says(
     share: float, name: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,13 +211,13 @@ def test_the_training_step_costs_what_the_formula_says(
     monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)  # blocks of rows compute more than the causal half
     depths, length, vocab_size = 3, 65, 260
     target_config = read_target_config(tiny_target)
-    settings = {"capture_layers": [0, 1, 2]} if name == "eagle3" else {}
-    config = HEADS[name].Config(ttt_steps=depths, **settings)
+    settings = {"eagle3": {"capture_layers": [0, 1, 2]}, "medusa": {"num_layers": 2}, "hydra": {"num_layers": 2}}
+    config = HEADS[name].Config(ttt_steps=depths, **settings.get(name, {}))
     rows = round((length - 1) * share)
     packing = Packing.of([length] * 4, [(i, length - 1 - rows, rows) for i in range(4)])
     head = build_head(config, target_config)
     flops = head.step_flops(vocab_size, depths)
-    of_prompts = (14 + 8 / head.self_attn.head_dim) / 12
+    of_prompts = (14 + 8 / 64) / 12  # the head dim is 64
     pairs = sum(
         q * k * (14 / 12 / 2 if part.is_causal else of_prompts) for part in packing.segments for q, k in part.lengths
     )

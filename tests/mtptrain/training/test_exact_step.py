@@ -2,6 +2,7 @@
 definition."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from mtptrain.config import LossKind
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
+from mtptrain.heads.hydra import HydraHead
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.frozen_parts import FrozenParts
@@ -53,32 +56,10 @@ def plain_step(
     """The weighted mean loss, and the sum of losses at each depth."""
     sums, counts = [torch.zeros(()) for _ in range(depths)], [0] * depths
     for (ids, mask), hidden, captured in zip(documents, states, aux, strict=True):
-        n, attention = len(ids), head.self_attn
-        recycled = head.fuse(captured if head.capture_layers else hidden)
-        keys, values = [], []
-        past = torch.ones(n, n, dtype=torch.bool).tril()
-        teacher = (hidden @ frozen.lm_head.T).softmax(-1)
-        for depth in range(depths):
-            read = torch.tensor([ids[t + 1 + depth] if t + 1 + depth < n else 0 for t in range(n)])
-            positions = torch.arange(n) + depth
-            if depth and head.mask_hidden is not None:
-                read, recycled = torch.full((n,), head.mask_token_id), head.fuse(head.mask_hidden).expand(n, -1)
-            residual, x = head.combine(recycled, frozen.embed(read))
-            query, key, value = attention.queries_keys_values(x, positions)
-            groups = query.shape[1] // key.shape[1]
-            keys.append(key.repeat_interleave(groups, 1))
-            values.append(value.repeat_interleave(groups, 1))
-            masks = [past] + [torch.eye(n, dtype=torch.bool)] * depth
-            scores = torch.cat(
-                [
-                    torch.einsum("qhd,khd->hqk", query, k).masked_fill(~m, -math.inf)
-                    for k, m in zip(keys, masks, strict=True)
-                ],
-                -1,
-            )
-            weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
-            attended = torch.einsum("hqk,khd->qhd", weights, torch.cat(values))
-            out, recycled = head.finish(residual, attention.o_proj(attended.flatten(-2)))
+        n, teacher = len(ids), (hidden @ frozen.lm_head.T).softmax(-1)
+        read = captured if head.capture_layers else hidden
+        plain_states = plain_layer_states if isinstance(head, LayerHead) else plain_mlp_states
+        for depth, out in enumerate(plain_states(head, depths, ids, read, frozen)):
             logits = out @ head.output_weight(frozen).T
             for t in range(n):
                 j = t + 2 + depth
@@ -91,6 +72,59 @@ def plain_step(
     total = sum(w * s / max(1, c) for w, s, c in zip(weights_of, sums, counts, strict=True)) / sum(weights_of)
     assert isinstance(total, torch.Tensor)
     return total, [float(s) for s in sums]
+
+
+def tokens_read(ids: list[int], depth: int) -> torch.Tensor:
+    """The token after each row at a depth, 0 behind the end."""
+    return torch.tensor([ids[t + 1 + depth] if t + 1 + depth < len(ids) else 0 for t in range(len(ids))])
+
+
+def plain_layer_states(
+    head: LayerHead, depths: int, ids: list[int], target_states: torch.Tensor, frozen: FrozenParts
+) -> Iterator[torch.Tensor]:
+    """The states [n, H] of each depth of a head of one decoder layer."""
+    n, attention, recycled = len(ids), head.self_attn, head.fuse(target_states)
+    keys, values = [], []
+    past = torch.ones(n, n, dtype=torch.bool).tril()
+    for depth in range(depths):
+        read, positions = tokens_read(ids, depth), torch.arange(n) + depth
+        if depth and head.mask_hidden is not None:
+            read, recycled = torch.full((n,), head.mask_token_id), head.fuse(head.mask_hidden).expand(n, -1)
+        residual, x = head.combine(recycled, frozen.embed(read))
+        query, key, value = attention.queries_keys_values(x, positions)
+        groups = query.shape[1] // key.shape[1]
+        keys.append(key.repeat_interleave(groups, 1))
+        values.append(value.repeat_interleave(groups, 1))
+        masks = [past] + [torch.eye(n, dtype=torch.bool)] * depth
+        scores = torch.cat(
+            [
+                torch.einsum("qhd,khd->hqk", query, k).masked_fill(~m, -math.inf)
+                for k, m in zip(keys, masks, strict=True)
+            ],
+            -1,
+        )
+        weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", weights, torch.cat(values))
+        out, recycled = head.finish(residual, attention.o_proj(attended.flatten(-2)))
+        yield out
+
+
+def plain_mlp_states(
+    head: Head, depths: int, ids: list[int], target_states: torch.Tensor, frozen: FrozenParts
+) -> Iterator[torch.Tensor]:
+    """The states [n, H] of each depth of a head with an MLP per depth, from its weights by name."""
+    weights = dict(head.named_parameters())
+    inputs = target_states
+    for depth in range(depths):
+        inputs = torch.cat([inputs, frozen.embed(tokens_read(ids, depth))], -1)
+        x, layers = target_states, f"blocks.{depth}.layers"
+        if isinstance(head, HydraHead):
+            x, y = (inputs @ weights[f"mlps.{depth}.{name}.weight"].T for name in ("residual", "first"))
+            x, layers = x + y * y.sigmoid(), f"mlps.{depth}.rest.layers"
+        for layer in range(sum(name.startswith(layers) and name.endswith("weight") for name in weights)):
+            y = x @ weights[f"{layers}.{layer}.weight"].T + weights.get(f"{layers}.{layer}.bias", 0)
+            x = x + y * y.sigmoid()
+        yield x
 
 
 def fast_step(

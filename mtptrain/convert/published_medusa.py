@@ -1,0 +1,73 @@
+"""Reads published Medusa heads: vLLM's layout, and that of FasterDecoding, the project of Medusa's authors.
+
+Published heads may have an lm_head per depth. Ours read the target's, so these are only compared with it.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from mtptrain.convert.base import Tensors
+
+FASTER_DECODING = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
+"""Layer j of depth i is `i.j.linear`; the module after its last layer is its lm_head, `i.j`."""
+COUNTS = ("num_heads", "num_hidden_layers", "medusa_num_heads", "medusa_num_layers")
+"""Keys of config.json from which vLLM reads the numbers of depths and layers, in either layout."""
+
+
+def is_medusa(config: dict[str, Any], names: set[str]) -> bool:
+    """Returns whether a directory with this config.json and these tensors holds a Medusa head."""
+    return config.get("model_type") == "medusa" or any(
+        match[3] for name in names if (match := FASTER_DECODING.match(name))
+    )
+
+
+def medusa_tensors(tensors: Tensors) -> Tensors:
+    """Returns the tensors under vLLM's names, which are ours."""
+    renamed: Tensors = {}
+    for name, tensor in tensors.items():
+        match = FASTER_DECODING.match(name)
+        if match is not None:
+            depth, layer, is_layer, kind = match.groups()
+            name = f"blocks.{depth}.layers.{layer}.{kind}" if is_layer else f"lm_heads.{depth}.{kind}"
+        renamed[name.removeprefix("medusa_heads.")] = tensor
+    return renamed
+
+
+def medusa_settings(tensors: Tensors) -> dict[str, list[object]]:
+    """Returns the head's settings, from the names of its tensors."""
+    layers = {tuple(map(int, name.split(".")[1:4:2])) for name in tensors if name.startswith("blocks.")}
+    return {
+        "ttt_steps": [len({depth for depth, _ in layers})],
+        "num_layers": [len({layer for _, layer in layers})],
+        "fc_bias": [any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)],
+    }
+
+
+def check_medusa(directory: Path, config: dict[str, Any], tensors: Tensors, target_config: PreTrainedConfig) -> None:
+    """Check that a head fits the target and that vLLM reads its config.json as it is meant.
+
+    Raises:
+        ValueError: it does not.
+    """
+    path, vocab_size = directory / "config.json", target_config.vocab_size
+    renamed = [key for key in config if "num" in key and ("heads" in key or "layers" in key) and key not in COUNTS]
+    if renamed:
+        raise ValueError(
+            f"{path}: must have no number of heads or layers besides num_heads and num_hidden_layers, because vLLM "
+            f"takes any key with num and heads or layers for one of them, but has {renamed[0]}; remove it"
+        )
+    wanted = {"vocab_size": vocab_size, "truncated_vocab_size": vocab_size, "hidden_size": target_config.hidden_size}
+    for name, value in {**wanted, "logit_scale": 1.0}.items():
+        if config.get(name) not in (None, value):
+            raise ValueError(
+                f"{path}: {name} must be {value} for this target, but is {config[name]}; choose another head"
+            )
+    for name, tensor in tensors.items():
+        if name.startswith("lm_head") and len(tensor) != vocab_size:
+            raise ValueError(
+                f"head.init_from: {name} of {directory} must have {vocab_size} rows, the target's vocabulary, but has "
+                f"{len(tensor)}; the head belongs to another target"
+            )

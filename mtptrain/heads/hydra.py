@@ -1,0 +1,104 @@
+"""Head `hydra`: a small MLP per depth that reads the target's state and all tokens drafted so far.
+
+Depth k reads the inputs c = [h; e(x_{t+1}); ...; e(x_{t+1+k})], where h is the target's last hidden state after the
+final norm and e the target's frozen embedding. Its MLP is x = R c + SiLU(W c), then x = x + SiLU(W x) for each further
+layer, and the target's frozen lm_head. It has no cache. Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding
+(arXiv 2402.05109).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig
+
+from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.flops import StepFlops
+from mtptrain.heads.medusa import MlpConfig, ResidualMlp, add_silu, check_num_drafts, last_states
+from mtptrain.heads.packing import PackedTokens
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.model import Verified
+from mtptrain.target.position_cache import PositionCache, TreeRows
+
+
+class HydraMlp(nn.Module):
+    """The MLP of one depth, which starts as the target's own state."""
+
+    def __init__(self, hidden_size: int, num_tokens: int, num_layers: int) -> None:
+        super().__init__()
+        input_size = (1 + num_tokens) * hidden_size  # columns: hidden state, then embeddings in the order of the tokens
+        self.residual = nn.Linear(input_size, hidden_size, bias=False)
+        self.first = nn.Linear(input_size, hidden_size, bias=False)
+        self.rest = ResidualMlp(hidden_size, num_layers - 1, bias=False)
+        nn.init.zeros_(self.first.weight)
+        nn.init.eye_(self.residual.weight)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the states [..., H] from the hidden state and the embeddings, each [..., H]."""
+        x = torch.cat(inputs, dim=-1)
+        states: torch.Tensor = self.rest(add_silu(self.residual(x), self.first(x)))
+        return states
+
+
+class HydraHead(Head):
+    """Hydra head. No engine has a class for it."""
+
+    drafts_trees = True
+    is_bound_to_depths = True
+
+    @dataclass
+    class Config(MlpConfig):
+        name: str = "hydra"
+
+    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+        super().__init__(config, target_config)
+        self.hidden_size, self.num_layers = int(target_config.hidden_size), config.num_layers
+        self.mlps = nn.ModuleList(
+            [HydraMlp(self.hidden_size, 1 + depth, self.num_layers) for depth in range(config.ttt_steps)]
+        )
+
+    def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
+        """Training: compute the states [T, M, H] of all depths at the draft positions; see `Head.forward`."""
+        rows = tokens.packing.rows
+        inputs = [tokens.target_states[rows]]  # [M, H]
+        embeddings = F.pad(parts.embed(tokens.next_ids[rows]), (0, 0, 0, ttt_steps - 1))  # [M + T - 1, H]
+        states = []
+        for depth, mlp in enumerate(self.mlps[:ttt_steps]):
+            inputs.append(embeddings[depth : depth + len(rows)])
+            states.append(self._run(mlp, *inputs))
+        return torch.stack(states)
+
+    def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
+        """Run depth 0 on the row whose next token is the newest one; see `Head.draft_first`.
+
+        The head feeds back its inputs [B, 2 H], to which each later depth adds an embedding.
+
+        Raises:
+            ValueError: the head has fewer than `num_drafts` depths.
+        """
+        check_num_drafts(num_drafts, len(self.mlps))
+        newest = verified.tokens.gather(1, verified.num_tokens[:, None] - 1)[:, 0]  # [B]
+        inputs = torch.cat([last_states(verified), parts.embed(newest)], dim=-1)  # [B, 2 H]
+        return FirstStates(self.mlps[0](inputs)[:, None], inputs)
+
+    def draft_next(
+        self,
+        fed_back: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        parts: FrozenParts,
+        cache: PositionCache,
+        tree: TreeRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run depth k on the inputs of the depth before [B, W, (k + 1) H] and the token drafted there."""
+        inputs = torch.cat([fed_back, parts.embed(tokens)], dim=-1)  # [B, W, (k + 2) H]
+        depth = inputs.shape[-1] // self.hidden_size - 2
+        return self.mlps[depth](inputs), inputs
+
+    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
+        """Returns the FLOPs of a training step. Inputs are frozen, so the two matrices that read them cost 4, not 6."""
+        num_squares = sum(2 * 4 * (2 + depth) + 6 * (self.num_layers - 1) for depth in range(ttt_steps))
+        vocabulary = vocab_size * self.hidden_size
+        per_row = num_squares * self.hidden_size**2 + (4 * ttt_steps + 2) * vocabulary
+        return StepFlops(per_token=0, per_row=per_row, per_pair=0)

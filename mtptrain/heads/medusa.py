@@ -1,0 +1,124 @@
+"""Head `medusa`: a small MLP per depth that reads the target's state alone, so one forward drafts all tokens.
+
+Depth k is x = x + SiLU(W x), `num_layers` times, from the target's last hidden state after the final norm, and the
+target's frozen lm_head. It reads no token and has no cache. Medusa: Simple LLM Inference Acceleration Framework with
+Multiple Decoding Heads (arXiv 2401.10774), with one frozen lm_head instead of a trained one per depth.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig
+
+from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.flops import StepFlops
+from mtptrain.heads.packing import PackedTokens
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.model import Verified
+from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.utils.compile import fused
+from mtptrain.utils.settings import at_least
+
+
+@dataclass
+class MlpConfig(HeadConfig):
+    """Settings of heads with an MLP of its own for each of the `ttt_steps` depths."""
+
+    num_layers: int = at_least(1, default=1)
+    """Residual blocks per depth."""
+
+
+@fused
+def add_silu(residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Returns residual + SiLU(x)."""
+    return residual + F.silu(x)
+
+
+class ResidualMlp(nn.Module):
+    """Residual blocks x = x + SiLU(W x), which start as the identity."""
+
+    def __init__(self, hidden_size: int, num_layers: int, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(num_layers)])
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = add_silu(x, layer(x))
+        return x
+
+
+class MedusaHead(Head):
+    """Medusa head, which vLLM serves."""
+
+    is_bound_to_depths = True
+
+    @dataclass
+    class Config(MlpConfig):
+        name: str = "medusa"
+        fc_bias: bool = False
+        """Whether the layers have biases, as those of the published heads do."""
+
+    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+        super().__init__(config, target_config)
+        self.hidden_size, self.num_layers = int(target_config.hidden_size), config.num_layers
+        self.blocks = nn.ModuleList(
+            [ResidualMlp(self.hidden_size, self.num_layers, config.fc_bias) for _ in range(config.ttt_steps)]
+        )
+
+    def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
+        """Training: compute the states [T, M, H] of all depths at the draft positions; see `Head.forward`."""
+        hidden_states = tokens.target_states[tokens.packing.rows]  # [M, H]
+        return torch.stack([self._run(block, hidden_states) for block in self.blocks[:ttt_steps]])
+
+    def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
+        """Compute all depths from the row whose next token is the newest one; see `Head.draft_first`.
+
+        Raises:
+            ValueError: the head has fewer than `num_drafts` depths.
+        """
+        check_num_drafts(num_drafts, len(self.blocks))
+        hidden_states = last_states(verified)  # [B, H]
+        states = torch.stack([block(hidden_states) for block in self.blocks[:num_drafts]], dim=1)  # [B, K, H]
+        return FirstStates(states, hidden_states)
+
+    def draft_next(
+        self,
+        fed_back: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        parts: FrozenParts,
+        cache: PositionCache,
+        tree: TreeRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Not called: `draft_first` returns all depths."""
+        raise AssertionError
+
+    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
+        """Returns the FLOPs of a training step. The first layer's input is the target's and needs no gradient."""
+        layers = (4 + 6 * (self.num_layers - 1)) * self.hidden_size**2
+        vocabulary = vocab_size * self.hidden_size
+        return StepFlops(per_token=0, per_row=ttt_steps * (layers + 4 * vocabulary) + 2 * vocabulary, per_pair=0)
+
+
+def last_states(verified: Verified) -> torch.Tensor:
+    """Returns the target's post-norm state of the row whose next token is the newest one [B, H]."""
+    rows = torch.arange(len(verified.num_tokens), device=verified.num_tokens.device)
+    return verified.states.hidden_states[rows, verified.last_row]
+
+
+def check_num_drafts(num_drafts: int, num_depths: int) -> None:
+    """Check that a head with an MLP per depth has one for each draft.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if num_drafts > num_depths:
+        raise ValueError(
+            f"num_speculative_tokens: must be at most {num_depths}, the depths that the head was trained for, but is "
+            f"{num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
+        )

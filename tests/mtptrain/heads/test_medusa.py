@@ -1,0 +1,80 @@
+"""Heads with an MLP per depth: how often they run, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.decoding.drafters import HeadDrafter, TreeDrafter
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import speculate
+from mtptrain.heads import HEADS
+from mtptrain.heads.files import build_head
+from mtptrain.target.model import Target, load_target
+from mtptrain.train import check_one_start
+from tests.conftest import make_config
+
+BOTH = pytest.mark.parametrize("name", ["medusa", "hydra"])
+K = 3
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Target:
+    return load_target(tiny_target, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("name", "later_depths"), [("medusa", 0), ("hydra", K - 1)])
+def test_medusa_drafts_all_tokens_at_once_and_hydra_one_after_the_other(
+    target: Target, name: str, later_depths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, calls = build_head(HEADS[name].Config(ttt_steps=K), target.config).eval(), []
+    draft_next = head.draft_next
+    monkeypatch.setattr(head, "draft_next", lambda *args: calls.append(None) or draft_next(*args))
+    (answer,) = speculate(
+        target,
+        HeadDrafter(head, target.parts, K),
+        [[1, 2, 3]],
+        num_speculative_tokens=K,
+        max_new_tokens=8,
+        sampler=Sampler(),
+    )
+    assert len(calls) == later_depths * answer.rounds
+
+
+@BOTH
+def test_more_drafts_than_trained_depths_are_refused(target: Target, name: str) -> None:
+    head = build_head(HEADS[name].Config(ttt_steps=K), target.config).eval()
+    message = (
+        r"^num_speculative_tokens: must be at most 3, the depths that the head was trained for, but is 4; lower it, or "
+        r"train with head\.ttt_steps=4"
+    )
+    with pytest.raises(ValueError, match=message):
+        speculate(
+            target,
+            HeadDrafter(head, target.parts, K + 1),
+            [[1, 2, 3]],
+            num_speculative_tokens=K + 1,
+            max_new_tokens=8,
+            sampler=Sampler(),
+        )
+    with pytest.raises(ValueError, match=r"^acceptance\.num_speculative_tokens: must be at most head\.ttt_steps=3 "):
+        make_config(f"head={name}", "head.ttt_steps=3", "acceptance.num_speculative_tokens=4")
+
+
+@BOTH
+def test_a_head_without_layers_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^head\.num_layers: must be a number of at least 1, but is 0; correct it"):
+        make_config(f"head={name}", "head.num_layers=0")
+
+
+@BOTH
+def test_a_start_from_the_targets_layer_is_refused(name: str) -> None:
+    message = rf"head\.start_from_target: must be false for head {name}, which has no decoder layer, but is true; set"
+    with pytest.raises(ValueError, match=message):
+        check_one_start(HEADS[name].Config(start_from_target=True))
+
+
+def test_a_tree_of_medusa_is_refused(target: Target) -> None:
+    head = build_head(HEADS["medusa"].Config(), target.config)
+    with pytest.raises(ValueError, match=r"acceptance\.baselines: must not contain tree for MedusaHead"):
+        TreeDrafter(head, target.parts, K, num_nodes=8, top_k=2)
