@@ -173,6 +173,12 @@ def _check_depths(config: PipelineConfig) -> None:
             f"acceptance.num_speculative_tokens: must be at most head.ttt_steps={depths} with head {config.head.name}, "
             f"which learns each depth apart, but is {drafts}; lower it, or train with head.ttt_steps={drafts}"
         )
+    if HEADS[config.head.name].drafts_all_depths and drafts != depths:
+        raise ValueError(
+            f"acceptance.num_speculative_tokens: must equal head.ttt_steps={depths} with head {config.head.name}, "
+            f"which learns blocks of {depths + 1} rows, but is {drafts}; set it to {depths}, or train with "
+            f"head.ttt_steps={drafts}"
+        )
 
 
 register()

@@ -49,12 +49,16 @@ class Head(nn.Module, ABC):
     """Whether `draft_next` can continue several branches, given a `TreeRows`."""
     is_bound_to_depths: ClassVar[bool] = False
     """Whether the head drafts at most T tokens, because it has learned each depth apart."""
+    drafts_all_depths: ClassVar[bool] = False
+    """Whether the head drafts exactly T tokens, because the rows of all depths see each other."""
     d2t: torch.Tensor | None
     """i64[D]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
     lm_head: nn.Linear | None
     """The head's own output layer [D, H]. None if it uses the target's frozen one."""
     activation_checkpointing: bool = False
     """Whether each part of a depth keeps only its inputs for the backward pass and recomputes the rest."""
+    drafts_per_document: int | None = None
+    """Number of draft positions of each document that a training step uses, chosen at random; None for all."""
 
     @abstractmethod
     def __init__(self, config: Any, target_config: PreTrainedConfig) -> None:
@@ -151,7 +155,7 @@ class Head(nn.Module, ABC):
         zeros = draft_probs.new_zeros(*draft_probs.shape[:-1], vocab_size)
         return zeros.index_copy_(-1, self.draft_token_ids, draft_probs)
 
-    def _run(self, function: Callable[..., R], *args: torch.Tensor) -> R:
+    def _run(self, function: Callable[..., R], *args: Any) -> R:
         """Call the function, with activation checkpointing if it is enabled."""
         if not self.activation_checkpointing:
             return function(*args)

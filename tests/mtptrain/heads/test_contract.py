@@ -50,6 +50,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "peagle": ("peagle", {"capture_layers": [0, 1, 2]}),
     "peagle, draft vocabulary": ("peagle", {"capture_layers": [1, 2], "draft_vocab_size": 20, "norm_output": True}),
+    "dflash": ("dflash", {"capture_layers": [0, 1, 2]}),
+    "dflash, three layers": ("dflash", {"capture_layers": [1, 2], "num_layers": 3}),
+    "dflash, draft vocabulary": ("dflash", {"capture_layers": [2], "num_layers": 2, "draft_vocab_size": 20}),
     "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
 }
 
