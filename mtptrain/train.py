@@ -133,6 +133,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         config.seed,
         for_gpu=ranks.device.type == "cuda",
         order=store.order if isinstance(store, StreamedStore) else None,
+        drafts_per_document=head.drafts_per_document,
     )
     releases = Releases(store, schedule.first_epoch) if isinstance(store, StreamedStore) else None
     if ranks.is_first:

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
+from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.peagle import PeagleHead, mask_token_id
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, sliding_window
@@ -143,3 +144,41 @@ class VllmPeagle(VllmEagle3):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return super().config_json(dtype) | {"mask_token_id": mask_token_id(self.head, self.target)}
+
+
+class VllmDflash(VllmFormat):
+    """Exports `dflash` under the names of published heads, which are ours.
+
+    vLLM takes the embeddings, the mask token's among them, from the target, and also lm_head unless the head has one.
+    """
+
+    architecture = "DFlashDraftModel"
+    method = "dflash"
+    names: ClassVar[dict[str, str]] = {}
+    head: DflashHead.Config
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        layers = DflashHead.layers_to_capture(self.head, self.target)
+        return self.llama_config(dtype) | {
+            "model_type": "qwen3",
+            "num_hidden_layers": self.head.num_layers,
+            "num_target_layers": self.target.num_hidden_layers,
+            "layer_types": ["full_attention"] * self.head.num_layers,
+            "attention_bias": False,
+            "block_size": self.head.ttt_steps + 1,
+            "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
+            "dflash_config": {
+                "mask_token_id": mask_token_id(self.head, self.target),
+                # Engines count outputs of layers here: id k is the stream after k + 1 decoder layers.
+                "target_layer_ids": [layer - 1 for layer in layers],
+            },
+        }
+
+    def notes(self) -> list[str]:
+        notes = super().notes()
+        if self.head.num_layers > 1:
+            notes.append(
+                "vLLM's kernels for CPUs norm the keys of the target's tokens in every layer with the k_norm of the "
+                "first layer (vllm 0.32). There, counters differ from the measurement. GPUs are not affected."
+            )
+        return notes
