@@ -31,7 +31,7 @@ def target(tiny_target: Path) -> Target:
 
 def random_head(target: Target, name: str = "mtp", seed: int = 0) -> Head:
     torch.manual_seed(seed)
-    settings = {"capture_layers": [1, 2]} if name == "peagle" else {}
+    settings = {"capture_layers": [1, 2]} if name in ("peagle", "dflash") else {}
     return build_head(HEADS[name].Config(**settings), target.config).eval()
 
 
@@ -102,7 +102,7 @@ def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **setting
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize(
-    "kind", ["head", "peagle", "prompt lookup", "tree", "hybrid", "model", "tree that is often right"]
+    "kind", ["head", "peagle", "dflash", "prompt lookup", "tree", "hybrid", "model", "tree that is often right"]
 )
 def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
     target: Target, kind: str, batch_size: int
@@ -111,6 +111,7 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
     drafters: dict[str, Drafter] = {
         "head": head,
         "peagle": HeadDrafter(random_head(target, "peagle"), target.parts, 3),
+        "dflash": HeadDrafter(random_head(target, "dflash"), target.parts, 3),
         "prompt lookup": PromptLookupDrafter(3),
         "tree": TreeDrafter(head.head, target.parts, 3, num_nodes=20, top_k=4),
         "hybrid": HybridDrafter(head, min_match=2),
@@ -319,6 +320,7 @@ def chi_square_p_value(
     drafters: dict[str, Drafter] = {
         "sampled drafts": sampled,
         "peagle": HeadDrafter(random_head(target, "peagle", seed=5), target.parts, 2, sample_drafts=True),
+        "dflash": HeadDrafter(random_head(target, "dflash", seed=5), target.parts, 2, sample_drafts=True),
         "greedy drafts": CertainDrafts(sampled),
         "tree": TreeDrafter(sampled.head, target.parts, 2, num_nodes=7, top_k=3),
         "hybrid": HybridDrafter(sampled, min_match=1),
@@ -350,7 +352,7 @@ def chi_square_p_value(
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("kind", ["sampled drafts", "peagle", "greedy drafts", "tree", "hybrid", "model"])
+@pytest.mark.parametrize("kind", ["sampled drafts", "peagle", "dflash", "greedy drafts", "tree", "hybrid", "model"])
 def test_sampled_speculation_follows_the_targets_joint_distribution(
     small_vocabulary: Target, temperature: float, kind: str
 ) -> None:

@@ -16,6 +16,7 @@ from tests.mtptrain.heads.test_contract import (
     DEPTHS,
     HIDDEN_SIZE,
     LENGTHS,
+    PARTS,
     packed_inputs,
     random_head,
     run,
@@ -106,18 +107,12 @@ def test_states_and_gradients_of_single_draft_positions_are_those_among_all(case
 def test_the_first_draft_reads_all_masks_behind_it_and_no_token_behind_the_newest() -> None:
     head = random_head("dflash")
     tokens = packed_inputs(head)
-    whole, shorter = (head(tokens, parts(), depths) for depths in (DEPTHS, DEPTHS - 1))
+    whole, shorter = (head(tokens, PARTS, depths) for depths in (DEPTHS, DEPTHS - 1))
     assert (whole[0] - shorter[0]).abs().max() > 1e-3, "with another block length the first draft is another one"
     later = replace(tokens, next_ids=tokens.next_ids.clone())
     later.next_ids[5] += 1
-    changed = (head(later, parts(), DEPTHS) != whole).any(-1).any(0)  # [M]
+    changed = (head(later, PARTS, DEPTHS) != whole).any(-1).any(0)  # [M]
     assert changed.nonzero().flatten().tolist() == [5]
-
-
-def parts() -> object:
-    from tests.mtptrain.heads.test_contract import PARTS
-
-    return PARTS
 
 
 @pytest.mark.parametrize(
