@@ -167,17 +167,21 @@ def _check_stream(config: PipelineConfig) -> None:
 
 
 def _check_depths(config: PipelineConfig) -> None:
-    depths, drafts = config.head.ttt_steps, config.acceptance.num_speculative_tokens
-    if HEADS[config.head.name].is_bound_to_depths and drafts > depths:
+    check_depths(config.head, "acceptance.num_speculative_tokens", config.acceptance.num_speculative_tokens)
+
+
+def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
+    """Raises ValueError if a head cannot draft as many tokens as the setting asks for."""
+    depths = head.ttt_steps
+    if HEADS[head.name].drafts_all_depths and num_drafts != depths:
         raise ValueError(
-            f"acceptance.num_speculative_tokens: must be at most head.ttt_steps={depths} with head {config.head.name}, "
-            f"which learns each depth apart, but is {drafts}; lower it, or train with head.ttt_steps={drafts}"
+            f"{setting}: must equal head.ttt_steps={depths} with head {head.name}, which learns blocks of {depths + 1} "
+            f"rows, but is {num_drafts}; set it to {depths}, or train with head.ttt_steps={num_drafts}"
         )
-    if HEADS[config.head.name].drafts_all_depths and drafts != depths:
+    if HEADS[head.name].is_bound_to_depths and num_drafts > depths:
         raise ValueError(
-            f"acceptance.num_speculative_tokens: must equal head.ttt_steps={depths} with head {config.head.name}, "
-            f"which learns blocks of {depths + 1} rows, but is {drafts}; set it to {depths}, or train with "
-            f"head.ttt_steps={drafts}"
+            f"{setting}: must be at most head.ttt_steps={depths} with head {head.name}, which learns each depth apart, "
+            f"but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
         )
 
 

@@ -51,6 +51,8 @@ class Head(nn.Module, ABC):
     """Whether the head drafts at most T tokens, because it has learned each depth apart."""
     drafts_all_depths: ClassVar[bool] = False
     """Whether the head drafts exactly T tokens, because the rows of all depths see each other."""
+    starts_from_target: ClassVar[bool] = True
+    """Whether `head.start_from_target` can copy the target's last layer into the head."""
     d2t: torch.Tensor | None
     """i64[D]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
     lm_head: nn.Linear | None

@@ -21,7 +21,7 @@ from tests.mtptrain.training.test_exact_step import DECAY, Document, H, V, plain
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor, theta: float = 10_000.0) -> torch.Tensor:
-    """RoPE of x [S, heads, head_dim] by its definition: pairs (i, i + head_dim / 2) turn by position * theta^(-2i/d)."""
+    """RoPE of x [S, heads, d] by its definition: the pairs (i, i + d / 2) turn by position * theta^(-2i/d)."""
     half = x.shape[-1] // 2
     turns = torch.polar(torch.ones(()), positions[:, None] * theta ** (-torch.arange(half) / half))[:, None]
     pairs = torch.complex(x[..., :half], x[..., half:]) * turns
@@ -29,7 +29,7 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, theta: float = 10_000.0) -
 
 
 def plain_layer(layer: DflashLayer, x: torch.Tensor, context: torch.Tensor, first_position: int) -> torch.Tensor:
-    """One layer over a block [R, H], whose row 0 is at `first_position`, and all tokens before it [first_position, H]."""
+    """One layer over a block [R, H], whose row 0 is at `first_position`, and all tokens before it [S, H]."""
     attention, heads = layer.self_attn, (-1, layer.self_attn.head_dim)
     positions = torch.arange(first_position, first_position + len(x))
     normed = layer.input_layernorm(x)
