@@ -18,14 +18,9 @@ from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.fp8 import decode, decode_into
 from mtptrain.hidden_states.shard_format import scales_of
 from mtptrain.hidden_states.store import HiddenStore, StoredDocument
-from mtptrain.training.step_packing import Step, balance, pack_documents, shuffled
+from mtptrain.training.step_packing import Anchors, Step, balance, document_costs, pack_documents, shuffled
 
 X = TypeVar("X")
-
-TOKEN_COST = 1 / 16
-"""Cost of a token that only provides keys and values, relative to a row that drafts."""
-PAIR_COST = 1 / 32_768
-"""Cost of a row's attention to one token, relative to a row that drafts."""
 
 
 @dataclass(frozen=True)
@@ -126,20 +121,6 @@ class StateBuffers:
         self._free += [x if x._base is None else x._base for x in states if x is not None]
 
 
-@dataclass(frozen=True)
-class Anchors:
-    """The draft positions that a step uses, if not all: some of each document, drawn at random."""
-
-    per_document: int
-    seed: tuple[int, ...]
-    """Seed of the draw, for example of the run and the epoch. Each document adds its id."""
-
-    def draw(self, document_id: int, num_rows: int) -> NDArray[np.int64]:
-        """Returns the indices of the chosen rows of a document, in rising order."""
-        generator = np.random.default_rng([*self.seed, document_id])
-        return np.sort(generator.choice(num_rows, min(self.per_document, num_rows), replace=False))
-
-
 def make_batch(
     documents: Sequence[StoredDocument],
     ttt_steps: int,
@@ -237,40 +218,6 @@ def pack_states(
         return packed, None
     packed = torch.cat(states, out=buffers.take(sum(lengths), row_shape, states[0].dtype))
     return packed, torch.cat(scales) if scales else None
-
-
-def document_costs(store: HiddenStore, most_drafts: float = math.inf) -> NDArray[np.float64]:
-    """Returns the training cost of each document [D], in units of one row that drafts; 0 if no row drafts.
-
-    Args:
-        store: the documents.
-        most_drafts: the most rows of a document that a step uses.
-    """
-    return np.concatenate([shard_costs(mask, offsets, most_drafts) for mask, offsets in store.loss_masks()])
-
-
-def shard_costs(
-    loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64], most_drafts: float = math.inf
-) -> NDArray[np.float64]:
-    """Returns the costs [D] of documents with concatenated loss masks [N], where document i begins at `offsets[i]`.
-
-    The computation is vectorised over documents: a store may have millions.
-    """
-    drafts = np.zeros(len(loss_mask) + 2, np.uint8)  # padded at both ends with a token that does not draft
-    drafts[1:-3] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
-    for distance in (1, 2):  # the last two tokens of a document have no draft
-        drafts[1 + np.maximum(offsets[1:] - distance, 0)] = 0
-    changes = np.flatnonzero(drafts[1:] != drafts[:-1])
-    first_rows, ends = changes[::2], changes[1::2]
-    document = np.searchsorted(offsets, first_rows, side="right") - 1  # document of each span
-    counts, first_rows, ends = ends - first_rows, first_rows - offsets[document], ends - offsets[document]
-    num_documents = len(offsets) - 1
-    last_ends = np.zeros(num_documents)
-    last_ends[document] = ends  # later spans overwrite earlier ones
-    rows_and_pairs = counts + PAIR_COST * (counts * (first_rows + counts / 2))
-    num_rows = np.bincount(document, counts, num_documents)
-    share = np.minimum(1, most_drafts / np.maximum(num_rows, 1))  # of the rows
-    return TOKEN_COST * last_ends + np.bincount(document, rows_and_pairs, num_documents) * share
 
 
 class BatchSchedule:

@@ -12,9 +12,10 @@ from mtptrain.heads.dflash import DflashHead, DflashLayer
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.training.batches import Anchors, make_batch
+from mtptrain.training.batches import make_batch
 from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings
+from mtptrain.training.step_packing import Anchors
 from mtptrain.utils.clock import PhaseClock
 from tests.mtptrain.heads.test_contract import CASES, draw_norms, tiny_config
 from tests.mtptrain.training.test_exact_step import DECAY, Document, H, V, plain_loss, texts
