@@ -172,16 +172,24 @@ def _check_stream(config: PipelineConfig) -> None:
 
 
 def _check_depths(config: PipelineConfig) -> None:
-    depths = config.head.ttt_steps
-    for name, drafts in {
-        "acceptance": config.acceptance.num_speculative_tokens,
-        "serving_bench": max(config.serving_bench.num_speculative_tokens, default=0),
-    }.items():
-        if HEADS[config.head.name].is_bound_to_depths and drafts > depths:
-            raise ValueError(
-                f"{name}.num_speculative_tokens: must be at most head.ttt_steps={depths} with head {config.head.name}, "
-                f"which learns each depth apart, but is {drafts}; lower it, or train with head.ttt_steps={drafts}"
-            )
+    check_depths(config.head, "acceptance.num_speculative_tokens", config.acceptance.num_speculative_tokens)
+    for num_drafts in config.serving_bench.num_speculative_tokens:
+        check_depths(config.head, "serving_bench.num_speculative_tokens", num_drafts)
+
+
+def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
+    """Raises ValueError if a head cannot draft as many tokens as the setting asks for."""
+    depths = head.ttt_steps
+    if HEADS[head.name].drafts_all_depths and num_drafts != depths:
+        raise ValueError(
+            f"{setting}: must equal head.ttt_steps={depths} with head {head.name}, which learns blocks of {depths + 1} "
+            f"rows, but is {num_drafts}; set it to {depths}, or train with head.ttt_steps={num_drafts}"
+        )
+    if HEADS[head.name].is_bound_to_depths and num_drafts > depths:
+        raise ValueError(
+            f"{setting}: must be at most head.ttt_steps={depths} with head {head.name}, which learns each depth "
+            f"separately, but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
+        )
 
 
 register()

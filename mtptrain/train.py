@@ -32,6 +32,7 @@ from mtptrain.convert.warm_start import load_init, start_from_target
 from mtptrain.data.draft_vocab import read_draft_vocab, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.files import CHOICE, TARGET_WEIGHTS, build_head, kept_head, remove_later_heads, save_head
@@ -133,6 +134,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         config.seed,
         for_gpu=ranks.device.type == "cuda",
         order=store.order if isinstance(store, StreamedStore) else None,
+        drafts_per_document=head.drafts_per_document,
     )
     releases = Releases(store, schedule.first_epoch) if isinstance(store, StreamedStore) else None
     if ranks.is_first:
@@ -188,6 +190,11 @@ def check_one_start(config: HeadConfig) -> None:
         raise ValueError(
             "head.start_from_target: must be false when head.init_from is set, but is true and head.init_from is "
             f"{config.init_from}; unset one of them"
+        )
+    if isinstance(config, LayerConfig) and config.start_from_target and not HEADS[config.name].starts_from_target:
+        raise ValueError(
+            f"head.start_from_target: must be false with head {config.name}, whose layers read other inputs than the "
+            "target's, but is true; set head.start_from_target=false"
         )
 
 

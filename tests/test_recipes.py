@@ -213,6 +213,29 @@ def test_a_head_without_a_chain_drafts_no_more_than_it_was_trained_for() -> None
         make_config("head=peagle", "head.ttt_steps=3", "serving_bench.num_speculative_tokens=[1,4]")
 
 
+@pytest.mark.parametrize("drafts", [2, 4])
+def test_a_block_drafter_drafts_exactly_as_many_tokens_as_it_was_trained_for(drafts: int) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"acceptance\.num_speculative_tokens: must equal head\.ttt_steps=3 with head dflash, which learns blocks "
+        rf"of 4 rows, but is {drafts}; set it to 3, or train with head\.ttt_steps={drafts}",
+    ):
+        make_config("head=dflash", "head.ttt_steps=3", f"acceptance.num_speculative_tokens={drafts}")
+    make_config("head=dflash", "head.ttt_steps=3", "acceptance.num_speculative_tokens=3")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("anchors_per_document=0", r"head\.anchors_per_document: must be null or at least 1, but is 0; correct it"),
+        ("num_layers=0", r"head\.num_layers: must be a number of at least 1, but is 0; correct it"),
+    ],
+)
+def test_a_block_drafter_without_anchors_or_layers_is_refused(setting: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config("head=dflash", "head.ttt_steps=3", f"head.{setting}")
+
+
 def test_every_setting_that_is_checked_is_provoked_here() -> None:
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_module._check_relations)))
     related = {

@@ -30,7 +30,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from mtptrain.command_line.program import command, program
-from mtptrain.config import BenchConfig, PipelineConfig, load_config
+from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
@@ -101,6 +101,8 @@ def check(config: PipelineConfig) -> None:
         raise ValueError(
             f"bench.out: must be a JSON file in a folder that exists, but is {config.bench.out}; correct it"
         )
+    for depths in config.bench.draft_depths:
+        check_depths(config.head, "bench.draft_depths", depths)
 
 
 def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:

@@ -50,8 +50,9 @@ from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
-from mtptrain.training.batches import BatchSchedule, document_costs
+from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.flops import matmul_peak
+from mtptrain.training.step_packing import document_costs
 from mtptrain.utils.distributed import init_ranks
 
 from .random_data import random_documents, random_store

@@ -110,7 +110,7 @@ def drafted_states(
         row: the draft position t.
         num_drafts: K.
     """
-    cache, positions = PositionCache(row + 1 + num_drafts), torch.arange(row + 1, device=ids.device)[None]
+    cache, positions = PositionCache(row + 2 + num_drafts), torch.arange(row + 1, device=ids.device)[None]
     read = target_states[None, : row + 1]
     states = TargetStates(*(read[..., 0, :], read) if head.capture_layers else (read, None))
     verified = Verified(ids[None], torch.full((1,), row + 2, device=ids.device), positions, states)

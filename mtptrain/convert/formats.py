@@ -6,7 +6,7 @@ from mtptrain.convert.base import Format
 from mtptrain.convert.limits import check_served
 from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
 from mtptrain.convert.transformers import TransformersMtp
-from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
+from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads.config import HeadConfig
 
 FORMATS: dict[tuple[str, str], type[Format]] = {
@@ -15,6 +15,7 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
     ("vllm", "eagle3"): VllmEagle3,
     ("vllm", "peagle"): VllmPeagle,
     ("vllm", "medusa"): VllmMedusa,
+    ("vllm", "dflash"): VllmDflash,
     ("sglang", "mtp"): SglangMtp,
     ("sglang", "eagle"): SglangEagle,
     ("sglang", "eagle3"): SglangEagle3,

@@ -8,6 +8,7 @@ A directory or hub repository must have safetensors files and one of these (clas
 - `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with
   its layer named `midlayer` or `layers.0`;
 - `MedusaModel`, or FasterDecoding's names of tensors: Medusa;
+- `DFlashDraftModel`: head `dflash`;
 - a model with an MTP layer of DeepSeek's layout after its own layers (`model.layers.N.eh_proj`): head `mtp`.
 
 All of them apply RoPE to halves rather than interleaved pairs, as our heads do, so projections need no conversion.
@@ -26,7 +27,7 @@ from transformers import PreTrainedConfig
 from mtptrain.convert.base import Format, Tensors, rename
 from mtptrain.convert.published_medusa import check_medusa, is_medusa, medusa_settings, medusa_tensors
 from mtptrain.convert.sglang import MIMO_LAYER, SglangEagle, SglangMtp
-from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
+from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.layers import head_dims
@@ -43,11 +44,12 @@ KNOWN = {
     VllmEagle3.architecture: ("eagle3", VllmEagle3),
     "Eagle3LlamaForCausalLM": ("eagle3", VllmEagle3),
     VllmMedusa.architecture: ("medusa", VllmMedusa),
+    VllmDflash.architecture: ("dflash", VllmDflash),
 }
 """The head and format of each model class that config.json may name."""
 PLAIN_LLAMA = "LlamaForCausalLM"
 """The model class in the config.json of heads that EAGLE's authors published."""
-IGNORED_SETTINGS = ("name", "ttt_steps", "init_from", "start_from_target")
+IGNORED_SETTINGS = ("name", "ttt_steps", "init_from", "start_from_target", "anchors_per_document")
 """Settings on which a head's weights do not depend, or which are compared separately."""
 
 
@@ -119,6 +121,8 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         if "mask_hidden" in tensors:
             name, form = "peagle", VllmPeagle
             settings["mask_token_id"] = [config.get("mask_token_id")]
+    if form is VllmDflash:
+        settings |= _dflash_settings(directory, config, tensors)
     return PublishedHead(directory, name, settings, tensors, form, config)
 
 
@@ -210,7 +214,8 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
 
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
     """Returns the settings on which a head's weights depend, with the target's sizes where they are unset."""
-    ignored = set(IGNORED_SETTINGS) - ({"ttt_steps"} if isinstance(config, MlpConfig) else set())
+    is_bound = isinstance(config, MlpConfig) or HEADS[config.name].drafts_all_depths
+    ignored = set(IGNORED_SETTINGS) - ({"ttt_steps"} if is_bound else set())
     settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in ignored}
     sizes = {}
     if isinstance(config, LayerConfig):
@@ -272,6 +277,24 @@ def _eagle3_settings(
     layers = target_config.num_hidden_layers
     captured = [[2, layers // 2, layers - 3]] if ids is None else _captured(directory, ids, target_config)
     return settings | {"capture_layers": list(captured)}
+
+
+def _dflash_settings(directory: Path, config: dict[str, Any], tensors: Tensors) -> dict[str, list[object]]:
+    nested = config.get("dflash_config") or {}
+    ids, block_size = nested.get("target_layer_ids"), config.get("block_size") or nested.get("block_size")
+    if not ids or not block_size or nested.get("mask_token_id") is None:
+        raise ValueError(
+            f"{directory / 'config.json'}: must have block_size, dflash_config.target_layer_ids and "
+            "dflash_config.mask_token_id, but does not have all of them; download the head again"
+        )
+    lm_head = tensors.get("lm_head.weight")
+    return {
+        "num_layers": [config["num_hidden_layers"]],
+        "capture_layers": [[layer + 1 for layer in ids]],
+        "mask_token_id": [nested["mask_token_id"]],
+        "ttt_steps": [block_size - 1],
+        "draft_vocab_size": [None if lm_head is None else len(lm_head)],
+    }
 
 
 def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) -> list[list[int]]:

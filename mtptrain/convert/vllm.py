@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
+from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead, mask_token_id
@@ -186,3 +187,41 @@ class VllmMedusa(VllmFormat):
             f"num_speculative_tokens may be at most {self.head.ttt_steps}, the trained depths. vLLM keeps it fixed for "
             "this method: leave num_speculative_tokens_per_batch_size unset."
         ]
+
+
+class VllmDflash(VllmFormat):
+    """Exports `dflash` under the names of published heads, which are ours.
+
+    vLLM takes the embeddings, the mask token's among them, from the target, and also lm_head unless the head has one.
+    """
+
+    architecture = "DFlashDraftModel"
+    method = "dflash"
+    names: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    head: DflashHead.Config
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        layers = DflashHead.layers_to_capture(self.head, self.target)
+        return self.llama_config(dtype) | {
+            "model_type": "qwen3",
+            "num_hidden_layers": self.head.num_layers,
+            "num_target_layers": self.target.num_hidden_layers,
+            "layer_types": ["full_attention"] * self.head.num_layers,
+            "attention_bias": False,
+            "block_size": self.head.ttt_steps + 1,
+            "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
+            "dflash_config": {
+                "mask_token_id": mask_token_id(self.head, self.target),
+                # Engines count outputs of layers here: id k is the stream after k + 1 decoder layers.
+                "target_layer_ids": [layer - 1 for layer in layers],
+            },
+        }
+
+    def notes(self) -> list[str]:
+        notes = super().notes()
+        if self.head.num_layers > 1:
+            notes.append(
+                "vLLM's kernels for CPUs norm the keys of the target's tokens in every layer with the k_norm of the "
+                "first layer (vllm 0.32). There, counters differ from the measurement. GPUs are not affected."
+            )
+        return notes

@@ -1,6 +1,7 @@
 """All heads by name. To add one, see docs/add_a_head.md."""
 
 from mtptrain.heads.base import Head
+from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.hydra import HydraHead
@@ -15,4 +16,5 @@ HEADS: dict[str, type[Head]] = {
     "peagle": PeagleHead,
     "medusa": MedusaHead,
     "hydra": HydraHead,
+    "dflash": DflashHead,
 }

@@ -49,6 +49,10 @@ class Head(nn.Module, ABC):
     """Whether `draft_next` can continue several branches, given a `TreeRows`."""
     is_bound_to_depths: ClassVar[bool] = False
     """Whether the head drafts at most T tokens, because it learns each depth separately."""
+    drafts_all_depths: ClassVar[bool] = False
+    """Whether the head drafts exactly T tokens, because the rows of all depths see each other."""
+    starts_from_target: ClassVar[bool] = True
+    """Whether `head.start_from_target` can copy the target's last layer into the head."""
     ttt_steps: int
     """T, the number of trained depths."""
     d2t: torch.Tensor | None
@@ -57,6 +61,8 @@ class Head(nn.Module, ABC):
     """The head's own output layer [D, H]. None if it uses the target's frozen one."""
     activation_checkpointing: bool = False
     """Whether functions called through `_run` keep only their inputs and are recomputed in the backward pass."""
+    drafts_per_document: int | None = None
+    """Number of draft positions of each document that a training step uses, chosen at random; None for all."""
 
     @abstractmethod
     def __init__(self, config: Any, target_config: PreTrainedConfig) -> None:
@@ -155,7 +161,7 @@ class Head(nn.Module, ABC):
         zeros = draft_probs.new_zeros(*draft_probs.shape[:-1], vocab_size)
         return zeros.index_copy_(-1, self.draft_token_ids, draft_probs)
 
-    def _run(self, function: Callable[..., R], *args: torch.Tensor) -> R:
+    def _run(self, function: Callable[..., R], *args: Any) -> R:
         """Call the function, with activation checkpointing if it is enabled."""
         if not self.activation_checkpointing:
             return function(*args)

@@ -69,16 +69,10 @@ class Eagle3Head(LayerHead):
         Raises:
             ValueError: the layers are not distinct layers of the target in rising order.
         """
-        num_layers = target_config.num_hidden_layers
-        layers = (2, num_layers // 2, num_layers - 3) if config.capture_layers is None else tuple(config.capture_layers)
-        if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] > num_layers:
-            example = str(sorted({num_layers // 4 or 1, num_layers // 2 or 1, num_layers - 1 or 1})).replace(" ", "")
-            default = ", the engines' default" if config.capture_layers is None else ""
-            raise ValueError(
-                f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, the target's "
-                f"decoder layers, but are {list(layers)}{default}; set them, for example head.capture_layers={example}"
-            )
-        return layers
+        num_layers = int(target_config.num_hidden_layers)
+        if config.capture_layers is not None:
+            return check_capture_layers(tuple(config.capture_layers), num_layers)
+        return check_capture_layers((2, num_layers // 2, num_layers - 3), num_layers, "the engines' default")
 
     def fuse(self, target_states: torch.Tensor) -> torch.Tensor:
         """Project the captured streams [..., L, H] to one hidden state [..., H]."""
@@ -103,3 +97,22 @@ class Eagle3Head(LayerHead):
         x = x + self.mlp(self.post_attention_layernorm(x))
         normed = self.norm(x)
         return normed, normed if self.norm_output else x
+
+
+def check_capture_layers(layers: tuple[int, ...], num_layers: int, default: str = "") -> tuple[int, ...]:
+    """Returns the layers if a head can capture them from a target of `num_layers` decoder layers.
+
+    Args:
+        default: what the layers are, if no setting chose them.
+
+    Raises:
+        ValueError: they are not distinct layers of the target in rising order.
+    """
+    if layers and list(layers) == sorted(set(layers)) and layers[0] >= 0 and layers[-1] <= num_layers:
+        return layers
+    example = str(sorted({num_layers // 4 or 1, num_layers // 2 or 1, num_layers - 1 or 1})).replace(" ", "")
+    raise ValueError(
+        f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, the target's decoder "
+        f"layers, but are {list(layers)}{f', {default}' if default else ''}; set them, for example "
+        f"head.capture_layers={example}"
+    )

@@ -1,5 +1,6 @@
 """Packed documents: which tokens are draft positions, and which keys they see."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,9 +50,9 @@ class Segments:
 
 @dataclass(frozen=True)
 class Packing:
-    """N packed tokens, of which M are draft positions.
+    """N packed tokens, of which M are draft positions, in token order.
 
-    The draft positions form spans, each a run of consecutive tokens of one document; spans are in token order.
+    The draft positions form spans, each a run of consecutive tokens of one document, or are single tokens.
     """
 
     positions: torch.Tensor  # i64[N], position of each token in its document
@@ -61,8 +62,14 @@ class Packing:
     key_indices: torch.Tensor
     """i64[N], index of each token in the order of the keys: draft positions first, then prompt tokens."""
     segments: tuple[Segments, ...]
-    """The first `Segments` holds every span with its own tokens, causally. The others hold spans with the tokens before
-    them in their document. None has two spans of the same document, so no kernel reads more than N keys."""
+    """Of spans, the first `Segments` holds every span with its own tokens, causally. The others hold spans with the
+    tokens before them in their document. None has two spans of the same document, so no kernel reads more than N keys.
+    Of single draft positions, see `of_single`."""
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether the draft positions form spans, so that the next row is the next token."""
+        return self.segments[0].is_causal
 
     @property
     def num_pairs(self) -> float:
@@ -93,7 +100,61 @@ class Packing:
                 before[num_before[document]].append((rows, range(starts[document], token)))
                 num_before[document] += 1
                 is_seen[starts[document] : token] = True
-        # 2. Order the keys: draft positions, prompt tokens that some span sees, prompt tokens that no span sees.
+        return Packing._ordered(
+            lengths, is_row, is_seen, [(inside, True), *((part, False) for part in before.values())]
+        )
+
+    @staticmethod
+    def of_single(lengths: Sequence[int], rows: Sequence[NDArray[np.int64]]) -> "Packing":
+        """Pack documents whose draft positions may lie anywhere.
+
+        One kernel per draft position would be many, and one kernel for all would need a mask. The A draft positions of
+        a document therefore form sqrt(A) groups. A kernel pairs a group with all tokens before it; all groups of a
+        document need sqrt(A) such kernels. Inside a group, the tokens up to draft position i that draft position i - 1
+        does not see are paired with the group's draft positions from i on; the same i of all groups share a kernel.
+
+        Args:
+            lengths: tokens of each document.
+            rows: the draft positions of each document, at least one, in rising order.
+        """
+        starts, row = [0, *accumulate(lengths)], 0
+        gaps, before = (
+            defaultdict[int, list[tuple[range, range]]](list),
+            defaultdict[int, list[tuple[range, range]]](list),
+        )
+        is_row, is_seen = np.zeros((2, starts[-1]), dtype=bool)
+        for start, positions in zip(starts, rows, strict=False):
+            tokens = (start + positions).tolist()
+            is_row[tokens], is_seen[start : tokens[-1]] = True, True
+            size, first_unseen = math.isqrt(len(tokens) - 1) + 1, start
+            for group, first in enumerate(range(0, len(tokens), size)):
+                of_group = tokens[first : first + size]
+                group_rows = range(row, row + len(of_group))
+                if group:
+                    before[group].append((group_rows, range(start, first_unseen)))
+                for index, token in enumerate(of_group):
+                    gaps[index].append((group_rows[index:], range(first_unseen, token + 1)))
+                    first_unseen = token + 1
+                row += len(of_group)
+        return Packing._ordered(
+            lengths, is_row, is_seen, [(part, False) for part in (*gaps.values(), *before.values())]
+        )
+
+    @staticmethod
+    def _ordered(
+        lengths: Sequence[int],
+        is_row: NDArray[np.bool_],
+        is_seen: NDArray[np.bool_],
+        kernels: Sequence[tuple[Sequence[tuple[range, range]], bool]],
+    ) -> "Packing":
+        """Order the keys: draft positions, prompt tokens that some row sees, prompt tokens that no row sees.
+
+        Args:
+            lengths: tokens of each document.
+            is_row: whether each token is a draft position [N].
+            is_seen: whether a row sees each token [N].
+            kernels: for each kernel, the rows and the tokens of its segments, and whether it is causal.
+        """
         row_tokens, *prompt_tokens = (np.flatnonzero(part) for part in (is_row, is_seen & ~is_row, ~is_seen & ~is_row))
         key_indices = np.concatenate([row_tokens, *prompt_tokens]).argsort()
         return Packing(
@@ -101,10 +162,7 @@ class Packing:
             rows=torch.from_numpy(row_tokens),
             prompts=torch.from_numpy(np.concatenate(prompt_tokens)),
             key_indices=torch.from_numpy(key_indices),
-            segments=(
-                Segments.of(inside, key_indices, is_causal=True),
-                *(Segments.of(part, key_indices, is_causal=False) for part in before.values()),
-            ),
+            segments=tuple(Segments.of(spans, key_indices, is_causal) for spans, is_causal in kernels),
         )
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ Scalable Training (arXiv 2602.01469).
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -33,7 +34,13 @@ class PeagleHead(Eagle3Head):
         self.mask_hidden = nn.Parameter(torch.randn(len(self.capture_layers), target_config.hidden_size))
 
 
-def mask_token_id(config: PeagleHead.Config, target_config: PreTrainedConfig) -> int:
+class MaskSettings(Protocol):
+    """Settings of a head with mask tokens."""
+
+    mask_token_id: int | None
+
+
+def mask_token_id(config: MaskSettings, target_config: PreTrainedConfig) -> int:
     """Returns the id of the mask token.
 
     Raises:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -162,15 +163,27 @@ def _step(
     """Run forward, loss and backward of one micro-batch whose documents end with their responses."""
     rows = [max(1, round((length - 1) * supervised_share)) for length in lengths]
     with unset_fake_temporarily():  # attention's FLOPs are counted from the real document positions
-        packing = Packing.of(
-            lengths,
-            [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))],
-        )
+        packing = _packing(lengths, rows, head.drafts_per_document)
     batch, scale = _batch(head, depths, hidden_size, packing), torch.empty(depths, dtype=torch.float32)
     clock = PhaseClock(torch.device("cpu"))
     losses = training_losses(head, parts, batch, scale, LossSettings(chunk_rows=chunk_rows), clock)
     del batch  # its memory is free during the backward pass
     losses.loss.backward()
+
+
+def _packing(lengths: Sequence[int], rows: Sequence[int], drafts_per_document: int | None) -> Packing:
+    """Returns the packing of documents whose last tokens draft: all of them, or some at equal distances."""
+    if drafts_per_document is None:
+        spans = [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))]
+        return Packing.of(lengths, spans)
+    counts = [min(count, drafts_per_document) for count in rows]
+    return Packing.of_single(
+        lengths,
+        [
+            length - 1 - count + np.arange(used) * count // used
+            for length, count, used in zip(lengths, rows, counts, strict=True)
+        ],
+    )
 
 
 def _batch(head: Head, depths: int, hidden_size: int, packing: Packing) -> Batch:

@@ -4,6 +4,7 @@ The documents of a step depend only on the seed and the epoch, never on the numb
 `micro_batches_per_step` batches of about equal cost, and rank r of W computes those with index r, r + W, ...
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -17,14 +18,9 @@ from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.fp8 import decode, decode_into
 from mtptrain.hidden_states.shard_format import scales_of
 from mtptrain.hidden_states.store import HiddenStore, StoredDocument
-from mtptrain.training.step_packing import Step, balance, pack_documents, shuffled
+from mtptrain.training.step_packing import Anchors, Step, balance, document_costs, pack_documents, shuffled
 
 X = TypeVar("X")
-
-TOKEN_COST = 1 / 16
-"""Cost of a token that only provides keys and values, relative to a row that drafts."""
-PAIR_COST = 1 / 32_768
-"""Cost of a row's attention to one token, relative to a row that drafts."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +126,7 @@ def make_batch(
     ttt_steps: int,
     decode_states: bool = False,
     buffers: StateBuffers | None = None,
+    anchors: Anchors | None = None,
 ) -> Batch:
     """Pack documents into a batch. Documents without a supervised draft position are left out.
 
@@ -140,27 +137,31 @@ def make_batch(
         ttt_steps: number of depths T.
         decode_states: decode e4m3 states now, for a batch that stays on the CPU.
         buffers: memory for the states; None allocates it.
+        anchors: which draft positions to use; None uses all of them.
     """
     kept: list[StoredDocument] = []
     spans: list[tuple[int, int, int]] = []  # (document, first row, number of rows)
-    used = []
+    used, rows, rows_left = [], [], []
     for document in sorted(documents, key=lambda document: len(document.input_ids), reverse=True):
-        first_rows, counts = draft_spans(document.loss_mask.numpy())
-        if len(counts):
-            spans += [(len(kept), int(first), int(count)) for first, count in zip(first_rows, counts, strict=True)]
+        first_rows, counts = (x.tolist() for x in draft_spans(document.loss_mask.numpy()))
+        if counts:
+            spans += [(len(kept), first, count) for first, count in zip(first_rows, counts, strict=True)]
+            of_document = np.concatenate([np.arange(first, first + count) for _, first, count in spans[-len(counts) :]])
+            left = np.concatenate([np.arange(count, 0, -1) for count in counts])  # in the span, with the row itself
+            if anchors is not None:
+                chosen = anchors.draw(document.document_id, len(of_document))
+                of_document, left = of_document[chosen], left[chosen]
             kept.append(document)
-            used.append(int(first_rows[-1] + counts[-1]) + 1)  # the last row's teacher is at the next token
+            rows.append(of_document)
+            rows_left.append(left)
+            # The teacher of a row's last depth is the last token that is needed.
+            used.append(int((of_document + np.minimum(left, ttt_steps)).max()) + 1)
     assert kept, "no document has a draft"
-    packing = Packing.of(used, spans)
-    ends = torch.tensor([count for *_, count in spans], dtype=torch.long).cumsum(0)
-    of_row = torch.repeat_interleave(  # [M], span of each row
-        torch.arange(len(spans)), ends.diff(prepend=torch.zeros(1, dtype=torch.long))
-    )
-    rows_left = ends[of_row] - torch.arange(len(of_row))  # in the span, including the row itself
+    packing = Packing.of(used, spans) if anchors is None else Packing.of_single(used, rows)
     hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, buffers)
     aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, buffers)
     assert hidden_states is not None
-    is_draft = rows_left > torch.arange(ttt_steps)[:, None]  # [T, M]
+    is_draft = torch.from_numpy(np.concatenate(rows_left)) > torch.arange(ttt_steps)[:, None]  # [T, M]
     return Batch(
         hidden_states=hidden_states,
         aux_hidden_states=aux_hidden_states,
@@ -219,31 +220,6 @@ def pack_states(
     return packed, torch.cat(scales) if scales else None
 
 
-def document_costs(store: HiddenStore) -> NDArray[np.float64]:
-    """Returns the training cost of each document [D], in units of one row that drafts; 0 if no row drafts."""
-    return np.concatenate([shard_costs(mask, offsets) for mask, offsets in store.loss_masks()])
-
-
-def shard_costs(loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the costs [D] of documents with concatenated loss masks [N], where document i begins at `offsets[i]`.
-
-    The computation is vectorised over documents: a store may have millions.
-    """
-    drafts = np.zeros(len(loss_mask) + 2, np.uint8)  # padded at both ends with a token that does not draft
-    drafts[1:-3] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
-    for distance in (1, 2):  # the last two tokens of a document have no draft
-        drafts[1 + np.maximum(offsets[1:] - distance, 0)] = 0
-    changes = np.flatnonzero(drafts[1:] != drafts[:-1])
-    first_rows, ends = changes[::2], changes[1::2]
-    document = np.searchsorted(offsets, first_rows, side="right") - 1  # document of each span
-    counts, first_rows, ends = ends - first_rows, first_rows - offsets[document], ends - offsets[document]
-    num_documents = len(offsets) - 1
-    last_ends = np.zeros(num_documents)
-    last_ends[document] = ends  # later spans overwrite earlier ones
-    rows_and_pairs = counts + PAIR_COST * (counts * (first_rows + counts / 2))
-    return TOKEN_COST * last_ends + np.bincount(document, rows_and_pairs, num_documents)
-
-
 class BatchSchedule:
     """The batches of every step. They are fixed from the start, so that resuming only needs the step number.
 
@@ -258,6 +234,7 @@ class BatchSchedule:
         seed: int,
         for_gpu: bool = True,
         order: NDArray[np.int64] | None = None,
+        drafts_per_document: int | None = None,
     ) -> None:
         """Pack the first epoch.
 
@@ -269,6 +246,8 @@ class BatchSchedule:
             seed: shuffles the documents of each epoch.
             for_gpu: read ahead in a thread, into pinned memory.
             order: document indices of the only epoch of a streamed store; None shuffles every epoch.
+            drafts_per_document: number of draft positions of each document that a step uses, drawn at random in every
+                epoch; None for all.
         """
         self.store = store
         self.order = order
@@ -277,7 +256,8 @@ class BatchSchedule:
         self.batch_tokens = batch_tokens
         self.micro_batches_per_step = micro_batches_per_step
         self.seed = seed
-        self.costs = document_costs(store)
+        self.drafts_per_document = drafts_per_document
+        self.costs = document_costs(store, drafts_per_document or math.inf)
         self._pins = for_gpu and torch.cuda.is_available()
         self._buffers = StateBuffers(batch_tokens, self._pins)
         self._epoch, self._first_step = 0, 0  # the epoch in `_packed` and its first step
@@ -313,11 +293,21 @@ class BatchSchedule:
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
         """Returns this rank's batches of a step."""
+        of_rank = self.documents_of(step)[rank::world_size]
+        anchors = None
+        if self.drafts_per_document is not None:
+            anchors = Anchors(self.drafts_per_document, (self.seed, self._epoch))
         return [
             self._pinned(
-                make_batch([self.store.document(i) for i in documents], self.ttt_steps, not self.for_gpu, self._buffers)
+                make_batch(
+                    [self.store.document(i) for i in documents],
+                    self.ttt_steps,
+                    not self.for_gpu,
+                    self._buffers,
+                    anchors,
+                )
             )
-            for documents in self.documents_of(step)[rank::world_size]
+            for documents in of_rank
         ]
 
     def _pinned(self, batch: Batch) -> Batch:

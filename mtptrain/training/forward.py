@@ -46,13 +46,28 @@ def training_losses(
         states = (call_head or head)(tokens, parts, len(batch.is_draft))
     with clock.phase("loss"):
         # 3. Compute the losses, with the head's own lm_head if it has one.
-        return draft_losses(
-            states,
-            head.output_weight(parts),
-            target_states,
-            parts.logits,
-            batch.is_draft,
-            scale,
-            settings,
-            head.draft_token_ids,
-        )
+        weight, ids = head.output_weight(parts), head.draft_token_ids
+        if not batch.packing.has_spans:
+            return _losses_by_depth(states, weight, parts, batch, scale, settings, ids)
+        return draft_losses(states, weight, target_states, parts.logits, batch.is_draft, scale, settings, ids)
+
+
+def _losses_by_depth(
+    states: torch.Tensor,
+    lm_head: torch.Tensor,
+    parts: FrozenParts,
+    batch: Batch,
+    scale: torch.Tensor,
+    settings: LossSettings,
+    draft_token_ids: torch.Tensor | None,
+) -> LossSums:
+    """Compute the losses of each depth by itself: single draft positions do not share the tokens that they predict."""
+    by_depth, last = [], batch.num_tokens - 1
+    for depth, depth_states in enumerate(states.unbind()):
+        target_tokens = (batch.packing.rows + 1 + depth).clamp(max=last)
+        target_states, own = parts.final_norm(batch.hidden_states[target_tokens]), slice(depth, depth + 1)
+        arguments = target_states, parts.logits, batch.is_draft[own], scale[own], settings, draft_token_ids
+        by_depth.append(draft_losses(depth_states[None], lm_head, *arguments))
+    names = ("losses", "kl", "top1_accuracy", "overlap")
+    loss = torch.stack([sums.loss for sums in by_depth]).sum()
+    return LossSums(loss, *(torch.cat([getattr(sums, name) for sums in by_depth]) for name in names))

@@ -1,4 +1,4 @@
-"""Chooses the documents of each training step and divides them among its micro-batches.
+"""Chooses the documents and draft positions of each training step, and divides them among its micro-batches.
 
 The loss of a step is divided by the number of drafts in that step, so a token of a small step weighs more than one of a
 large step. Steps are therefore filled evenly. A document that does not fit waits for the next step while shorter ones
@@ -6,9 +6,13 @@ fill this one, and the last steps of an epoch divide their documents evenly.
 """
 
 import heapq
+import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mtptrain.hidden_states.store import HiddenStore
 
 Step = list[list[int]]
 """Document indices of each micro-batch."""
@@ -23,6 +27,60 @@ FULL_SHARE = 0.99
 """A step is full once its documents fill this share of its token budget."""
 EVENED_STEPS = 8
 """The number of steps at the end of an epoch whose documents are redistributed evenly."""
+
+
+TOKEN_COST = 1 / 16
+"""Cost of a token that only provides keys and values, relative to a row that drafts."""
+PAIR_COST = 1 / 32_768
+"""Cost of a row's attention to one token, relative to a row that drafts."""
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """The draft positions that a step uses, if not all: some of each document, drawn at random."""
+
+    per_document: int
+    seed: tuple[int, ...]
+    """Seed of the draw, for example of the run and the epoch. Each document adds its id."""
+
+    def draw(self, document_id: int, num_rows: int) -> NDArray[np.int64]:
+        """Returns the indices of the chosen rows of a document, in rising order."""
+        generator = np.random.default_rng([*self.seed, document_id])
+        return np.sort(generator.choice(num_rows, min(self.per_document, num_rows), replace=False))
+
+
+def document_costs(store: HiddenStore, most_drafts: float = math.inf) -> NDArray[np.float64]:
+    """Returns the training cost of each document [D], in units of one row that drafts; 0 if no row drafts.
+
+    Args:
+        store: the documents.
+        most_drafts: the most rows of a document that a step uses.
+    """
+    return np.concatenate([shard_costs(mask, offsets, most_drafts) for mask, offsets in store.loss_masks()])
+
+
+def shard_costs(
+    loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64], most_drafts: float = math.inf
+) -> NDArray[np.float64]:
+    """Returns the costs [D] of documents with concatenated loss masks [N], where document i begins at `offsets[i]`.
+
+    The computation is vectorised over documents: a store may have millions.
+    """
+    drafts = np.zeros(len(loss_mask) + 2, np.uint8)  # padded at both ends with a token that does not draft
+    drafts[1:-3] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
+    for distance in (1, 2):  # the last two tokens of a document have no draft
+        drafts[1 + np.maximum(offsets[1:] - distance, 0)] = 0
+    changes = np.flatnonzero(drafts[1:] != drafts[:-1])
+    first_rows, ends = changes[::2], changes[1::2]
+    document = np.searchsorted(offsets, first_rows, side="right") - 1  # document of each span
+    counts, first_rows, ends = ends - first_rows, first_rows - offsets[document], ends - offsets[document]
+    num_documents = len(offsets) - 1
+    last_ends = np.zeros(num_documents)
+    last_ends[document] = ends  # later spans overwrite earlier ones
+    rows_and_pairs = counts + PAIR_COST * (counts * (first_rows + counts / 2))
+    num_rows = np.bincount(document, counts, num_documents)
+    share = np.minimum(1, most_drafts / np.maximum(num_rows, 1))  # of the rows
+    return TOKEN_COST * last_ends + np.bincount(document, rows_and_pairs, num_documents) * share
 
 
 def shuffled(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:

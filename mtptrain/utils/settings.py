@@ -36,6 +36,14 @@ def at_least(least: float, *, default: T) -> T:
     )
 
 
+def at_least_or_none(least: int) -> int | None:
+    """Declare a number that is at least `least`, or None, which is the default."""
+    bounded: int | None = _bounded(
+        lambda value: value is None or value >= least, f"be null or at least {least}", "correct it", None
+    )
+    return bounded
+
+
 def each_at_least(least: int) -> dict[str, Bound]:
     """Returns the metadata of a field that is a list of at least one number, each at least `least`."""
     requirement = f"hold at least one number, each at least {least}"

@@ -73,12 +73,18 @@ def answers(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
 
 def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarray], depths: int) -> Batch:
     """As `make_batch` packs documents with these masks, with states on the CPU that have no data."""
-    spans, used = [], []
+    spans, used, rows = [], [], []
     for document, mask in enumerate(loss_masks):
         first_rows, counts = draft_spans(mask)
+        of_document = np.concatenate(
+            [first + np.arange(count) for first, count in zip(first_rows, counts, strict=True)]
+        )
+        used_rows = min(len(of_document), head.drafts_per_document or len(of_document))
+        rows.append(of_document[np.arange(used_rows) * len(of_document) // used_rows])
         spans += [(document, int(first), int(count)) for first, count in zip(first_rows, counts, strict=True)]
         used.append(int(first_rows[-1] + counts[-1]) + 1)
-    num_tokens, num_rows, num_captured = sum(used), sum(count for *_, count in spans), len(head.capture_layers)
+    packing = Packing.of(used, spans) if head.drafts_per_document is None else Packing.of_single(used, rows)
+    num_tokens, num_rows, num_captured = sum(used), len(packing.rows), len(head.capture_layers)
     aux = torch.empty(num_tokens, num_captured, hidden_size, dtype=torch.bfloat16) if num_captured else None
     return Batch(
         hidden_states=torch.empty(num_tokens, hidden_size, dtype=torch.bfloat16),
@@ -87,7 +93,7 @@ def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarra
         next_ids=torch.empty(num_tokens, dtype=torch.long),
         is_draft=torch.empty(depths, num_rows, dtype=torch.bool),
         num_drafts=torch.empty(depths),
-        packing=Packing.of(used, spans),
+        packing=packing,
         document_ids=tuple(range(len(used))),
         document_tokens=sum(map(len, loss_masks)),
     )

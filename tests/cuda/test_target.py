@@ -108,7 +108,8 @@ def test_target_and_head_decode_with_their_caches(head_name: str, name: str) -> 
     """The prompt, then drafts at two depths, at the target's own width; eagle3 reads the captured streams."""
     config = PUBLISHED_TARGETS[name].config()
     config.num_hidden_layers = 4
-    settings = {"capture_layers": [1, 2, 4], "draft_vocab_size": 32_000} if head_name in ("eagle3", "peagle") else {}
+    captures = head_name in ("eagle3", "peagle", "dflash")
+    settings = {"capture_layers": [1, 2, 4], "draft_vocab_size": 32_000} if captures else {}
     with fake_cuda():
         target = placed_target(config)
         head = place(build_head(HEADS[head_name].Config(**settings), config), DEVICE).eval()

@@ -52,19 +52,30 @@ def check(rehearsal: Rehearsal) -> None:
         ("medusa", LLAMA_70B, 3, False),
         ("hydra", LLAMA_8B, 5, True),
         ("hydra", LLAMA_70B, 3, False),
+        ("dflash", LLAMA_8B, 5, True),
+        ("dflash", LLAMA_8B, 5, False),
     ],
 )
 def test_a_step_over_chats_gives_every_gradient_and_never_waits(
     head: str, target: str, depths: int, activation_checkpointing: bool
 ) -> None:
-    vocabulary = {"draft_vocab_size": 32_000} if head in ("eagle3", "peagle") else {}
+    vocabulary = (
+        {"draft_vocab_size": 32_000} if head in ("eagle3", "peagle") else {"num_layers": 2} if head == "dflash" else {}
+    )
     config = HEADS[head].Config(ttt_steps=depths, **vocabulary)
     train = TrainConfig(activation_checkpointing=activation_checkpointing, compile=False, loss_chunk_rows=4096)
     check(rehearse_step(config, PUBLISHED_TARGETS[target].config(), CHATS, train))
 
 
+@pytest.mark.parametrize("head_settings", [{"anchors_per_document": 64}, {"anchors_per_document": 64, "num_layers": 3}])
+def test_a_step_over_single_draft_positions_gives_every_gradient_and_never_waits(head_settings: dict[str, int]) -> None:
+    config = HEADS["dflash"].Config(ttt_steps=7, **head_settings)
+    check(rehearse_step(config, PUBLISHED_TARGETS[LLAMA_8B].config(), CHATS, TrainConfig(compile=False)))
+
+
 def test_every_head_is_rehearsed() -> None:
-    assert set(HEADS) == {"mtp", "eagle", "eagle3", "peagle", "medusa", "hydra"}, "add the new head to the cases above"
+    expected = {"mtp", "eagle", "eagle3", "peagle", "medusa", "hydra", "dflash"}
+    assert set(HEADS) == expected, "add the new head to the cases above"
 
 
 @pytest.mark.parametrize("kind", LossKind)
@@ -77,12 +88,22 @@ def test_every_loss_gives_every_gradient_and_never_waits(kind: LossKind, draft_v
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize(
-    ("head", "target"),
-    [("mtp", LLAMA_8B), ("eagle3", LLAMA_70B), ("peagle", LLAMA_8B), ("medusa", LLAMA_8B), ("hydra", LLAMA_70B)],
+    ("head", "target", "settings"),
+    [
+        ("mtp", LLAMA_8B, {}),
+        ("eagle3", LLAMA_70B, {"draft_vocab_size": 32_000}),
+        ("peagle", LLAMA_8B, {}),
+        ("medusa", LLAMA_8B, {}),
+        ("hydra", LLAMA_70B, {}),
+        ("dflash", LLAMA_8B, {"num_layers": 2}),
+        ("dflash", LLAMA_8B, {"anchors_per_document": 512}),
+    ],
 )
-def test_the_planned_step_is_the_step_that_runs(head: str, target: str, activation_checkpointing: bool) -> None:
+def test_the_planned_step_is_the_step_that_runs(
+    head: str, target: str, settings: dict[str, int], activation_checkpointing: bool
+) -> None:
     """Memory of activations and FLOPs, within 5 percent, where the loss has no part in the peak and where it has."""
-    config = HEADS[head].Config(ttt_steps=3, **({"draft_vocab_size": 32_000} if head == "eagle3" else {}))
+    config = HEADS[head].Config(ttt_steps=3, **settings)
     target_config, train = (
         PUBLISHED_TARGETS[target].config(),
         TrainConfig(activation_checkpointing=activation_checkpointing, compile=False, loss_chunk_rows=4096),

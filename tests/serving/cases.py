@@ -8,6 +8,7 @@ in a few steps.
 import json
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mtptrain.convert.formats import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
@@ -47,6 +49,8 @@ class TargetKind:
     disturbance: float
     """How much attention takes part in the answer: about every third token should leave the circle."""
     settings: dict[str, Any] = field(default_factory=dict)
+    shared: float = 0.0
+    """Size of a component that all embeddings share. Keys made of embeddings need one to be told from others."""
     step: int = 1
     """Steps in the circle from a token to the next one; with 0 it repeats, which heads without a chain can foresee."""
 
@@ -55,6 +59,8 @@ TARGETS = {
     "llama": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}),
     "llama_repeating": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}, step=0),
     "qwen3_repeating": TargetKind("qwen3", 1.5, {"head_dim": 128}, step=0),
+    "llama_shared": TargetKind("llama", 3.0, {"rope_parameters": LLAMA3_ROPE}, shared=1.0, step=0),
+    "qwen3_shared": TargetKind("qwen3", 3.0, {"head_dim": 128}, shared=1.0, step=0),
     "llama_8_layers": TargetKind("llama", 0.8, {"num_hidden_layers": 8}),
     "mistral": TargetKind("mistral", 1.5, {"sliding_window": None}),
     "qwen2": TargetKind("qwen2", 1.5, {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 256}}),
@@ -86,6 +92,11 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "peagle": PeagleHead.Config(capture_layers=[1, 2, 3]),
     "medusa": MedusaHead.Config(ttt_steps=5),
     "medusa_two_layers": MedusaHead.Config(ttt_steps=3, num_layers=2, fc_bias=True),
+    "dflash": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3),
+    "dflash_K1": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=1),
+    "dflash_K5": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=5),
+    "dflash_small_vocabulary": DflashHead.Config(capture_layers=[2, 4], ttt_steps=3, draft_vocab_size=200),
+    "dflash_three_layers": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, num_layers=3),
 }
 
 
@@ -130,6 +141,17 @@ def another_lm_head(directory: Path) -> None:
     save_file({name: tensor.roll(1, 0) for name, tensor in load_file(path).items()}, path)
 
 
+def changed_dflash(**settings: Any) -> Break:
+    """Changes settings of `dflash_config`."""
+
+    def apply(directory: Path) -> None:
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | {"dflash_config": config["dflash_config"] | settings}))
+
+    return apply
+
+
 def without_norms(*names: str) -> dict[str, Break]:
     """Leaves each norm out: its weight becomes one."""
     return {name: changed(name + ".weight", torch.ones_like) for name in names}
@@ -146,6 +168,17 @@ BREAKS: dict[str, dict[str, Break]] = {
     | {"columns": swapped(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")), "layer_ids": one_layer_later},
     "eagle3_norms_before": without_norms("input_norm"),
     "eagle3_1": without_norms("fc_norm.0", "fc_norm.1", "fc_norm.2"),
+    "dflash": without_norms(
+        "hidden_norm",
+        "norm",
+        *(f"layers.0.{norm}_layernorm" for norm in ("input", "post_attention")),
+        *(f"layers.0.self_attn.{part}_norm" for part in "qk"),
+    )
+    | {
+        "layer_ids": changed_dflash(target_layer_ids=[1, 2, 3]),
+        "mask_token": changed_dflash(mask_token_id=3),
+        "two_ways": changed_dflash(causal=True),
+    },
     "peagle": {"mask_hidden": changed("mask_hidden", torch.neg), "mask_token": another_mask_token},
     "medusa": {"blocks": changed("blocks.0.layers.0.weight", torch.neg), "lm_head": another_lm_head},
 }
@@ -172,8 +205,7 @@ class Case:
 
 EVERYWHERE = ("mtp", "eagle", "eagle3")
 """Heads that are tried with every family."""
-WITHOUT_CHAIN = ("peagle", "medusa")
-IN_TABLE = (*EVERYWHERE, *WITHOUT_CHAIN)
+IN_TABLE = (*EVERYWHERE, "peagle", "medusa", "dflash")
 """Rows of the README's table for each engine."""
 CASES = [
     *(
@@ -185,6 +217,12 @@ CASES = [
     *(Case(head, target) for head in ("eagle3_own_lm_head", "eagle3_norms_before") for target in ("llama", "qwen3")),
     *(Case(head, target) for head in EVERYWHERE for target in ("mistral", "qwen2", "qwen3_moe")),
     *(Case("peagle", target) for target in ("llama", "qwen3", "mistral", "qwen2", "qwen3_moe", "qwen3_repeating")),
+    *(
+        Case(head, target, HEAD_CONFIGS[head].ttt_steps)
+        for head in ("dflash", "dflash_K1", "dflash_K5")
+        for target in ("llama_shared", "qwen3_shared")
+    ),
+    *(Case(head, "llama_shared") for head in ("dflash_small_vocabulary", "dflash_three_layers")),
     *(Case("peagle", "llama_repeating", num_speculative_tokens) for num_speculative_tokens in (1, 3, 5)),
     *(Case("medusa", target) for target in ("llama", "qwen3", "mistral", "qwen2", "qwen3_moe", "gemma3_text")),
     *(Case("medusa", f"{target}_repeating", tokens) for target in ("llama", "qwen3") for tokens in (1, 3, 5)),
@@ -210,10 +248,10 @@ BF16_CASES = [
     Case("eagle3", "qwen3", dtype="bfloat16"),
     Case("mtp", "gemma3_text", dtype="bfloat16"),
 ]
+BROKEN_ON = {"peagle": "llama_repeating", "medusa": "llama_repeating", "dflash": "llama_shared"}
+"""The target on which what is wrong shows, if not a plain Llama."""
 BROKEN_CASES = [
-    Case(head, "llama_repeating" if head in WITHOUT_CHAIN else "llama", broken=broken)
-    for head, breaks in BREAKS.items()
-    for broken in breaks
+    Case(head, BROKEN_ON.get(head, "llama"), broken=broken) for head, breaks in BREAKS.items() for broken in breaks
 ]
 
 
@@ -229,7 +267,7 @@ def make_served_target(directory: Path, kind: str) -> Path:
     make_target(directory, TARGETS[kind].model_type, **(settings | TARGETS[kind].settings))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).requires_grad_(False)
     embeddings, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    embeddings.div_(embeddings.std())
+    embeddings.div_(embeddings.std()).add_(TARGETS[kind].shared)
     circle = torch.randperm(len(embeddings), generator=torch.Generator().manual_seed(0))
     lm_head[circle.roll(-TARGETS[kind].step)] = embeddings[circle]
     for name, parameter in model.named_parameters():
@@ -246,9 +284,10 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     for name, parameter in head.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    share_key_norms(head)
     # A head without a chain cannot learn the circle, but repetition; answers that repeat must begin with all tokens.
     tokens = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48)))
-    depths = head.ttt_steps if isinstance(head, MedusaHead) else 3
+    depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.drafts_all_depths else 3
     num_rows = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
@@ -275,7 +314,20 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
+    # Copies, because a file cannot hold one tensor under several names.
+    share_key_norms(head, deepcopy)
     return head.eval().requires_grad_(False)
+
+
+def share_key_norms(head: Head, take: Callable[[torch.nn.Module], torch.nn.Module] = lambda norm: norm) -> None:
+    """Give every layer of a `dflash` head the key norm of the first one, as vLLM's kernels for CPUs do.
+
+    They norm the keys of the target's tokens in all layers with the weight of the first layer (vllm 0.32), so that
+    only heads with equal weights have equal counters.
+    """
+    if isinstance(head, DflashHead):
+        for layer in head.layers[1:]:
+            layer.self_attn.k_norm = take(head.layers[0].self_attn.k_norm)
 
 
 def answers(target: Target, count: int, prompt_tokens: int, new_tokens: int) -> torch.Tensor:

@@ -110,7 +110,9 @@ def test_a_head_served_with_one_part_wrong_has_other_counters(served: dict[str, 
     assert (theirs.counts.rounds, theirs.counts.accepted_at) != (ours.rounds, ours.accepted_at)
 
 
-@pytest.mark.parametrize("kinds", [("mtp",), ("eagle",), ("eagle3", "eagle3_norms_before", "eagle3_1")], ids=str)
+@pytest.mark.parametrize(
+    "kinds", [("mtp",), ("eagle",), ("eagle3", "eagle3_norms_before", "eagle3_1"), ("dflash",)], ids=str
+)
 def test_every_norm_of_every_head_is_left_out_once(target_of: Callable[[str], OnDisk], kinds: tuple[str, ...]) -> None:
     config = target_of("llama").target.config
     tensors = {

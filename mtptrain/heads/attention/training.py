@@ -65,17 +65,7 @@ class _MergedAttention(torch.autograd.Function):
         own_values: torch.Tensor,
         packing: Packing,
     ) -> torch.Tensor:
-        # 1. Attend to the keys of the same span, then merge the attention to keys before the span.
-        inside, *before = packing.segments
-        out, lse, row_max = _attend(  # [M, heads, head_dim], f32[M, heads]
-            query, key[inside.keys], value[inside.keys], inside
-        )
-        row_maxes = [row_max]
-        for part in before:
-            part_out, part_lse, row_max = _attend(query[part.queries], key[part.keys], value[part.keys], part)
-            out[part.queries], lse[part.queries] = _merge(out[part.queries], lse[part.queries], part_out, part_lse)
-            row_maxes.append(row_max)
-        # 2. Merge the own keys.
+        out, lse, row_maxes = attend_to_tokens(query, key, value, packing)
         if len(own_keys):
             out, lse = _merge_own(out, lse, query, own_keys, own_values)
         ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse, *row_maxes)  # type: ignore[arg-type]  # takes None
@@ -85,23 +75,60 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, own_keys, own_values, out, lse, *row_maxes = ctx.saved_tensors  # type: ignore[attr-defined]
-        segments: tuple[Segments, ...] = ctx.packing.segments  # type: ignore[attr-defined]
-        grad_query = torch.zeros_like(query)
-        # A key that several spans see gets a sum of gradients, which is kept in fp32. No part has the same key twice.
-        sum_dtype = torch.float32 if len(segments) > 1 else None
-        grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
-        for part, row_max in zip(segments, row_maxes, strict=True):
-            part_grad, part_query, part_out, part_lse = (x[part.queries] for x in (grad_out, query, out, lse))
-            part_key, part_value = key[part.keys], value[part.keys]
-            grads = _attend_backward(part_grad, part_query, part_key, part_value, part_out, part_lse, row_max, part)
-            _add_at(grad_query, part.queries, grads[0])
-            _add_at(grad_key, part.keys, grads[1])
-            _add_at(grad_value, part.keys, grads[2])
-        grad_key, grad_value = grad_key.to(key.dtype), grad_value.to(value.dtype)
+        packing: Packing = ctx.packing  # type: ignore[attr-defined]
+        grad_query, grad_key, grad_value = attend_to_tokens_backward(
+            grad_out, query, key, value, out, lse, row_maxes, packing
+        )
         if not len(own_keys):
             return grad_query, grad_key, grad_value, own_keys, own_values, None
         grad_query, *own_grads = _own_backward(grad_out, grad_query, query, own_keys, own_values, out, lse)
         return grad_query, grad_key, grad_value, *own_grads, None
+
+
+def attend_to_tokens(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
+    """Attend from draft positions [M, heads, head_dim] to the tokens that they see [N, kv heads, head_dim].
+
+    Returns:
+        The output [M, heads, head_dim], its log-sum-exp f32[M, heads], and the third result of each `_attend`.
+    """
+    # Attend to the keys of the first part, which has all draft positions, then merge the attention to the others.
+    inside, *before = packing.segments
+    out, lse, row_max = _attend(  # [M, heads, head_dim], f32[M, heads]
+        query, key[inside.keys], value[inside.keys], inside
+    )
+    row_maxes = [row_max]
+    for part in before:
+        part_out, part_lse, row_max = _attend(query[part.queries], key[part.keys], value[part.keys], part)
+        out[part.queries], lse[part.queries] = _merge(out[part.queries], lse[part.queries], part_out, part_lse)
+        row_maxes.append(row_max)
+    return out, lse, row_maxes
+
+
+def attend_to_tokens_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    row_maxes: Sequence[torch.Tensor | None],
+    packing: Packing,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of query, key and value. The output and lse may belong to a larger softmax."""
+    grad_query = torch.zeros_like(query)
+    # A key that several spans see gets a sum of gradients, which is kept in fp32. No part has the same key twice.
+    sum_dtype = torch.float32 if len(packing.segments) > 1 else None
+    grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
+    for part, row_max in zip(packing.segments, row_maxes, strict=True):
+        part_grad, part_query, part_out, part_lse = (x[part.queries] for x in (grad_out, query, out, lse))
+        part_key, part_value = key[part.keys], value[part.keys]
+        grads = _attend_backward(part_grad, part_query, part_key, part_value, part_out, part_lse, row_max, part)
+        _add_at(grad_query, part.queries, grads[0])
+        _add_at(grad_key, part.keys, grads[1])
+        _add_at(grad_value, part.keys, grads[2])
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 def _attend(

@@ -27,7 +27,7 @@ def target_config(**settings: object) -> LlamaConfig:
 
 
 def head_config(name: str, **settings: Any) -> HeadConfig:
-    if name in ("eagle3", "peagle"):
+    if name in ("eagle3", "peagle", "dflash"):
         settings.setdefault("capture_layers", [1, 2, 3])
     config: HeadConfig = HEADS[name].Config(**settings)
     return config

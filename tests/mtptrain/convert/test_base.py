@@ -23,6 +23,7 @@ EAGLE3_VARIANTS: list[dict[str, object]] = [
 CASES = [(engine, name, {}) for engine, name in FORMATS] + [
     (engine, name, settings) for engine, name in FORMATS if name in ("eagle3", "peagle") for settings in EAGLE3_VARIANTS
 ]
+CASES += [("vllm", "dflash", {"draft_vocab_size": 96, "num_layers": 3, "head_dim": 128})]
 every_case = pytest.mark.parametrize(("engine", "name", "settings"), CASES)
 LAYER_FORMATS = [(engine, name) for engine, name in FORMATS if issubclass(HEADS[name], LayerHead)]
 """Formats of heads that an engine runs as a Llama."""

@@ -40,6 +40,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         r"vLLM's class has no interface for it; train head=mtp",
     ),
     ("vllm", "peagle", {}, "gemma3_text", {}, r"head peagle for vllm, but is gemma3_text: .*; train head=mtp"),
+    ("vllm", "dflash", {}, "gemma3_text", {}, r"head dflash for vllm, but is gemma3_text: .*; train head=mtp"),
     ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class returns the output of the MLP .*; "
                                                 r"train head=mtp"),
     (
@@ -113,7 +114,9 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         for engine, name in FORMATS
         if not any(
             row.find_violation(
-                head_config(name, capture_layers=[2, 3]) if name in ("eagle3", "peagle") else head_config(name),
+                head_config(name, capture_layers=[2, 3])
+                if name in ("eagle3", "peagle", "dflash")
+                else head_config(name),
                 configured(family),
             )
             for row in LIMITS
@@ -126,7 +129,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     }
     expected |= {
         (engine, name, family)
-        for engine, name in (("vllm", "eagle3"), ("sglang", "eagle3"), ("vllm", "peagle"))
+        for engine, name in (("vllm", "eagle3"), ("sglang", "eagle3"), ("vllm", "peagle"), ("vllm", "dflash"))
         for family in families
         if family != "gemma3_text"
     }

@@ -148,6 +148,33 @@ def test_medusas_config_has_no_key_that_vllm_would_take_for_a_number_of_heads_or
     assert (config["original_lm_head"], config["vocab_size"], config["hidden_size"]) == (True, 260, 64)
 
 
+def test_dflash_is_a_qwen3_stack_whose_layer_ids_are_one_less_than_ours(target: LlamaConfig) -> None:
+    head = head_config("dflash", num_layers=2, ttt_steps=7, mask_token_id=5)
+    form = format_for("vllm", head, target)
+    layer = {
+        "input_layernorm.weight": [64],
+        "post_attention_layernorm.weight": [64],
+        "self_attn.q_norm.weight": [64],
+        "self_attn.k_norm.weight": [64],
+        **{f"self_attn.{part}_proj.weight": [64, 64] for part in "qkvo"},
+        **{f"mlp.{part}_proj.weight": [96, 64] for part in ("gate", "up")},
+        "mlp.down_proj.weight": [64, 96],
+    }
+    assert shapes(form.tensors(random_head(head, target).state_dict())) == {
+        "fc.weight": [64, 192],
+        "hidden_norm.weight": [64],
+        "norm.weight": [64],
+        **{f"layers.{index}.{name}": shape for index in range(2) for name, shape in layer.items()},
+    }
+    config = form.config_json("bfloat16")
+    assert (config["architectures"], config["model_type"]) == (["DFlashDraftModel"], "qwen3")
+    assert config["dflash_config"] == {"mask_token_id": 5, "target_layer_ids": [0, 1, 2]}
+    assert (config["block_size"], config["num_hidden_layers"]) == (8, 2)
+    assert config["layer_types"] == ["full_attention"] * 2
+    assert "rope_theta" in config["rope_parameters"], "vLLM's default differs from Llama's"
+    assert len(form.notes()) == 1 and not format_for("vllm", head_config("dflash"), target).notes()
+
+
 def test_layer_ids_are_ours_and_left_out_where_they_are_the_engines_default() -> None:
     target = target_config(num_hidden_layers=12)
     config = format_for("vllm", head_config("eagle3", capture_layers=[0, 5, 12]), target).config_json("bfloat16")

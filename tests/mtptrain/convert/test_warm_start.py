@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from mtptrain.convert.warm_start import load_init, relative_difference, start_fr
 from mtptrain.export import write_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
@@ -26,6 +28,7 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.model import load_target
+from mtptrain.train import check_one_start
 from tests.conftest import FAMILIES, make_target, run_program
 
 MTP, EAGLE = MtpHead.Config(), EagleHead.Config()
@@ -93,7 +96,10 @@ def test_every_exported_format_gives_back_the_weights_that_went_in(tmp_path: Pat
     eagle3 = Eagle3Head.Config(capture_layers=[1, 3], draft_vocab_size=48)
     peagle = PeagleHead.Config(capture_layers=[1, 3], draft_vocab_size=48, mask_token_id=7)
     medusa = MedusaHead.Config(num_layers=2, fc_bias=True)
-    config = {"mtp": MTP, "eagle": EAGLE, "eagle3": eagle3, "peagle": peagle, "medusa": medusa}[name]
+    dflash = DflashHead.Config(
+        capture_layers=[1, 3], draft_vocab_size=48, mask_token_id=7, num_layers=2, head_dim=64, ttt_steps=5
+    )
+    config = {"mtp": MTP, "eagle": EAGLE, "eagle3": eagle3, "peagle": peagle, "medusa": medusa, "dflash": dflash}[name]
     state = write(tmp_path / "head", engine, config, target_dir)
     if name in ("eagle3", "peagle"):
         (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
@@ -499,7 +505,27 @@ def test_training_starts_from_the_published_head_and_acceptance_measures_it_befo
     assert again["head"] == str(run_dir / "train/best") and again["accepted_at"] == report["accepted_at"]
 
 
+def test_a_block_drafter_of_another_block_size_or_without_its_settings_is_refused(tmp_path: Path) -> None:
+    target_dir = make_target(tmp_path / "target", num_hidden_layers=4)
+    config = DflashHead.Config(capture_layers=[1, 3], mask_token_id=7, ttt_steps=5)
+    write(tmp_path / "head", "vllm", config, target_dir)
+    other = replace(config, ttt_steps=3)
+    with pytest.raises(ValueError, match=r"differ in head\.ttt_steps \(5 there, 3 here\); set head\.ttt_steps=5"):
+        load_init(str(tmp_path / "head"), other, target_dir)
+    rewrite(tmp_path / "head", unchanged, block_size=None)
+    with pytest.raises(ValueError, match=r"config\.json: must have block_size, .* but does not have all of them"):
+        load_init(str(tmp_path / "head"), config, target_dir)
+
+
+def test_a_head_that_cannot_start_as_the_targets_last_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"head\.start_from_target: must be false with head dflash, .* is true; set"):
+        check_one_start(DflashHead.Config(start_from_target=True))
+    check_one_start(DflashHead.Config())
+
+
 @pytest.mark.parametrize("name", [name for name, head in HEADS.items() if issubclass(head, LayerHead)])
+    "name", [name for name, head in HEADS.items() if issubclass(head, LayerHead) and head.starts_from_target]
+)
 def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: str, tiny_target: Path) -> None:
     target = load_target(tiny_target, torch.float32, torch.device("cpu"))
     layer = dict(target.model.model.layers[-1].named_parameters())

@@ -9,6 +9,7 @@ from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.drafters import HeadDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
+from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import PackedTokens, Packing
@@ -24,10 +25,11 @@ def target(tiny_target: Path) -> Target:
     return load_target(tiny_target, torch.float32, torch.device("cpu"))
 
 
-@pytest.fixture(scope="module")
-def head(target: Target) -> Head:
+@pytest.fixture(scope="module", params=["peagle", "dflash"])
+def head(request: pytest.FixtureRequest, target: Target) -> Head:
     torch.manual_seed(0)
-    return build_head(PeagleHead.Config(capture_layers=[1, 2]), target.config).eval().requires_grad_(False)
+    config = HEADS[request.param].Config(capture_layers=[1, 2])
+    return build_head(config, target.config).eval().requires_grad_(False)
 
 
 class Recorder(HeadDrafter):
@@ -71,14 +73,15 @@ def test_the_drafts_of_every_round_are_those_of_training(target: Target, head: H
 
 
 def test_one_forward_drafts_all_tokens(target: Target, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, calls, decode = Recorder(head, target.parts, K), [], head.decode
-    monkeypatch.setattr(head, "decode", lambda *args: calls.append(None) or decode(*args))
+    recorder, calls, draft_first = Recorder(head, target.parts, K), [], head.draft_first
+    monkeypatch.setattr(head, "draft_first", lambda *args: calls.append(None) or draft_first(*args))
+    monkeypatch.setattr(head, "draft_next", None)
     speculate(target, recorder, [[1, 2, 3]], num_speculative_tokens=K, max_new_tokens=8, sampler=Sampler())
     assert len(calls) == len(recorder.rounds)
 
 
 def test_a_tree_is_refused(target: Target, head: Head) -> None:
-    with pytest.raises(ValueError, match=r"acceptance\.baselines: must not contain tree for PeagleHead"):
+    with pytest.raises(ValueError, match=r"acceptance\.baselines: must not contain tree for (Peagle|Dflash)Head"):
         TreeDrafter(head, target.parts, K, num_nodes=8, top_k=2)
 
 

@@ -32,7 +32,7 @@ def target(tiny_target: Path) -> Target:
 
 def random_head(target: Target, name: str = "mtp", seed: int = 0) -> Head:
     torch.manual_seed(seed)
-    settings = {"capture_layers": [1, 2]} if name == "peagle" else {}
+    settings = {"capture_layers": [1, 2]} if name in ("peagle", "dflash") else {}
     head = build_head(HEADS[name].Config(**settings), target.config).eval()
     if name in ("medusa", "hydra"):  # they start as the target's own state
         draw_norms(head)
@@ -99,7 +99,7 @@ class BranchingCopy:
         return Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), parents=parents.expand_as(tokens))
 
 
-MLP_DRAFTERS = ("medusa", "hydra", "tree of hydra")
+PARALLEL_OR_MLP = ("peagle", "dflash", "medusa", "hydra")
 COPY = "tree that is often right"
 
 
@@ -109,14 +109,16 @@ def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **setting
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("kind", [*MLP_DRAFTERS, "head", "peagle", "prompt lookup", "tree", "hybrid", "model", COPY])
+@pytest.mark.parametrize(
+    "kind", ["head", *PARALLEL_OR_MLP, "tree of hydra", "prompt lookup", "tree", "hybrid", "model", COPY]
+)
 def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
     target: Target, kind: str, batch_size: int
 ) -> None:
     head = HeadDrafter(random_head(target), target.parts, 3)
     drafters: dict[str, Drafter] = {
         "head": head,
-        **{name: HeadDrafter(random_head(target, name), target.parts, 3) for name in ("peagle", "medusa", "hydra")},
+        **{name: HeadDrafter(random_head(target, name), target.parts, 3) for name in PARALLEL_OR_MLP},
         "tree of hydra": TreeDrafter(random_head(target, "hydra"), target.parts, 3, num_nodes=20, top_k=4),
         "prompt lookup": PromptLookupDrafter(3),
         "tree": TreeDrafter(head.head, target.parts, 3, num_nodes=20, top_k=4),
@@ -327,7 +329,7 @@ def chi_square_p_value(
         "sampled drafts": sampled,
         **{
             name: HeadDrafter(random_head(target, name, seed=5), target.parts, 2, sample_drafts=True)
-            for name in ("peagle", "medusa", "hydra")
+            for name in PARALLEL_OR_MLP
         },
         "greedy drafts": CertainDrafts(sampled),
         "tree": TreeDrafter(sampled.head, target.parts, 2, num_nodes=7, top_k=3),
@@ -360,9 +362,7 @@ def chi_square_p_value(
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize(
-    "kind", ["sampled drafts", "peagle", "medusa", "hydra", "greedy drafts", "tree", "hybrid", "model"]
-)
+@pytest.mark.parametrize("kind", ["sampled drafts", *PARALLEL_OR_MLP, "greedy drafts", "tree", "hybrid", "model"])
 def test_sampled_speculation_follows_the_targets_joint_distribution(
     small_vocabulary: Target, temperature: float, kind: str
 ) -> None:

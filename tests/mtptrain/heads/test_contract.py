@@ -54,6 +54,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "medusa, two layers": ("medusa", {"num_layers": 2, "fc_bias": True}),
     "hydra": ("hydra", {}),
     "hydra, two layers": ("hydra", {"num_layers": 2}),
+    "dflash": ("dflash", {"capture_layers": [0, 1, 2]}),
+    "dflash, three layers": ("dflash", {"capture_layers": [1, 2], "num_layers": 3}),
+    "dflash, draft vocabulary": ("dflash", {"capture_layers": [2], "num_layers": 2, "draft_vocab_size": 20}),
     "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
 }
 

@@ -23,7 +23,7 @@ from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
 from mtptrain.hidden_states.store import HiddenStore, StoreManifest
-from mtptrain.planning.costs import MicroBatch, _step, head_parameters, step_costs, target_costs
+from mtptrain.planning.costs import MicroBatch, _packing, _step, head_parameters, step_costs, target_costs
 from mtptrain.planning.plan import Plan, make_plan, plan_target_dir
 from mtptrain.planning.planner import plan_rows, plan_warnings, print_plan
 from mtptrain.target.families import read_target_config
@@ -199,6 +199,35 @@ def test_without_a_given_peak_the_device_at_hand_is_measured(config_for: Callabl
     plan = make_plan(config_for())
     assert plan.hidden_states.tokens_per_s > 0
     assert ("CPU" in plan.train.basis) != torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["spans", "single draft positions"])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_the_step_of_blocks_costs_what_the_formula_says(packed: bool, num_layers: int, tiny_target: Path) -> None:
+    """Attention in blocks has two more columns in two products, and computes its scores twice."""
+    depths, length, vocab_size, drafts = 3, 65, 260, 11 if packed else None
+    target_config = read_target_config(tiny_target)
+    config = HEADS["dflash"].Config(
+        ttt_steps=depths, capture_layers=[0, 1, 2], num_layers=num_layers, anchors_per_document=drafts
+    )
+    costs = step_costs(MicroBatch(config, target_config, torch.float32, [length] * 4, 0.5, loss_chunk_rows=32))
+    rows = drafts or 32
+    packing = _packing([length] * 4, [32] * 4, drafts)
+    head = build_head(config, target_config)
+    flops = head.step_flops(vocab_size, depths)
+    attention = head.layers[0].self_attn
+    pairs = sum(  # a causal part is computed in a block of whole rows, whose keys are padded
+        q * (-(-k // cpu_blocks.KEY_MULTIPLE) * cpu_blocks.KEY_MULTIPLE if part.is_causal else k)
+        for part in packing.segments
+        for q, k in part.lengths
+    )
+    num_queries = num_layers * (depths + 1) - 1
+    inside = num_queries * (depths + 1) * attention.o_proj.in_features * 4 * rows
+    # Single draft positions recompute the teacher's logits at each depth.
+    teachers = 2 * vocab_size * target_config.hidden_size * (depths - 1) * 4 * rows * packed
+    expected = flops.per_token * 4 * length + flops.per_row * 4 * rows + 2 * inside + teachers
+    expected += flops.per_pair * pairs * (14 + 8 / attention.head_dim) / 12
+    assert costs.flops == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["mtp", "eagle", "eagle3", "medusa", "hydra"])

@@ -11,7 +11,8 @@ import torch
 
 from mtptrain.hidden_states.fp8 import decode, encode
 from mtptrain.hidden_states.store import StoredDocument
-from mtptrain.training.batches import PAIR_COST, TOKEN_COST, Batch, BatchSchedule, make_batch, shard_costs
+from mtptrain.training.batches import Batch, BatchSchedule, make_batch
+from mtptrain.training.step_packing import PAIR_COST, TOKEN_COST, shard_costs
 
 T = 4
 

@@ -66,7 +66,7 @@ def drafted_row_by_row(target: Target, head: Head, generations: list[Generation]
     return [(kl / count, hits / count, int(count)) for kl, hits, count in sums.tolist()]
 
 
-@pytest.mark.parametrize("name", ["mtp", "eagle3", "peagle", "medusa", "hydra"])
+@pytest.mark.parametrize("name", ["mtp", "eagle3", "peagle", "medusa", "hydra", "dflash"])
 def test_held_out_losses_are_those_of_drafting_row_by_row(target: Target, name: str) -> None:
     head = random_head(target, name)
     generations = answers(target, head)

@@ -1,0 +1,115 @@
+"""Attention of blocks of rows during training: a block per draft position, whose rows see each other both ways."""
+
+import torch
+
+from mtptrain.heads.attention.training import attend_to_tokens, attend_to_tokens_backward
+from mtptrain.heads.packing import Packing
+from mtptrain.utils.compile import fused
+
+
+def block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_key: torch.Tensor,
+    block_value: torch.Tensor,
+    packing: Packing,
+) -> torch.Tensor:
+    """Attend from the rows of each block to the tokens that its draft position sees, and to all rows of the block.
+
+    All rows of a block see the same tokens. They are therefore computed as further query heads of one row, which read
+    the same keys: one kernel call for all rows, and no tensor of [rows, N].
+
+    Args:
+        query: rotated queries of R rows of each block [R, M, heads, head_dim].
+        key: rotated keys of all tokens, draft positions first, then prompt tokens [N, kv heads, head_dim].
+        value: the values, in the same order [N, kv heads, head_dim].
+        block_key: rotated keys of all B rows of each block [B, M, kv heads, head_dim].
+        block_value: their values [B, M, kv heads, head_dim].
+        packing: documents and draft positions.
+
+    Returns:
+        The attention output [R, M, heads, head_dim].
+    """
+    num_rows, kv_heads = len(query), key.shape[1]
+    folded = query.unflatten(2, (kv_heads, -1)).permute(1, 2, 0, 3, 4).flatten(1, 3)  # [M, kv heads * R * groups, ...]
+    out: torch.Tensor = _BlockAttention.apply(folded, key, value, block_key, block_value, packing)  # type: ignore[no-untyped-call]
+    return out.unflatten(1, (kv_heads, num_rows, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Attention to the tokens, merged with attention to the block by log-sum-exp; see `training._MergedAttention`."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        query: torch.Tensor,  # [M, heads, head_dim]
+        key: torch.Tensor,  # [N, kv heads, head_dim]
+        value: torch.Tensor,
+        block_key: torch.Tensor,  # [B, M, kv heads, head_dim]
+        block_value: torch.Tensor,
+        packing: Packing,
+    ) -> torch.Tensor:
+        out, lse, row_maxes = attend_to_tokens(query, key, value, packing)
+        out, lse = _merge_block(out, lse, query, block_key, block_value)
+        ctx.save_for_backward(query, key, value, block_key, block_value, out, lse, *row_maxes)  # type: ignore[arg-type]  # takes None
+        ctx.packing = packing  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, block_key, block_value, out, lse, *row_maxes = ctx.saved_tensors  # type: ignore[attr-defined]
+        packing: Packing = ctx.packing  # type: ignore[attr-defined]
+        grad_query, grad_key, grad_value = attend_to_tokens_backward(
+            grad_out, query, key, value, out, lse, row_maxes, packing
+        )
+        grad_query, *block_grads = _block_backward(grad_out, grad_query, query, block_key, block_value, out, lse)
+        return grad_query, grad_key, grad_value, *block_grads, None
+
+
+@fused
+def _merge_block(
+    out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, block_key: torch.Tensor, block_value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the attention to the rows of the block [B, M, kv heads, head_dim]. Products are in fp32."""
+    scores = _block_scores(query, block_key)  # [M, kv heads, groups, B]
+    grouped_lse = lse.unflatten(1, scores.shape[1:3])
+    total_lse = torch.logaddexp(grouped_lse, scores.logsumexp(-1))
+    inside = (scores - total_lse[..., None]).exp() @ _by_block(block_value)  # [M, kv heads, groups, head_dim]
+    merged = out.unflatten(1, scores.shape[1:3]) * (grouped_lse - total_lse).exp()[..., None] + inside
+    return merged.flatten(1, 2).to(out.dtype), total_lse.flatten(1)
+
+
+@fused
+def _block_backward(
+    grad_out: torch.Tensor,
+    grad_query: torch.Tensor,
+    query: torch.Tensor,
+    block_key: torch.Tensor,
+    block_value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradient of the query with the block's part added, and the gradients of its keys and values."""
+    scores = _block_scores(query, block_key)  # [M, kv heads, groups, B]
+    heads = scores.shape[1:3]
+    grad, grouped = (x.unflatten(1, heads).float() for x in (grad_out, query))  # [M, kv heads, groups, head_dim]
+    probs = (scores - lse.unflatten(1, heads)[..., None]).exp()
+    delta = (grad * out.unflatten(1, heads).float()).sum(-1, keepdim=True)
+    grad_scores = probs * (grad @ _by_block(block_value).mT - delta) * query.shape[-1] ** -0.5
+    total_grad_query = grad_query + (grad_scores @ _by_block(block_key)).flatten(1, 2)
+    grad_key, grad_value = (  # [B, M, kv heads, head_dim]
+        x.permute(2, 0, 1, 3).contiguous() for x in (grad_scores.mT @ grouped, probs.mT @ grad)
+    )
+    return total_grad_query.to(query.dtype), grad_key.to(block_key.dtype), grad_value.to(block_value.dtype)
+
+
+def _block_scores(query: torch.Tensor, block_key: torch.Tensor) -> torch.Tensor:
+    """Returns the scaled scores of each query and the rows of its block f32[M, kv heads, groups, B]."""
+    grouped = query.unflatten(1, (block_key.shape[2], -1)).float()
+    return grouped @ _by_block(block_key).mT * query.shape[-1] ** -0.5
+
+
+def _by_block(x: torch.Tensor) -> torch.Tensor:
+    """Returns keys or values [B, M, kv heads, head_dim] as f32[M, kv heads, B, head_dim]."""
+    return x.permute(1, 2, 0, 3).float()

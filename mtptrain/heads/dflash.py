@@ -1,0 +1,239 @@
+"""Head `dflash`: drafts a block of K tokens in one forward, by layers whose keys come from the target's states.
+
+The block is the newest token and K mask tokens. Its rows read embeddings alone. Each layer is a Qwen3 layer in which
+they attend to the whole block, both ways, and to one key per token that the target has read: a projection of
+hidden_norm(fc[streams]). Each mask row predicts the token at its own position. DFlash: Block Diffusion for Flash
+Speculative Decoding (arXiv 2602.06036).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig
+
+from mtptrain.heads.attention.draft_blocks import block_attention
+from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.config import LayerConfig
+from mtptrain.heads.eagle3 import check_capture_layers
+from mtptrain.heads.flops import StepFlops
+from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise, rotate
+from mtptrain.heads.packing import PackedTokens
+from mtptrain.heads.peagle import mask_token_id
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.model import Verified
+from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.utils.compile import fused
+from mtptrain.utils.settings import at_least, at_least_or_none
+
+CAPTURED = 5
+"""Number of streams that a head captures by default, as published heads do."""
+
+
+class NormedAttention(Attention):
+    """Attention projections with a norm of each query head and each key head, as in Qwen3."""
+
+    def __init__(self, dims: HeadDims, target_config: PreTrainedConfig) -> None:
+        super().__init__(dims.hidden_size, dims, target_config)
+        self.q_norm = RmsNorm(dims.head_dim, target_config.rms_norm_eps)
+        self.k_norm = RmsNorm(dims.head_dim, target_config.rms_norm_eps)
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the rotated queries [..., heads, head_dim]."""
+        return rotate(self.q_norm(self._heads(self.q_proj(x))), *self.rope.tables(positions, x.dtype))
+
+    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rotated keys and the values [..., kv heads, head_dim]."""
+        key = rotate(self.k_norm(self._heads(self.k_proj(x))), *self.rope.tables(positions, x.dtype))
+        return key, self._heads(self.v_proj(x))
+
+
+class DflashLayer(nn.Module):
+    """One layer of the draft. Blocks have R rows each, of which row 0 is the newest token."""
+
+    def __init__(self, dims: HeadDims, target_config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(dims.hidden_size, target_config.rms_norm_eps)
+        self.self_attn = NormedAttention(dims, target_config)
+        self.post_attention_layernorm = RmsNorm(dims.hidden_size, target_config.rms_norm_eps)
+        self.mlp = SwiGlu(dims.hidden_size, dims.intermediate_size)
+
+    @fused
+    def keys_values_of_tokens(
+        self, context: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of the tokens that the target has read [..., kv heads, head_dim]."""
+        return self.self_attn.keys_values(context, positions)
+
+    @fused
+    def project(
+        self, x: torch.Tensor, positions: torch.Tensor, num_unread: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns queries, keys and values of the blocks [R, ..., H]; the first `num_unread` rows have no query."""
+        normed = self.input_layernorm(x)
+        query = self.self_attn.queries(normed[num_unread:], positions[num_unread:])
+        return query, *self.self_attn.keys_values(normed, positions)
+
+    @fused
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Returns the residual stream after the layer, from the output of attention [..., heads, head_dim]."""
+        x = residual + self.self_attn.o_proj(attended.flatten(-2))
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DflashHead(Head):
+    """DFlash head. It always drafts `ttt_steps` tokens: the rows of a block see all of it, so its length is learned."""
+
+    is_bound_to_depths = True
+    drafts_all_depths = True
+    starts_from_target = False
+
+    @dataclass
+    class Config(LayerConfig):
+        name: str = "dflash"
+        num_layers: int = at_least(1, default=1)
+        """Number of draft layers. Published heads have five."""
+        head_dim: int | None = None
+        """Head dim; hidden size / heads by default."""
+        capture_layers: list[int] | None = None
+        """Residual streams to read, by the number of decoder layers before each.
+
+        The default is that of published heads for n layers: five at equal distances from 2 to n - 2."""
+        draft_vocab_size: int | None = None
+        """Size D of the head's own vocabulary, for which it trains its own lm_head; see head `eagle3`."""
+        mask_token_id: int | None = None
+        """Token that stands for tokens not drafted yet; see head `peagle`."""
+        anchors_per_document: int | None = at_least_or_none(1)
+        """Number of draft positions per document that a training step uses, chosen at random in each epoch. The
+        published number is 512. null uses all of them."""
+
+    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+        super().__init__(config, target_config)
+        dims = head_dims(config, target_config, config.head_dim)
+        hidden_size, eps = dims.hidden_size, target_config.rms_norm_eps
+        self.mask_token_id = mask_token_id(config, target_config)
+        self.drafts_per_document = config.anchors_per_document
+        self.fc = nn.Linear(len(self.capture_layers) * hidden_size, hidden_size, bias=False)
+        self.hidden_norm = RmsNorm(hidden_size, eps)
+        self.layers = nn.ModuleList(DflashLayer(dims, target_config) for _ in range(config.num_layers))
+        self.norm = RmsNorm(hidden_size, eps)
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
+            if config.draft_vocab_size != target_config.vocab_size:
+                self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        initialise(self, hidden_size, target_config.num_hidden_layers)
+
+    @classmethod
+    def layers_to_capture(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
+        """Returns the configured layers, or the default.
+
+        Raises:
+            ValueError: the layers are not distinct layers of the target in rising order.
+        """
+        num_layers = int(target_config.num_hidden_layers)
+        if config.capture_layers is not None:
+            return check_capture_layers(tuple(config.capture_layers), num_layers)
+        evenly = tuple(round(2 + i * (num_layers - 4) / (CAPTURED - 1)) for i in range(CAPTURED))
+        return check_capture_layers(evenly, num_layers, "the default of published heads")
+
+    def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
+        """Training: compute the states [T, M, H] of the mask rows at the draft positions; see `Head.forward`."""
+        # 1. Compute what the keys of all tokens are made of, draft positions first, then prompt tokens.
+        packing = tokens.packing
+        context = torch.cat(packing.split(self._run(self._context, tokens.target_states)))  # [N, H]
+        context_positions = torch.cat(packing.split(packing.positions))
+        # 2. Run the blocks of all draft positions through the layers. The last one has no use for row 0.
+        x = self._blocks(tokens.next_ids[packing.rows], parts, ttt_steps)  # [T + 1, M, H]
+        rows = torch.arange(len(x), device=x.device)
+        positions = packing.positions[packing.rows] + 1 + rows[:, None]  # [T + 1, M]
+        for layer, num_unread in self._layers():
+            key, value = self._run(layer.keys_values_of_tokens, context, context_positions)
+            query, block_key, block_value = self._run(layer.project, x, positions, num_unread)
+            attended = block_attention(query, key, value, block_key, block_value, packing)  # [R, M, heads, head_dim]
+            x = self._run(layer.finish, x[num_unread:], attended)
+        return self._run(self._normed, x)
+
+    def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
+        """Write the keys of the verified rows, then run a block of 1 + K rows behind them; see `Head.draft_first`.
+
+        The keys of the block take the slots of its positions, which hold rejected rows or nothing. The next round
+        overwrites them.
+        """
+        # 1. The keys of verified rows do not depend on the block.
+        context = self._context(verified.states.read_by(self.capture_layers))  # [B, S, H]
+        cache.begin(verified.positions)
+        for index, (layer, _) in enumerate(self._layers()):
+            key, value = layer.keys_values_of_tokens(context, verified.positions)  # [B, S, kv heads, head_dim]
+            cache.update(key.transpose(1, 2), value.transpose(1, 2), index)
+        # 2. Every row of the block sees what its last row sees.
+        newest = verified.num_tokens - 1  # [B]
+        x = self._blocks(verified.tokens.gather(1, newest[:, None])[:, 0], parts, num_drafts)  # [K + 1, B, H]
+        positions = newest + torch.arange(len(x), device=x.device)[:, None]  # [K + 1, B]
+        mask = cache.begin(positions.T)
+        assert mask is not None
+        for index, (layer, num_unread) in enumerate(self._layers()):
+            query, block_key, block_value = (
+                part.permute(1, 2, 0, 3) for part in layer.project(x, positions, num_unread)
+            )
+            keys, values = cache.update(block_key, block_value, index)  # [B, kv heads, slots, head_dim]
+            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask[:, :, -1:], enable_gqa=True)
+            x = layer.finish(x[num_unread:], attended.permute(2, 0, 1, 3))
+        states = self._normed(x).transpose(0, 1)  # [B, K, H]
+        return FirstStates(states, states[:, -1])
+
+    def draft_next(
+        self,
+        fed_back: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        parts: FrozenParts,
+        cache: PositionCache,
+        tree: TreeRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Not called, because `draft_first` returns the states of all depths."""
+        raise AssertionError("draft_first drafts all tokens")
+
+    def _layers(self) -> list[tuple[DflashLayer, int]]:
+        """Returns the layers, each with the number of rows of a block whose output nothing reads."""
+        layers: list[DflashLayer] = list(self.layers)  # type: ignore[arg-type]
+        return [(layer, int(layer is layers[-1])) for layer in layers]
+
+    def _blocks(self, newest: torch.Tensor, parts: FrozenParts, num_drafts: int) -> torch.Tensor:
+        """Returns the embeddings of the newest token [M] of each block and of its K mask tokens [K + 1, M, H]."""
+        mask = parts.embed(torch.full((1,), self.mask_token_id, device=newest.device))
+        return torch.cat([parts.embed(newest)[None], mask.expand(num_drafts, len(newest), -1)])
+
+    @fused
+    def _context(self, target_states: torch.Tensor) -> torch.Tensor:
+        """Returns what the keys and values of each layer are projected from [..., H]."""
+        context: torch.Tensor = self.hidden_norm(self.fc(target_states.flatten(-2)))
+        return context
+
+    @fused
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
+    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
+        """Returns the FLOPs of a training step over T depths; see `Head.step_flops`."""
+        weights = {
+            name: module.weight.numel() for name, module in self.named_modules() if isinstance(module, nn.Linear)
+        }
+        fuse, own_vocab = weights.pop("fc"), weights.pop("lm_head", None)
+        attention = self._layers()[0][0].self_attn
+        hidden_size, attended = int(attention.o_proj.out_features), int(attention.o_proj.in_features)
+        keys = sum(size for name, size in weights.items() if name.endswith(("k_proj", "v_proj")))
+        per_row_of_block, last = sum(weights.values()), f"layers.{len(self.layers) - 1}."
+        of_last = sum(size for name, size in weights.items() if name.startswith(last)) - keys // len(self.layers)
+        num_queries = len(self.layers) * (ttt_steps + 1) - 1  # the last layer has no query for row 0
+        draft = own_vocab * 6 if own_vocab else vocab_size * hidden_size * 4
+        return StepFlops(
+            per_token=4 * fuse + 6 * keys,
+            per_row=6 * ((ttt_steps + 1) * per_row_of_block - of_last)
+            + 12 * num_queries * (ttt_steps + 1) * attended
+            + ttt_steps * draft
+            + 2 * vocab_size * hidden_size,
+            per_pair=12 * num_queries * attended,
+        )

@@ -1,0 +1,153 @@
+"""Attention of blocks and single draft positions against plain masks, and what a DFlash head refuses."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mtptrain.heads.attention.draft_blocks import block_attention
+from mtptrain.heads.base import Head
+from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.files import build_head
+from mtptrain.heads.packing import Packing
+from tests.mtptrain.heads.test_contract import (
+    DEPTHS,
+    HIDDEN_SIZE,
+    LENGTHS,
+    PARTS,
+    packed_inputs,
+    random_head,
+    run,
+    tiny_config,
+)
+
+ROWS = [np.array([0, 1, 5, 7, 8, 20]), np.array([3]), np.array([2, 3, 4, 9])]
+SINGLE = Packing.of_single([30, 9, 12], ROWS)
+SPANS = Packing.of([30, 9, 12], [(0, 0, 2), (0, 5, 4), (1, 3, 1), (2, 2, 9)])
+PROMPTS_ONLY_BEFORE = Packing.of_single([40], [np.array([39])])
+
+
+def seen_tokens(packing: Packing) -> torch.Tensor:
+    """Which tokens each row sees by the definition, bool[M, N]."""
+    document, tokens = (packing.positions == 0).cumsum(0), torch.arange(len(packing.positions))
+    return (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])
+
+
+def dense_block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_key: torch.Tensor,
+    block_value: torch.Tensor,
+    packing: Packing,
+) -> torch.Tensor:
+    """`block_attention` with one mask over all pairs of rows and tokens."""
+    groups = query.shape[2] // key.shape[1]
+    key, value = (x[packing.key_indices].repeat_interleave(groups, 1) for x in (key, value))
+    block_key, block_value = (x.repeat_interleave(groups, 2) for x in (block_key, block_value))
+    scores = torch.einsum("rmhd,nhd->hrmn", query, key).masked_fill(~seen_tokens(packing), -math.inf)
+    inside = torch.einsum("rmhd,bmhd->hrmb", query, block_key)
+    weights = (torch.cat([scores, inside], -1) * query.shape[-1] ** -0.5).softmax(-1)
+    out = torch.einsum("hrmn,nhd->rmhd", weights[..., : len(key)], value)
+    return out + torch.einsum("hrmb,bmhd->rmhd", weights[..., len(key) :], block_value)
+
+
+@pytest.mark.parametrize("packing", [SINGLE, SPANS, PROMPTS_ONLY_BEFORE], ids=["single", "spans", "one row"])
+@pytest.mark.parametrize("unread", [0, 1])
+def test_attention_of_blocks_equals_one_softmax_over_a_mask(packing: Packing, unread: int) -> None:
+    generator, block_rows = torch.Generator().manual_seed(0), 4
+    num_tokens, num_rows = len(packing.positions), len(packing.rows)
+    shapes = [(block_rows - unread, num_rows, 4, 16), *[(num_tokens, 2, 16)] * 2, *[(block_rows, num_rows, 2, 16)] * 2]
+    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    weights = torch.randn(shapes[0], generator=generator)
+    ours, dense = (attend(*inputs, packing) for attend in (block_attention, dense_block_attention))
+    torch.testing.assert_close(ours, dense, atol=2e-6, rtol=1e-5)
+    grads = [torch.autograd.grad((out * weights).sum(), inputs) for out in (ours, dense)]
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_kernels_of_single_draft_positions_pair_each_with_every_token_that_it_sees_once(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(1, 60, 4).tolist()
+    rows = [np.sort(generator.choice(length, generator.integers(1, length + 1), replace=False)) for length in lengths]
+    packing = Packing.of_single(lengths, rows)
+    times_seen = torch.zeros(len(packing.rows), sum(lengths), dtype=torch.long)
+    in_key_order = packing.key_indices.argsort()
+    for part in packing.segments:
+        queries, tokens = torch.arange(len(packing.rows))[part.queries], in_key_order[part.keys]
+        for index, (num_queries, num_keys) in enumerate(part.lengths):
+            first_query, first_key = part.query_offsets[index], part.key_offsets[index]
+            times_seen[
+                queries[first_query : first_query + num_queries, None], tokens[first_key : first_key + num_keys]
+            ] += 1
+    assert torch.equal(times_seen, seen_tokens(packing).long())
+    assert torch.equal(torch.arange(len(packing.rows))[packing.segments[0].queries], torch.arange(len(packing.rows)))
+    assert len(packing.segments) <= 2 * math.sqrt(max(map(len, rows))) + 1
+    assert packing.num_pairs == seen_tokens(packing).sum()
+
+
+@pytest.mark.parametrize("case", ["dflash", "dflash, three layers"])
+def test_states_and_gradients_of_single_draft_positions_are_those_among_all(case: str) -> None:
+    head, rows = random_head(case), [np.array([0, 3, 7]), np.array([2]), np.array([0, 5]), np.array([1]), np.array([0])]
+    tokens, single = packed_inputs(head), Packing.of_single(LENGTHS, rows)
+    among_all = run(head, tokens)[:, single.rows]
+    states = run(head, replace(tokens, packing=single))
+    torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)
+    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
+    grads = [torch.autograd.grad((each * weights).mean(), list(head.parameters())) for each in (states, among_all)]
+    for ours, reference in zip(*grads, strict=True):
+        assert (ours - reference).abs().max() <= 5e-5 * reference.abs().max()
+
+
+@torch.no_grad()
+def test_the_first_draft_reads_all_masks_behind_it_and_no_token_behind_the_newest() -> None:
+    head = random_head("dflash")
+    tokens = packed_inputs(head)
+    whole, shorter = (head(tokens, PARTS, depths) for depths in (DEPTHS, DEPTHS - 1))
+    assert (whole[0] - shorter[0]).abs().max() > 1e-3, "with another block length the first draft is another one"
+    later = replace(tokens, next_ids=tokens.next_ids.clone())
+    later.next_ids[5] += 1
+    changed = (head(later, PARTS, DEPTHS) != whole).any(-1).any(0)  # [M]
+    assert changed.nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(36, (2, 10, 18, 26, 34)), (32, (2, 9, 16, 23, 30)), (80, (2, 21, 40, 59, 78))]
+)
+def test_the_default_layers_are_those_of_published_heads(layers: int, expected: tuple[int, ...]) -> None:
+    found = DflashHead.layers_to_capture(DflashHead.Config(), tiny_config(num_hidden_layers=layers))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {},
+            r"head\.capture_layers: must be different layers .* within 0\.\.2, .* the default of published heads; set",
+        ),
+        ({"capture_layers": [1, 3]}, r"head\.capture_layers: must be .* within 0\.\.2, .* but are \[1, 3\]; set them"),
+        ({"capture_layers": []}, r"head\.capture_layers: must be different layers .* but are \[\]; set them"),
+        (
+            {"capture_layers": [1], "mask_token_id": 50},
+            r"head\.mask_token_id: must be within 0\.\.49, the target's vocabulary, but is 50; set the id",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_target_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_head(DflashHead.Config(**settings), tiny_config())
+
+
+def test_casting_to_bf16_does_not_round_rotary_frequencies() -> None:
+    head: Head = random_head("dflash")
+    assert isinstance(head, DflashHead)
+    rope, positions = head.layers[0].self_attn.rope, torch.arange(40)
+    before = rope.tables(positions, torch.float32)[0]
+    head.bfloat16()
+    assert torch.equal(rope.tables(positions, torch.float32)[0], before)
+    assert head.fc.weight.shape == (HIDDEN_SIZE, 3 * HIDDEN_SIZE)

@@ -1,0 +1,178 @@
+"""The step of head `dflash` against its plain formula, draft position by draft position, with all and with some."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtptrain.config import LossKind
+from mtptrain.heads import HEADS
+from mtptrain.heads.dflash import DflashHead, DflashLayer
+from mtptrain.heads.files import build_head
+from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.training.batches import make_batch
+from mtptrain.training.forward import training_losses
+from mtptrain.training.losses import LossSettings
+from mtptrain.training.step_packing import Anchors
+from mtptrain.utils.clock import PhaseClock
+from tests.mtptrain.heads.test_contract import CASES, draw_norms, tiny_config
+from tests.mtptrain.training.test_exact_step import DECAY, Document, H, V, plain_loss, texts
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor, theta: float = 10_000.0) -> torch.Tensor:
+    """RoPE of x [S, heads, d] by its definition: the pairs (i, i + d / 2) turn by position * theta^(-2i/d)."""
+    half = x.shape[-1] // 2
+    turns = torch.polar(torch.ones(()), positions[:, None] * theta ** (-torch.arange(half) / half))[:, None]
+    pairs = torch.complex(x[..., :half], x[..., half:]) * turns
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+def plain_layer(layer: DflashLayer, x: torch.Tensor, context: torch.Tensor, first_position: int) -> torch.Tensor:
+    """One layer over a block [R, H], whose row 0 is at `first_position`, and all tokens before it [S, H]."""
+    attention, heads = layer.self_attn, (-1, layer.self_attn.head_dim)
+    positions = torch.arange(first_position, first_position + len(x))
+    normed = layer.input_layernorm(x)
+    read, everywhere = torch.cat([context, normed]), torch.arange(first_position + len(x))
+    query = rotated(attention.q_norm(attention.q_proj(normed).unflatten(-1, heads)), positions)
+    key = rotated(attention.k_norm(attention.k_proj(read).unflatten(-1, heads)), everywhere)
+    value = attention.v_proj(read).unflatten(-1, heads)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    weights = (torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5).softmax(-1)
+    x = x + attention.o_proj(torch.einsum("hqk,khd->qhd", weights, value).flatten(-2))
+    return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def plain_states(
+    head: DflashHead, depths: int, ids: list[int], captured: torch.Tensor, row: int, frozen: FrozenParts
+) -> torch.Tensor:
+    """The states of all depths [T, H] at one draft position."""
+    context = head.hidden_norm(head.fc(captured[: row + 1].flatten(1)))
+    x = frozen.embed(torch.tensor([ids[row + 1], *[head.mask_token_id] * depths]))
+    for layer in head.layers:
+        x = plain_layer(layer, x, context, row + 1)
+    return head.norm(x)[1:]
+
+
+def plain_step(
+    head: DflashHead,
+    depths: int,
+    documents: list[StoredDocument],
+    frozen: FrozenParts,
+    loss: LossSettings,
+    anchors: Anchors | None,
+) -> tuple[torch.Tensor, list[float]]:
+    """The weighted mean loss, and the sum of losses at each depth."""
+    sums, counts = [torch.zeros(()) for _ in range(depths)], [0] * depths
+    for document in documents:
+        ids, mask, n = document.input_ids.tolist(), document.loss_mask.tolist(), len(document.input_ids)
+        hidden = frozen.final_norm(document.hidden_states)
+        teacher = (hidden @ frozen.lm_head.T).softmax(-1)
+        rows = [t for t in range(n - 2) if mask[t + 1] and mask[t + 2]]
+        if anchors is not None and rows:
+            rows = [rows[i] for i in anchors.draw(document.document_id, len(rows))]
+        for t in rows:
+            out = plain_states(head, depths, ids, document.aux_hidden_states, t, frozen)
+            for depth in range(depths):
+                j = t + 2 + depth
+                if j < n and all(mask[t + 1 : j + 1]):
+                    logits = out[depth] @ head.output_weight(frozen).T
+                    draft = plain_loss(teacher[j - 1], logits, head.draft_token_ids, loss.kind, loss.lk_eta)
+                    feature = F.smooth_l1_loss(out[depth], hidden[j - 1])
+                    sums[depth] = sums[depth] + draft + loss.feature_weight * feature
+                    counts[depth] += 1
+    weights_of = [DECAY**depth for depth in range(depths)]
+    total = sum(w * s / max(1, c) for w, s, c in zip(weights_of, sums, counts, strict=True)) / sum(weights_of)
+    return total, [float(s) for s in sums]
+
+
+def fast_step(
+    head: DflashHead,
+    depths: int,
+    documents: list[StoredDocument],
+    frozen: FrozenParts,
+    loss: LossSettings,
+    anchors: Anchors | None,
+) -> tuple[torch.Tensor, list[float]]:
+    """As the trainer does it."""
+    batch, weights = make_batch(documents, depths, anchors=anchors), DECAY ** torch.arange(depths)
+    scale = weights / weights.sum() / batch.num_drafts.clamp(min=1)
+    sums = training_losses(head, frozen, batch, scale, loss, PhaseClock(torch.device("cpu")))
+    return sums.loss, sums.losses.tolist()
+
+
+@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if name == "dflash"])
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    documents=texts(),
+    depths=st.integers(1, 5),
+    kind=st.sampled_from(list(LossKind)),
+    feature_weight=st.sampled_from([0.0, 0.5]),
+    chunk_rows=st.sampled_from([1, 5, 1000]),
+    activation_checkpointing=st.booleans(),
+    anchors=st.sampled_from([None, 1, 4, 100]),
+    seed=st.integers(0, 99),
+)
+def test_losses_and_gradients_equal_the_plain_formula(
+    case: str,
+    documents: list[Document],
+    depths: int,
+    kind: LossKind,
+    feature_weight: float,
+    chunk_rows: int,
+    activation_checkpointing: bool,
+    anchors: int | None,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    name, head_settings = CASES[case]
+    head = build_head(HEADS[name].Config(ttt_steps=depths, **head_settings), tiny_config())
+    assert isinstance(head, DflashHead)
+    head.activation_checkpointing = activation_checkpointing
+    draw_norms(head, generator)
+    if head.d2t is not None:
+        ids = torch.randperm(V, generator=generator)[: len(head.d2t)].sort().values
+        head.d2t.copy_(ids - torch.arange(len(ids)))
+    frozen = FrozenParts(
+        embed_tokens=torch.randn(V, H, generator=generator),
+        norm_weight=torch.ones(H),
+        norm_eps=1e-6,
+        lm_head=torch.randn(V, H, generator=generator) * 0.2,
+    )
+    stored = [
+        StoredDocument(
+            index,
+            torch.tensor(ids),
+            torch.tensor(mask, dtype=torch.uint8),
+            torch.randn(len(ids), H, generator=generator),
+            torch.randn(len(ids), len(head.capture_layers), H, generator=generator),
+        )
+        for index, (ids, mask) in enumerate(documents)
+    ]
+    loss, drawn = LossSettings(kind, 3.0, feature_weight, chunk_rows), None
+    if anchors is not None:
+        drawn = Anchors(anchors, (seed, 0))
+    (ours, our_sums), (plain, plain_sums) = (
+        step(head, depths, stored, frozen, loss, drawn) for step in (fast_step, plain_step)
+    )
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+    assert our_sums == pytest.approx(plain_sums, abs=1e-4, rel=1e-5)
+    parameters = list(head.parameters())
+    our_grads, plain_grads = (torch.autograd.grad(x, parameters, allow_unused=True) for x in (ours, plain))
+    for our_grad, plain_grad in zip(our_grads, plain_grads, strict=True):
+        if plain_grad is not None:
+            assert our_grad is not None
+            torch.testing.assert_close(our_grad, plain_grad, atol=1e-5, rtol=1e-5)
+
+
+def test_every_draft_position_is_drawn_equally_often_and_each_epoch_draws_others() -> None:
+    draws = [Anchors(3, (0, epoch)).draw(7, 10).tolist() for epoch in range(2000)]
+    assert all(drawn == sorted(set(drawn)) and len(drawn) == 3 for drawn in draws)
+    assert len({tuple(drawn) for drawn in draws}) > 100
+    times = torch.tensor(draws).flatten().bincount(minlength=10)
+    assert (times - 600).abs().max() < 100, "600 each on average, with a standard deviation of 20"
+    assert Anchors(3, (0, 5)).draw(7, 10).tolist() == draws[5]
+    assert Anchors(3, (0, 5)).draw(8, 10).tolist() != draws[5] or Anchors(3, (1, 5)).draw(7, 10).tolist() != draws[5]
