@@ -524,8 +524,6 @@ def test_a_head_that_cannot_start_as_the_targets_last_layer_is_refused() -> None
 
 
 @pytest.mark.parametrize("name", [name for name, head in HEADS.items() if issubclass(head, LayerHead)])
-    "name", [name for name, head in HEADS.items() if issubclass(head, LayerHead) and head.starts_from_target]
-)
 def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: str, tiny_target: Path) -> None:
     target = load_target(tiny_target, torch.float32, torch.device("cpu"))
     layer = dict(target.model.model.layers[-1].named_parameters())
