@@ -113,16 +113,17 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     found = run_head(config, target_dir, torch.device("cpu"))
     facts = read_serving_facts(head_dir, serving.engine, found.sha256)
     python = find_python(serving.python)
+    holds_target = facts.get("holds_target", False)
     draft = {
         "method": facts["method"],
-        "model": str(head_dir.resolve()),
+        **({} if holds_target else {"model": str(head_dir.resolve())}),
         "num_speculative_tokens": settings.num_speculative_tokens,
         **facts.get("speculative_settings", {}),
     }
     has_gpu = torch.cuda.is_available()
     return StartedVllm(
         python=str(python),
-        target_dir=target_dir,
+        target_dir=head_dir.resolve() if holds_target else target_dir,
         speculative_config=draft,
         hf_overrides=facts["hf_overrides"],
         dtype=str(settings.dtype),

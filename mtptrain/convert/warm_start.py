@@ -156,7 +156,8 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHea
     with torch.device("meta"):
         expected = build_head(config, target_config).state_dict()
     tensors = {name: tensor for name, tensor in published.tensors.items() if not NOT_WEIGHTS.search(name)}
-    tensors = without_zero_biases(tensors, published.directory)
+    if not getattr(config, "attention_bias", False):
+        tensors = without_zero_biases(tensors, published.directory)
     try:
         state = replace(published, tensors=tensors).state(config, target_config)
     except (KeyError, RuntimeError) as error:
@@ -267,7 +268,7 @@ def without_zero_biases(tensors: Tensors, directory: Path) -> Tensors:
     for name in biases:
         if tensors[name].any():
             raise ValueError(
-                f"head.init_from: {name} of {directory} must be zero, because our heads have no biases, but is not; "
+                f"head.init_from: {name} of {directory} must be zero, because this head has no biases, but is not; "
                 "choose another head"
             )
     return {name: tensor for name, tensor in tensors.items() if name not in biases}

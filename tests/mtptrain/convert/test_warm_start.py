@@ -189,7 +189,7 @@ def test_the_mtp_layer_of_a_checkpoint_is_read_without_the_rest_of_it(tmp_path: 
         ),
         (
             {"model.layers.2.self_attn.q_proj.bias": torch.ones(64)},
-            r"self_attn\.q_proj\.bias of .* must be zero, because our heads have no biases, but is not; choose another "
+            r"self_attn\.q_proj\.bias of .* must be zero, because this head has no biases, but is not; choose another "
             r"head",
         ),
         (
@@ -317,7 +317,7 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
         (
             lambda t: {**t, "fc.bias": torch.ones(64)},
             {},
-            r"fc\.bias of .* must be zero, because our heads have no biases",
+            r"fc\.bias of .* must be zero, because this head has no biases",
         ),
         (unchanged, {"hidden_act": "gelu"}, r"config\.json: hidden_act must be silu, as in our heads, but is gelu"),
         (unchanged, {"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),

@@ -63,7 +63,10 @@ def plain_step(
             positions = torch.arange(n) + depth
             if depth and head.mask_hidden is not None:
                 read, recycled = torch.full((n,), head.mask_token_id), head.fuse(head.mask_hidden).expand(n, -1)
-            residual, x = head.combine(recycled, frozen.embed(read))
+            embeddings = frozen.embed(read)
+            if head.zero_first_embedding and not depth:
+                embeddings = torch.cat([0 * embeddings[:1], embeddings[1:]])
+            residual, x = head.combine(recycled, embeddings)
             query, key, value = attention.queries_keys_values(x, positions)
             groups = query.shape[1] // key.shape[1]
             keys.append(key.repeat_interleave(groups, 1))
