@@ -84,7 +84,9 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
             f"{DOWNLOAD_AGAIN}"
         )
     try:
-        return (MiMoConfig if is_mimo(settings) else AutoConfig).from_pretrained(target_dir)
+        if is_mimo(settings):
+            return MiMoConfig.from_dict(settings | {"model_type": MiMoConfig.model_type})
+        return AutoConfig.from_pretrained(target_dir)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path}: must be readable by transformers, which reports {one_line(error)}; {DOWNLOAD_AGAIN}"

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mtptrain.convert.formats import format_for
+from mtptrain.convert.mimo import MIMO_LAYER
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
@@ -29,7 +30,9 @@ from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.heads.peagle import PeagleHead
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
+from mtptrain.utils.files import tensor_shapes
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE, make_target
+from tests.mimo import MIMO_HEAD, add_mimo_layer
 
 CONTEXT_TOKENS, MAX_NEW_TOKENS, EOS = 1024, 24, 256
 _RANDOM = random.Random(0)
@@ -59,6 +62,7 @@ TARGETS = {
     "qwen2": TargetKind("qwen2", 1.5, {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 256}}),
     "qwen3": TargetKind("qwen3", 1.2, {"head_dim": 128}),
     "qwen3_moe": TargetKind("qwen3_moe", 1.0, FAMILIES["qwen3_moe"][1]),
+    "mimo": TargetKind("mimo", 1.5),
     "gemma3_text": TargetKind("gemma3_text", 2.0, FAMILIES["gemma3_text"][1] | {"num_hidden_layers": 3}),
     "deepseek_v2": TargetKind(
         "deepseek_v2",
@@ -75,6 +79,7 @@ TARGETS = {
 }
 HEAD_CONFIGS: dict[str, HeadConfig] = {
     "mtp": MtpHead.Config(),
+    "mtp_mimo": MIMO_HEAD,
     "eagle": EagleHead.Config(),
     "eagle3": Eagle3Head.Config(capture_layers=[1, 2, 3]),
     "eagle3_small_vocabulary": Eagle3Head.Config(capture_layers=[1, 2, 3], draft_vocab_size=200),
@@ -90,9 +95,10 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
     """Changes a tensor of the served file, under the engine's name."""
 
     def apply(directory: Path) -> None:
-        tensors = load_file(directory / "model.safetensors")
+        path = next(path for path in directory.glob("*.safetensors") if name in tensor_shapes(path))
+        tensors = load_file(path)
         tensors[name] = change(tensors[name]).contiguous()
-        save_file(tensors, directory / "model.safetensors")
+        save_file(tensors, path, metadata={"format": "pt"})
 
     return apply
 
@@ -133,6 +139,11 @@ EAGLE3_NORMS = without_norms(
 BREAKS: dict[str, dict[str, Break]] = {
     "mtp": without_norms("enorm", "hnorm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
     | {"columns": swapped("fc.weight")},
+    "mtp_mimo": without_norms(
+        *(f"{MIMO_LAYER}{name}_layernorm" for name in ("token", "hidden", "input", "post_attention", "final"))
+    )
+    | {"columns": swapped(f"{MIMO_LAYER}input_proj.weight")}
+    | {f"{part}_bias": changed(f"{MIMO_LAYER}self_attn.{part}_proj.bias", torch.zeros_like) for part in "qkv"},
     "eagle": without_norms("layers.0.post_attention_layernorm") | {"columns": swapped("fc.weight")},
     "eagle3": EAGLE3_NORMS
     | {"columns": swapped(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")), "layer_ids": one_layer_later},
@@ -176,6 +187,7 @@ CASES = [
     *(Case(head, target) for head in EVERYWHERE for target in ("mistral", "qwen2", "qwen3_moe")),
     *(Case("peagle", target) for target in ("llama", "qwen3", "mistral", "qwen2", "qwen3_moe", "qwen3_repeating")),
     *(Case("peagle", "llama_repeating", num_speculative_tokens) for num_speculative_tokens in (1, 3, 5)),
+    *(Case("mtp_mimo", "mimo", num_speculative_tokens) for num_speculative_tokens in (1, 3)),
     Case("mtp", "gemma3_text"),
     Case("eagle", "gemma3_text"),
     Case("eagle3_default_layers", "llama_8_layers"),
@@ -197,10 +209,9 @@ BF16_CASES = [
     Case("eagle3", "qwen3", dtype="bfloat16"),
     Case("mtp", "gemma3_text", dtype="bfloat16"),
 ]
+BROKEN_TARGETS = {"peagle": "llama_repeating", "mtp_mimo": "mimo"}
 BROKEN_CASES = [
-    Case(head, "llama_repeating" if head == "peagle" else "llama", broken=broken)
-    for head, breaks in BREAKS.items()
-    for broken in breaks
+    Case(head, BROKEN_TARGETS.get(head, "llama"), broken=broken) for head, breaks in BREAKS.items() for broken in breaks
 ]
 
 
@@ -223,6 +234,8 @@ def make_served_target(directory: Path, kind: str) -> Path:
         if name.endswith("o_proj.weight"):
             parameter.mul_(TARGETS[kind].disturbance)
     model.save_pretrained(directory)
+    if TARGETS[kind].model_type == "mimo":
+        add_mimo_layer(directory)
     return directory
 
 
@@ -271,14 +284,19 @@ def answers(target: Target, count: int, prompt_tokens: int, new_tokens: int) -> 
     return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
 
 
-def write_served_head(directory: Path, target: Target, case: Case, head: Head) -> dict[str, Any]:
+def write_served_head(
+    directory: Path, target: Target, case: Case, head: Head, target_dir: Path | None = None
+) -> dict[str, Any]:
     """Export a head's weights, wrong where the case says so; returns what `serving.json` holds."""
     form = format_for("vllm", HEAD_CONFIGS[case.head], target.config)
     write_head(directory, form, head.state_dict())
+    if target_dir is not None:
+        form.add_target(directory, target_dir)
     if case.broken:
         BREAKS[case.head][case.broken](directory)
     return {
         "method": form.method,
         "hf_overrides": form.hf_overrides,
         "speculative_settings": form.speculative_settings,
+        "holds_target": form.holds_target,
     }

@@ -37,10 +37,10 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         "vllm", "eagle3", {}, "gemma3_text", {},
         r"target\.path: must be of a family whose layers can be captured to export head eagle3 for vllm, but is "
         r"gemma3_text: "
-        r"vLLM's class has no interface for it; train head=mtp",
+        r"vLLM's class does not return its residual streams; train head=mtp",
     ),
     ("vllm", "peagle", {}, "gemma3_text", {}, r"head peagle for vllm, but is gemma3_text: .*; train head=mtp"),
-    ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class returns the output of the MLP .*; "
+    ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class does not return its .*; "
                                                 r"train head=mtp"),
     (
         "sglang", "eagle3", {"norm_before_residual": True}, "llama", {},
