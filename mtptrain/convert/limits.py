@@ -66,19 +66,19 @@ def is_mimo(target: PreTrainedConfig) -> bool:
 
 
 def biases_without_mimo(head: MtpHead.Config, target: PreTrainedConfig) -> object:
-    return None if is_mimo(target) else head.attention_bias or None
+    return "true" if head.attention_bias and not is_mimo(target) else None
 
 
 def other_first_embedding(head: MtpHead.Config, target: PreTrainedConfig) -> object:
-    return None if head.zero_first_embedding == is_mimo(target) else head.zero_first_embedding
+    return None if head.zero_first_embedding == is_mimo(target) else str(head.zero_first_embedding).lower()
 
 
 def other_norm_state(head: MtpHead.Config, target: PreTrainedConfig) -> object:
-    return None if head.prenorm_states == is_mimo(target) else head.prenorm_states
+    return None if head.prenorm_states == is_mimo(target) else str(head.prenorm_states).lower()
 
 
 def prenorm_states(head: MtpHead.Config, target: PreTrainedConfig) -> object:
-    return head.prenorm_states or None
+    return "true" if head.prenorm_states else None
 
 
 def mimo_settings(head: MtpHead.Config, target: PreTrainedConfig) -> object:

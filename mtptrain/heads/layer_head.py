@@ -51,10 +51,10 @@ class LayerHead(Head):
         """Returns the hidden states that depth 0 reads [..., H].
 
         Args:
-            target_states: captured streams [..., L, H], or the target's last hidden states [..., H] if the head
-                captures none. By default L must be 1.
+            target_states: the streams of `read_layers` [..., L, H], or the target's last hidden states [..., H] if
+                there are none. By default L must be 1.
         """
-        return target_states.squeeze(-2) if self.capture_layers else target_states
+        return target_states.squeeze(-2) if self.read_layers else target_states
 
     @abstractmethod
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +121,7 @@ class LayerHead(Head):
         A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask rows follow the row whose next
         token is the newest one. They take the place of rejected rows, which later rounds overwrite anyway.
         """
-        fused, next_tokens = self.fuse(verified.states.read_by(self.capture_layers)), verified.next_tokens  # [B, S, H]
+        fused, next_tokens = self.fuse(verified.states.read_by(self.read_layers)), verified.next_tokens  # [B, S, H]
         embeddings, positions, last_row = parts.embed(next_tokens), verified.positions, verified.last_row
         num_masks = 0
         if self.mask_hidden is not None:
@@ -226,7 +226,7 @@ class LayerHead(Head):
         )
         keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
         queries = weights["self_attn.q_proj"]
-        is_fused = type(self).fuse is not LayerHead.fuse  # the input projection runs at depth 0 only
+        is_fused = bool(self.capture_layers)  # the input projection runs at depth 0 only
         has_bare_input = not any(
             isinstance(getattr(self, norm, None), (RmsNorm, nn.ModuleList)) for norm in INPUT_NORMS
         )

@@ -56,15 +56,16 @@ class MtpHead(LayerHead):
         self.input_layernorm = restored[RestoredNorm.input_layernorm]
         self.self_attn = Attention(hidden_size, dims, target_config, config.attention_bias)
         self.zero_first_embedding = config.zero_first_embedding
+        self._read_layers = (target_config.num_hidden_layers,) if config.prenorm_states else ()
         self.post_attention_layernorm = RmsNorm(hidden_size, eps)
         self.mlp = SwiGlu(hidden_size, dims.intermediate_size)
         self.norm = restored[RestoredNorm.norm]
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
-    @classmethod
-    def layers_to_capture(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Returns the stream after the last layer, which is the state before the final norm, if the head reads it."""
-        return (target_config.num_hidden_layers,) if config.prenorm_states else ()
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """The stream after the target's last layer, which is its state before the final norm, if the head reads it."""
+        return self._read_layers
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns eh_proj[enorm(e); hnorm(h)] as the residual stream, and its norm."""

@@ -250,7 +250,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     tokens, depths = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48))), 3
     num_rows = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
+    states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.read_layers)
     target_states = (states.hidden_states if states.aux_hidden_states is None else states.aux_hidden_states)[
         :, :num_rows
     ]

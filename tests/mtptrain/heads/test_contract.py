@@ -82,7 +82,7 @@ def draw_norms(head: Head, generator: torch.Generator | None = None) -> None:
 def packed_inputs(head: Head) -> PackedTokens:
     """Random tokens and states of packed documents, in which every token is a draft position."""
     generator = torch.Generator().manual_seed(1)
-    streams = (len(head.capture_layers),) if head.capture_layers else ()
+    streams = (len(head.read_layers),) if head.read_layers else ()
     target_states = torch.randn(sum(LENGTHS), *streams, HIDDEN_SIZE, generator=generator)
     ids = torch.randint(0, VOCAB_SIZE, (sum(LENGTHS),), generator=generator)
     return PackedTokens(target_states, ids, torch.roll(ids, -1), Packing.of(LENGTHS))

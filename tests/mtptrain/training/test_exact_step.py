@@ -45,6 +45,13 @@ def plain_loss(
     return weight * kl + (1 - weight) * (1 - acceptance)
 
 
+def read_of_target(head: Head, hidden: torch.Tensor, captured: torch.Tensor | None) -> torch.Tensor:
+    """What a head reads [N, H] or [N, L, H]; the final norm changes nothing here."""
+    if captured is not None:
+        return captured
+    return hidden[:, None] if head.read_layers else hidden
+
+
 def plain_step(
     head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor],
     frozen: FrozenParts,
@@ -54,7 +61,7 @@ def plain_step(
     sums, counts = [torch.zeros(()) for _ in range(depths)], [0] * depths
     for (ids, mask), hidden, captured in zip(documents, states, aux, strict=True):
         n, attention = len(ids), head.self_attn
-        recycled = head.fuse(captured if head.capture_layers else hidden)
+        recycled = head.fuse(read_of_target(head, hidden, captured if head.capture_layers else None))
         keys, values = [], []
         past = torch.ones(n, n, dtype=torch.bool).tril()
         teacher = (hidden @ frozen.lm_head.T).softmax(-1)
@@ -113,7 +120,7 @@ def fast_step(
         for i, (ids, mask) in enumerate(documents)
     ]
     batch = make_batch(stored, depths)
-    read = batch.hidden_states if batch.aux_hidden_states is None else batch.aux_hidden_states
+    read = read_of_target(head, batch.hidden_states, batch.aux_hidden_states)
     weights = DECAY ** torch.arange(depths)
     sums = draft_losses(
         head(PackedTokens(read, batch.input_ids, batch.next_ids, batch.packing), frozen, depths),
