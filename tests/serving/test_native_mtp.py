@@ -1,6 +1,7 @@
 """The MTP layer of a checkpoint through the programs: measured as it is, fine-tuned, and served from the export."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +47,8 @@ def native(
         f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
         "acceptance.num_prompts=12",
         "acceptance.max_new_tokens=32",
-        "train.lr=3e-4",
+        "train.lr=3e-3",
+        "train.max_steps=100",
         f"serving.python={vllm_python}",
     )
     run("data_prep.prompts", *overrides)
@@ -80,8 +82,10 @@ def test_a_checkpoints_own_layer_is_measured_fine_tuned_and_served_with_equal_co
 
 
 def test_the_settings_of_the_layer_are_named_where_they_are_missing(
-    native: tuple[Path, Path, tuple[str, ...]],
+    native: tuple[Path, Path, tuple[str, ...]], tmp_path: Path
 ) -> None:
-    _, _, overrides = native
-    result = run_program("eval.acceptance", *(setting for setting in overrides if setting not in SETTINGS))
+    _, run_dir, overrides = native
+    shutil.copytree(run_dir / "prompts", tmp_path / "prompts")
+    others = [setting for setting in overrides if setting not in (*SETTINGS, f"run_dir={run_dir}")]
+    result = run_program("eval.acceptance", *others, f"run_dir={tmp_path}")
     assert result.returncode != 0 and f"set {' '.join(SETTINGS)}" in result.stderr

@@ -17,6 +17,7 @@ from mtptrain.convert.warm_start import load_init
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import load_tokenizer
 from mtptrain.target.model import load_target
 from tests.conftest import make_target
 from tests.mimo import MIMO_HEAD, add_mimo_layer
@@ -54,7 +55,7 @@ def test_a_mimo_target_is_qwen2_without_the_mtp_layer(target: tuple[Path, Tensor
     published = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
     (directory / "config.json").write_text(json.dumps(config | published))
     ours = load_target(directory, torch.float32, torch.device("cpu"))
-    assert ours.config.model_type == "mimo"
+    assert ours.config.model_type == "mimo" and load_tokenizer(directory)("a")["input_ids"]
     (directory / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLM"]}))
     theirs = Qwen2ForCausalLM.from_pretrained(directory)
     tokens = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
