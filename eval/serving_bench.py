@@ -212,7 +212,8 @@ def engine(bench: Bench, depth: int | None) -> Iterator[VllmServer]:
 def server_arguments(bench: Bench, depth: int) -> list[str]:
     """Returns the arguments of `vllm serve`. All engines differ in their drafts alone."""
     config = bench.config
-    arguments = [str(bench.target_dir), "--dtype", str(config.acceptance.dtype)]
+    model_dir = bench.head_dir if depth and bench.facts.get("holds_target", False) else bench.target_dir
+    arguments = [str(model_dir), "--dtype", str(config.acceptance.dtype)]
     arguments += ["--max-model-len", str(bench.context_tokens)]
     arguments += ["--tensor-parallel-size", str(config.serving.tensor_parallel_size)]
     if not torch.cuda.is_available():  # vLLM would take nearly all memory

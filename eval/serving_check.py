@@ -115,7 +115,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     has_gpu = torch.cuda.is_available()
     return StartedVllm(
         python=str(python),
-        target_dir=target_dir,
+        target_dir=head_dir.resolve() if facts.get("holds_target", False) else target_dir,
         speculative_config=speculative_config(facts, head_dir, settings.num_speculative_tokens),
         hf_overrides=facts["hf_overrides"],
         dtype=str(settings.dtype),

@@ -66,7 +66,11 @@ def export(config: PipelineConfig) -> None:
         config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(temporary, form)
     )
     facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
-    serving = {"hf_overrides": form.hf_overrides, "speculative_settings": form.speculative_settings}
+    serving = {
+        "hf_overrides": form.hf_overrides,
+        "speculative_settings": form.speculative_settings,
+        "holds_target": form.holds_target,
+    }
     write_json(temporary / "serving.json", {**facts, **serving, "head_sha256": trained.sha256})
     (temporary / "README.md").write_text(readme(config, form, trained, target_dir, output_dir))
     write_provenance(temporary, config)

@@ -100,6 +100,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "initializer_range": 0.05,
         },
     ),
+    "mimo": ("mimo", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}),
     "deepseek_v2": (
         "deepseek_v2",
         {

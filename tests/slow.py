@@ -8,7 +8,7 @@ import re
 
 SLOW = {
     # Served heads: stays every head on Llama with K=3, one head on Qwen3, and one broken part of each head.
-    r"tests/serving/test_served_heads\.py::test_(a_served|every_prompt|vllm_without|in_bf16|a_head_served)\w*"
+    r"tests/serving/test_served_heads\.py::test_(a_served|every_prompt|vllm_without|in_bf16|a_head_served|the_states)\w*"
     r"\[(?!(mtp|eagle|eagle3|eagle3_small_vocabulary)-llama-K3\]|mtp-qwen3-K3\]|llama\]|qwen3\]"
     r"|(mtp|eagle|eagle3)-llama-K3-without_columns\])",
     r"tests/serving/test_served_heads\.py::test_(the_table|the_readmes_table)",
@@ -21,6 +21,8 @@ SLOW = {
     # Checks of an export: stays that it counts as we do, and that a wrong one is refused.
     r"tests/serving/test_serving_check\.py::test_(a_tensor_parallel|in_bfloat16|a_running_server|a_server)",
     r"tests/serving/test_baselines\.py",
+    # The MTP layer of a checkpoint: stays its files and settings, without an engine.
+    r"tests/serving/test_native_mtp\.py",
     # Slurm: stays every script, and addresses of nodes. A cluster of several daemons takes minutes.
     r"tests/slurm/test_(pipeline|lost_nodes)\.py",
     # Sampling laws: stays one temperature for chains and trees, and one rule broken.

@@ -112,7 +112,7 @@ def drafted_states(
     """
     cache, positions = PositionCache(row + 2 + num_drafts), torch.arange(row + 1, device=ids.device)[None]
     read = target_states[None, : row + 1]
-    states = TargetStates(*(read[..., 0, :], read) if head.capture_layers else (read, None))
+    states = TargetStates(*(read[..., 0, :], read) if head.read_layers else (read, None))
     verified = Verified(ids[None], torch.full((1,), row + 2, device=ids.device), positions, states)
     first = head.draft_first(verified, parts, cache, num_drafts)
     found, fed_back = list(first.states[0]), first.fed_back[:, None]

@@ -42,6 +42,8 @@ class Format(ABC):
     """Changes to the target's config that vLLM needs."""
     speculative_settings: dict[str, object] = {}  # noqa: RUF012 (never changed)
     """Settings of vLLM's `--speculative-config` besides method, model and number of tokens."""
+    holds_target = False
+    """Whether the directory is a whole checkpoint, which vLLM serves without the target's own directory."""
     weights_name = "model.safetensors"
     """The file of the head's tensors."""
     names: dict[str, str]

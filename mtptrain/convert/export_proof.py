@@ -73,7 +73,8 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
             captured, _ = pack_states([document], [TOKENS], "aux_hidden_states", True, None)  # [S, L, H]
             assert states is not None
             normed = parts.final_norm(states.float())[None]  # [1, S, H]
-            target_states = TargetStates(normed, None if captured is None else captured.float()[None])
+            streams = states[:, None] if captured is None else captured  # [S, L, H]
+            target_states = TargetStates(normed, streams.float()[None] if head.read_layers else None)
             documents.append((document.input_ids[None, : TOKENS + 1].long(), target_states))
         if len(documents) == DOCUMENTS:
             break
@@ -89,8 +90,8 @@ def random_document(head: Head, parts: FrozenParts) -> Document:
     vocab_size, hidden_size = parts.embed_tokens.shape
     tokens = torch.randint(0, vocab_size, (DOCUMENTS, TOKENS + 1), generator=generator)
     states = parts.final_norm(torch.randn(DOCUMENTS, TOKENS, hidden_size, generator=generator))
-    captured = torch.randn(DOCUMENTS, TOKENS, len(head.capture_layers), hidden_size, generator=generator)
-    return tokens, TargetStates(states, captured if head.capture_layers else None)
+    captured = torch.randn(DOCUMENTS, TOKENS, len(head.read_layers), hidden_size, generator=generator)
+    return tokens, TargetStates(states, captured if head.read_layers else None)
 
 
 @torch.no_grad()

@@ -1,13 +1,15 @@
-"""All export formats, by engine and head."""
+"""All export formats, by engine and head; `VllmMimo` replaces one of them for MiMo targets."""
 
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format
 from mtptrain.convert.limits import check_served
+from mtptrain.convert.mimo import VllmMimo
 from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
 from mtptrain.convert.transformers import TransformersMtp
 from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads.config import HeadConfig
+from mtptrain.target.mimo import MiMoConfig
 
 FORMATS: dict[tuple[str, str], type[Format]] = {
     ("vllm", "mtp"): VllmMtp,
@@ -43,4 +45,6 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
             f"for it; set export.engine={engines[0]}"
         )
     check_served(engine, head, target)
+    if (engine, head.name, target.model_type) == ("vllm", "mtp", MiMoConfig.model_type):
+        return VllmMimo(head, target)
     return FORMATS[engine, head.name](head, target)

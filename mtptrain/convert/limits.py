@@ -11,6 +11,7 @@ from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
 from mtptrain.target.families import sliding_window
+from mtptrain.target.mimo import MiMoConfig
 
 FindViolation = Callable[[Any, PreTrainedConfig], object]
 """Returns the unsupported value of a head or its target, or None if it is supported."""
@@ -33,7 +34,7 @@ def quantisation(head: HeadConfig, target: PreTrainedConfig) -> object:
 
 
 def family_without_capture(head: HeadConfig, target: PreTrainedConfig) -> object:
-    return target.model_type if target.model_type in ("gemma3_text",) else None
+    return target.model_type if target.model_type in ("gemma3_text", "mimo") else None
 
 
 def last_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
@@ -60,6 +61,40 @@ def norms_left_out(head: MtpHead.Config, target: PreTrainedConfig) -> object:
     return None if set(head.norms) == set(RestoredNorm) else f"[{','.join(head.norms)}]"
 
 
+def is_mimo(target: PreTrainedConfig) -> bool:
+    return bool(target.model_type == MiMoConfig.model_type)
+
+
+def biases_without_mimo(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+    return "true" if head.attention_bias and not is_mimo(target) else None
+
+
+def other_first_embedding(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+    return None if head.zero_first_embedding == is_mimo(target) else str(head.zero_first_embedding).lower()
+
+
+def other_norm_state(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+    return None if head.prenorm_states == is_mimo(target) else str(head.prenorm_states).lower()
+
+
+def prenorm_states(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+    return "true" if head.prenorm_states else None
+
+
+def mimo_settings(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+    """Returns the settings of MiMo's MTP layer that the head has, or None."""
+    settings = [name for name in ("attention_bias", "zero_first_embedding", "prenorm_states") if getattr(head, name)]
+    return f"one with {', '.join(settings)}" if settings else None
+
+
+def mimo_target(head: HeadConfig, target: PreTrainedConfig) -> object:
+    return target.model_type if is_mimo(target) else None
+
+
+def foreign_sizes_for_mimo(head: LayerConfig, target: PreTrainedConfig) -> object:
+    return foreign_sizes(head, target) if is_mimo(target) else None
+
+
 def normed_residual(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     return head.norm_before_residual or None
 
@@ -79,7 +114,8 @@ def foreign_sizes(head: LayerConfig, target: PreTrainedConfig) -> object:
     """Returns the head's sizes if they differ from those of the target's layers."""
     dims = head_dims(head, target)
     ours = (dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim, dims.intermediate_size)
-    theirs = (target.num_attention_heads, target.num_key_value_heads, target.head_dim, target.intermediate_size)
+    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    theirs = (target.num_attention_heads, target.num_key_value_heads, head_dim, target.intermediate_size)
     return None if ours == theirs else f"{ours} instead of {theirs}"
 
 
@@ -92,17 +128,40 @@ LIMITS = (
     Limit("vllm", "mtp", "target.path", "a target that is not quantised", quantisation,
           "vLLM builds the layers of this head with the target's quantisation",
           "export for the target in bf16, or train head=eagle3, which keeps its own dtype"),
+    Limit("vllm", "mtp", "head.prenorm_states", "true for a mimo target and false for any other", other_norm_state,
+          "vLLM passes the states before the final norm of a mimo target to a head, and those after it of any other",
+          "set it and train again"),
+    Limit("vllm", "mtp", "head.zero_first_embedding", "true for a mimo target and false for any other",
+          other_first_embedding,
+          "vLLM zeroes the embedding at position 0 in MiMo's MTP layer alone",
+          "set it and train again"),
+    Limit("vllm", "mtp", "head.attention_bias", "false unless the target is a mimo", biases_without_mimo,
+          "MiMo's MTP layer alone has biases in vLLM",
+          "train without it"),
+    Limit("vllm", "mtp", "head", "of the heads, key/value heads, head dim and intermediate size of the "
+                                 "mimo target", foreign_sizes_for_mimo,
+          "vLLM builds MiMo's MTP layer from the target's config",
+          "train without these settings"),
+    Limit("vllm", "eagle", "target.path", "of another family", mimo_target,
+          "vLLM passes the states before the target's final norm to the head, which reads those after it",
+          "train head=mtp with head.prenorm_states=true"),
+    Limit("sglang", "mtp", "head.prenorm_states", "false", prenorm_states,
+          "SGLang passes the states after the target's final norm to a head",
+          "set export.engine=vllm if the target is a MiMo, or train without it"),
+    Limit("transformers", "mtp", "head", "without settings of MiMo's MTP layer", mimo_settings,
+          "transformers builds the head from the target's own decoder layer",
+          "set export.engine=vllm if the target is a MiMo, or train without them"),
     Limit("vllm", "eagle3", "target.path", "of a family whose layers can be captured", family_without_capture,
-          "vLLM's class has no interface for it",
+          "vLLM's class does not return its residual streams",
           "train head=mtp"),
     Limit("vllm", "peagle", "target.path", "of a family whose layers can be captured", family_without_capture,
-          "vLLM's class has no interface for it",
+          "vLLM's class does not return its residual streams",
           "train head=mtp"),
     Limit("vllm", "dflash", "target.path", "of a family whose layers can be captured", family_without_capture,
           "vLLM's class has no interface for it",
           "train head=mtp"),
     Limit("sglang", "eagle3", "target.path", "of a family whose layers can be captured", family_without_capture,
-          "SGLang's class returns the output of the MLP instead of the residual stream",
+          "SGLang's class does not return its residual streams",
           "train head=mtp"),
     Limit("sglang", "eagle3", "head.norm_before_residual", "false", normed_residual,
           "SGLang takes the residual before the norm",

@@ -3,7 +3,7 @@
 A directory or hub repository must have safetensors files and one of these (class names are those in config.json):
 
 - `head.json`: one of our heads, such as `run_dir/train/best`;
-- `EagleDeepSeekMTPModel`: head `mtp` for vLLM; `MiMoForCausalLM`: for SGLang;
+- `EagleDeepSeekMTPModel`: head `mtp` for vLLM; `MiMoForCausalLM`: for SGLang, or the MTP layer of a MiMo checkpoint;
 - `EagleLlamaForCausalLM`, `LlamaForCausalLMEagle`, or `LlamaForCausalLM` with an fc: EAGLE-1;
 - `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with
   its layer named `midlayer` or `layers.0`;
@@ -15,6 +15,7 @@ All of them apply RoPE to halves rather than interleaved pairs, as our heads do,
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format, Tensors, rename
+from mtptrain.convert.mimo import MIMO_LAYER, mimo_settings
 from mtptrain.convert.published_medusa import check_medusa, is_medusa, medusa_settings, medusa_tensors
-from mtptrain.convert.sglang import MIMO_LAYER, SglangEagle, SglangMtp
+from mtptrain.convert.sglang import SglangEagle, SglangMtp
 from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
@@ -35,6 +37,11 @@ from mtptrain.heads.medusa import MlpConfig
 from mtptrain.utils.files import read_json, tensor_shapes
 
 NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
+MIMO_MTP = re.compile(r"^(model\.mtp_layers\.\d+\.)")
+UNKNOWN_MTP = re.compile(r"^mtp\.")
+"""Tensors of MTP layers in a layout that no head of ours has, such as that of Qwen3-Next and Qwen3.5."""
+FOREIGN_PARTS = {".experts.": "experts", "self_attn.kv_": "latent attention"}
+"""Parts of MTP layers that head `mtp` does not have, by a part of their tensors' names."""
 NATIVE_NAMES = {"shared_head.norm.weight": "norm.weight", "post_norm.weight": "norm.weight"}
 KNOWN = {
     VllmMtp.architecture: ("mtp", VllmMtp),
@@ -101,6 +108,11 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         check_medusa(directory, config, medusa, target_config)
         return PublishedHead(directory, "medusa", medusa_settings(medusa), medusa, None, None)
     architecture = (config.get("architectures") or [PLAIN_LLAMA])[0]
+    if any(UNKNOWN_MTP.match(name) for name in names):
+        raise ValueError(
+            "head.init_from: an MTP layer must have DeepSeek's or MiMo's layout, as head mtp has, but that of the "
+            f"{architecture} in {directory} has another one (mtp.*); choose another checkpoint"
+        )
     if architecture == PLAIN_LLAMA and {"fc.weight", "model.fc.weight"} & names:
         is_eagle3 = any(name.endswith(".hidden_norm.weight") for name in names)
         architecture = VllmEagle3.architecture if is_eagle3 else VllmEagle.architecture
@@ -112,8 +124,11 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     name, form = KNOWN[architecture]
     check_config(directory, config)
     settings = _sizes(name, config)
-    if form is SglangMtp:  # of a whole MiMo model, read only the head
-        return PublishedHead(directory, name, settings, read_tensors(files, MIMO_LAYER), form, config)
+    if form is SglangMtp:
+        refuse_several({match[1] for name in names if (match := MIMO_MTP.match(name))}, directory)
+        tensors = read_tensors(files, MIMO_LAYER)  # of a whole MiMo model, only the head
+        settings |= mimo_settings(names, tensors)
+        return PublishedHead(directory, name, settings, tensors, form, config)
     tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(files).items()}
     if form is VllmEagle3:
         tensors = _eagle3_tensors(tensors, config)
@@ -221,17 +236,23 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
     if isinstance(config, LayerConfig):
         sizes = vars(head_dims(config, target_config, settings.get("head_dim")))
     layers = HEADS[config.name].layers_to_capture(config, target_config)
-    captured = {"capture_layers": list(layers)} if layers else {}
+    captured = {"capture_layers": list(layers)} if "capture_layers" in settings else {}
     return settings | {name: size for name, size in sizes.items() if name in settings} | captured
 
 
 def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> PublishedHead:
     """Returns the MTP layer of a checkpoint."""
     prefixes = sorted({match[1] for name in names if (match := NATIVE_MTP.match(name))})
-    if len(prefixes) > 1:
+    refuse_several(prefixes, directory)
+    foreign = [
+        what
+        for part, what in FOREIGN_PARTS.items()
+        if any(name.startswith(prefixes[0]) and part in name for name in names)
+    ]
+    if foreign:
         raise ValueError(
-            f"head.init_from: must hold one MTP layer, as head mtp has, but {directory} has {len(prefixes)} "
-            f"({', '.join(prefixes)}); choose another checkpoint"
+            "head.init_from: an MTP layer must be dense and have plain attention, as head mtp has, but that of "
+            f"{directory} has {' and '.join(foreign)}; choose another checkpoint"
         )
     check_config(directory, config)
     if config.get("mtp_hidden_states_first"):
@@ -244,6 +265,15 @@ def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> Pub
         for name, tensor in read_tensors(tensor_files(directory), prefixes[0]).items()
     }
     return PublishedHead(directory, "mtp", _sizes("mtp", config), rename(tensors, NATIVE_NAMES), None, None)
+
+
+def refuse_several(prefixes: Collection[str], directory: Path) -> None:
+    """Refuse a checkpoint with several MTP layers, given the prefixes of their tensors."""
+    if len(prefixes) > 1:
+        raise ValueError(
+            f"head.init_from: must hold one MTP layer, as head mtp has, but {directory} has {len(prefixes)} "
+            f"({', '.join(sorted(prefixes))}); choose another checkpoint"
+        )
 
 
 def _eagle3_tensors(tensors: Tensors, config: dict[str, Any]) -> Tensors:

@@ -3,19 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
+from mtptrain.convert.base import Format, Tensors
+from mtptrain.convert.mimo import MimoLayer
 from mtptrain.convert.vllm import EAGLE_NAMES, VllmEagle3
-
-MIMO_LAYER = "model.mtp_layers.0."
-MIMO_NAMES = {
-    "enorm.weight": MIMO_LAYER + "token_layernorm.weight",
-    "hnorm.weight": MIMO_LAYER + "hidden_layernorm.weight",
-    "eh_proj.weight": MIMO_LAYER + "input_proj.weight",
-    "norm.weight": MIMO_LAYER + "final_layernorm.weight",
-    **{part: MIMO_LAYER + part for part in LAYER_PARTS},
-}
 
 
 def launch(form: Format, target: str, directory: Path, num_speculative_tokens: int) -> str:
@@ -27,44 +17,22 @@ def launch(form: Format, target: str, directory: Path, num_speculative_tokens: i
     )
 
 
-class SglangMtp(Format):
-    """Exports `mtp` as MiMo's multi-token-prediction layer, which SGLang combines with targets of any family.
+class SglangMtp(MimoLayer):
+    """Exports `mtp` as MiMo's multi-token-prediction layer, which SGLang combines with targets of any family."""
 
-    The columns of its input projection start with the hidden state. The query, key and value projections are exported
-    with zero biases, because SGLang would initialize missing ones at random.
-    """
-
-    architecture = "MiMoForCausalLM"
     method = "EAGLE"
     launch = launch
-    names = MIMO_NAMES
-    _INPUT_PROJ = MIMO_NAMES["eh_proj.weight"]
-
-    def tensors(self, state: Tensors) -> Tensors:
-        tensors = super().tensors(state)
-        tensors[self._INPUT_PROJ] = swap_halves(tensors[self._INPUT_PROJ])
-        for projection in (f"{MIMO_LAYER}self_attn.{part}_proj" for part in "qkv"):
-            weight = tensors[f"{projection}.weight"]
-            tensors[f"{projection}.bias"] = weight.new_zeros(len(weight))
-        return tensors
-
-    def state(self, tensors: Tensors) -> Tensors:
-        weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".bias")}
-        return super().state(weights | {self._INPUT_PROJ: swap_halves(weights[self._INPUT_PROJ])})
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return self.llama_config(dtype) | {"model_type": "qwen2", "num_nextn_predict_layers": 1}
 
     def notes(self) -> list[str]:
+        if self.head.zero_first_embedding:
+            return []
         return [
             "SGLang zeroes the embedding that this class reads at position 0, which training and measurement do not. "
-            "Only the key and value of that position differ."
+            "Only the key and value of that position differ. Train with head.zero_first_embedding=true to avoid it."
         ]
-
-
-def swap_halves(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a projection [H, 2H] with the columns of embedding [H, :H] and hidden state [H, H:] swapped."""
-    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
 class SglangEagle(Format):

@@ -3,23 +3,17 @@
 Sources: `MTPCandidateGenerator` in generation/candidate_generator.py, `MtpModel` in modeling_layers.py.
 """
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import LAYER_PARTS, Format
+from mtptrain.convert.target_files import add_target_files
 from mtptrain.heads.config import HeadConfig
-from mtptrain.target.hub import weight_files
-from mtptrain.utils.files import write_json
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 """Model classes of the families whose decoder layer is the same as the head's; transformers builds the head from it."""
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Files of the target's tokenizer and generation settings."""
 
 
 class TransformersMtp(Format):
@@ -56,22 +50,7 @@ print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, m
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
         """Add the target's weights (as hard links, if possible), its tokenizer, and the index of all tensors."""
-        names = {}
-        for path in weight_files(target_dir):
-            # transformers would load a file of this name instead of the index.
-            names[path] = "target.safetensors" if path.name == "model.safetensors" else path.name
-            link_or_copy(path, directory / names[path])
-        for pattern in COPIED:
-            for path in target_dir.glob(pattern):
-                if path.name not in ("config.json", "model.safetensors.index.json"):
-                    shutil.copyfile(path, directory / path.name)
-        files = [*names.values(), self.weights_name]
-        weight_map = {tensor: name for name in files for tensor in tensor_names(directory / name)}
-        total_bytes = sum((directory / name).stat().st_size for name in files)
-        write_json(
-            directory / "model.safetensors.index.json",
-            {"metadata": {"total_size": total_bytes}, "weight_map": weight_map},
-        )
+        add_target_files(directory, target_dir, self.weights_name)
 
     def notes(self) -> list[str]:
         return [
@@ -79,15 +58,3 @@ print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, m
             "acceptance rate of the first position only.",
             "The target's weights here are hard links to the target's files, or copies on another file system.",
         ]
-
-
-def link_or_copy(source: Path, destination: Path) -> None:
-    try:
-        os.link(source.resolve(), destination)
-    except OSError:  # another file system, or another user's files
-        shutil.copyfile(source, destination)
-
-
-def tensor_names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())

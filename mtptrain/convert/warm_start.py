@@ -163,7 +163,8 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHea
     with torch.device("meta"):
         expected = build_head(config, target_config).state_dict()
     tensors = {name: tensor for name, tensor in published.tensors.items() if not NOT_WEIGHTS.search(name)}
-    tensors = without_zero_biases(tensors, expected, published.directory)
+    if not getattr(config, "attention_bias", False):
+        tensors = without_zero_biases(tensors, expected, published.directory)
     try:
         state = replace(published, tensors=tensors).state(config, target_config)
     except (KeyError, RuntimeError) as error:

@@ -56,7 +56,7 @@ class HeadDrafter:
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        return self.head.capture_layers
+        return self.head.read_layers
 
     @property
     def draft_slots(self) -> int:

@@ -81,6 +81,12 @@ class Head(nn.Module, ABC):
         """
         return ()
 
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """The streams that drafting captures from the target: `capture_layers`, or the stream after the last layer
+        alone, which every store of hidden states holds anyway."""
+        return self.capture_layers
+
     @abstractmethod
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states of all depths at the draft positions.

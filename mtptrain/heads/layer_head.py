@@ -37,6 +37,8 @@ class LayerHead(Head):
     state and the token of the previous one."""
     mask_token_id: int | None = None
     """Token whose embedding the depths after 0 read together with `mask_hidden`."""
+    zero_first_embedding: bool = False
+    """Whether the embedding that is read at position 0 is replaced by zeros."""
     self_attn: Attention
     """The layer's attention; every subclass must set it."""
 
@@ -49,10 +51,10 @@ class LayerHead(Head):
         """Returns the hidden states that depth 0 reads [..., H].
 
         Args:
-            target_states: captured streams [..., L, H], or the target's last hidden states [..., H] if the head
-                captures none.
+            target_states: the streams of `read_layers` [..., L, H], or the target's last hidden states [..., H] if
+                there are none. By default L must be 1.
         """
-        return target_states
+        return target_states.squeeze(-2) if self.read_layers else target_states
 
     @abstractmethod
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +121,7 @@ class LayerHead(Head):
         A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask rows follow the row whose next
         token is the newest one. They take the place of rejected rows, which later rounds overwrite anyway.
         """
-        fused, next_tokens = self.fuse(verified.states.read_by(self.capture_layers)), verified.next_tokens  # [B, S, H]
+        fused, next_tokens = self.fuse(verified.states.read_by(self.read_layers)), verified.next_tokens  # [B, S, H]
         embeddings, positions, last_row = parts.embed(next_tokens), verified.positions, verified.last_row
         num_masks = 0
         if self.mask_hidden is not None:
@@ -187,7 +189,7 @@ class LayerHead(Head):
         self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns residual stream, queries, keys and values."""
-        residual, x = self.combine(hidden_states, embeddings)
+        residual, x = self.combine(hidden_states, self._read_at(positions, embeddings))
         return residual, *self.self_attn.queries_keys_values(x, positions)
 
     @fused
@@ -195,8 +197,12 @@ class LayerHead(Head):
         self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values, without computing queries."""
-        _, x = self.combine(hidden_states, embeddings)
+        _, x = self.combine(hidden_states, self._read_at(positions, embeddings))
         return self.self_attn.keys_values(x, positions)
+
+    def _read_at(self, positions: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings, with zeros at position 0 if the head reads them so."""
+        return torch.where(positions[..., None] == 0, 0, embeddings) if self.zero_first_embedding else embeddings
 
     @fused
     def _finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,15 +127,16 @@ def _default_heads(hidden_size: int, target_heads: int) -> int:
 
 
 class Attention(nn.Module):
-    """Projections and RoPE of grouped-query attention, without biases. The caller decides which keys a query sees."""
+    """Projections and RoPE of grouped-query attention. The caller decides which keys a query sees."""
 
-    def __init__(self, input_size: int, dims: HeadDims, target_config: PreTrainedConfig) -> None:
+    def __init__(self, input_size: int, dims: HeadDims, target_config: PreTrainedConfig, bias: bool = False) -> None:
+        """Build the projections, with biases of queries, keys and values if `bias` is set."""
         super().__init__()
         query_size, kv_size = dims.num_attention_heads * dims.head_dim, dims.num_key_value_heads * dims.head_dim
         self.head_dim = dims.head_dim
-        self.q_proj = nn.Linear(input_size, query_size, bias=False)
-        self.k_proj = nn.Linear(input_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=bias)
         self.o_proj = nn.Linear(query_size, dims.hidden_size, bias=False)
         self.rope = Rope(dims.head_dim, target_config)
 
@@ -157,7 +158,7 @@ class Attention(nn.Module):
 
 
 def initialise(head: nn.Module, hidden_size: int, target_layers: int) -> None:
-    """Draw all linear weights from normal distributions with std H ** -0.5.
+    """Draw all linear weights from normal distributions with std H ** -0.5. Biases start at zero.
 
     Layers that write to the residual stream get GPT-2's smaller std instead, for a stack of `target_layers` + 1 layers.
     """
@@ -166,3 +167,5 @@ def initialise(head: nn.Module, hidden_size: int, target_layers: int) -> None:
             is_residual_write = name.endswith(("o_proj", "down_proj"))
             std = 0.02 / (2 * (target_layers + 1)) ** 0.5 if is_residual_write else hidden_size**-0.5
             nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

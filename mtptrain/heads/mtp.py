@@ -34,6 +34,13 @@ class MtpHead(LayerHead):
         name: str = "mtp"
         norms: list[RestoredNorm] = field(default_factory=lambda: list(RestoredNorm))
         """The norms to include. Engines serve heads with all norms; `recipes/study/norms.yaml` trains with fewer."""
+        attention_bias: bool = False
+        """Whether queries, keys and values have biases, as in MiMo's MTP layer."""
+        zero_first_embedding: bool = False
+        """Read zeros in place of the embedding at position 0, as engines do in MiMo's MTP layer."""
+        prenorm_states: bool = False
+        """Read the target's last states before its final norm. vLLM passes these to a head for a MiMo target, and the
+        states after the norm to a head for any other."""
 
         def __post_init__(self) -> None:
             self.norms = [norm for norm in RestoredNorm if norm in self.norms]
@@ -47,11 +54,18 @@ class MtpHead(LayerHead):
         self.hnorm = restored[RestoredNorm.hnorm]
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)  # columns: embedding, then hidden state
         self.input_layernorm = restored[RestoredNorm.input_layernorm]
-        self.self_attn = Attention(hidden_size, dims, target_config)
+        self.self_attn = Attention(hidden_size, dims, target_config, config.attention_bias)
+        self.zero_first_embedding = config.zero_first_embedding
+        self._read_layers = (target_config.num_hidden_layers,) if config.prenorm_states else ()
         self.post_attention_layernorm = RmsNorm(hidden_size, eps)
         self.mlp = SwiGlu(hidden_size, dims.intermediate_size)
         self.norm = restored[RestoredNorm.norm]
         initialise(self, hidden_size, target_config.num_hidden_layers)
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """The stream after the target's last layer, which is its state before the final norm, if the head reads it."""
+        return self._read_layers
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns eh_proj[enorm(e); hnorm(h)] as the residual stream, and its norm."""

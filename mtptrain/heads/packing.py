@@ -180,7 +180,7 @@ class PackedTokens:
     """N packed tokens, as a head reads them in training."""
 
     target_states: torch.Tensor
-    """The target's last hidden states, after the final norm [N, H], or the streams that the head captures [N, L, H]."""
+    """The target's last hidden states, after the final norm [N, H], or the streams of `Head.read_layers` [N, L, H]."""
     input_ids: torch.Tensor  # i64[N]
     next_ids: torch.Tensor
     """i64[N]: the token after each token. Depth k of row i reads the one at row i + k."""

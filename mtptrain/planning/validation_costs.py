@@ -76,8 +76,8 @@ def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype
             drafter = HeadDrafter(head, parts, 1)
             drafter.start(1, tokens + 1)
             states = torch.empty(1, tokens, target_config.hidden_size)
-            captured = torch.empty(1, tokens, len(head.capture_layers), target_config.hidden_size)
-            read = TargetStates(states, captured if head.capture_layers else None)
+            captured = torch.empty(1, tokens, len(head.read_layers), target_config.hidden_size)
+            read = TargetStates(states, captured if head.read_layers else None)
             positions = torch.arange(tokens)[None]
             drafter.first_depth(
                 Verified(torch.zeros(1, tokens + 1, dtype=torch.long), torch.tensor([tokens + 1]), positions, read)

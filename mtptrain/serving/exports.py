@@ -31,10 +31,10 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
 
 
 def speculative_config(facts: dict[str, Any], head_dir: Path, num_speculative_tokens: int) -> dict[str, Any]:
-    """Returns vLLM's `--speculative-config` for an export."""
+    """Returns vLLM's `--speculative-config` for an export. One that holds the target too is served as the target."""
     return {
         "method": facts["method"],
-        "model": str(head_dir.resolve()),
+        **({} if facts.get("holds_target", False) else {"model": str(head_dir.resolve())}),
         "num_speculative_tokens": num_speculative_tokens,
         **facts.get("speculative_settings", {}),
     }

@@ -11,9 +11,16 @@ from transformers import (
 )
 
 from mtptrain.target.hub import DOWNLOAD_AGAIN, one_line
+from mtptrain.target.mimo import MiMoConfig, is_mimo
 from mtptrain.utils.files import read_json
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2")
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2", "mimo")
+
+FAMILIES_WITH_MTP = (
+    *("deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "glm4_moe"),
+    *("exaone_moe", "ernie4_5_moe", "mimo_v2_flash"),
+)
+"""Families that are not supported and whose checkpoints have MTP layers."""
 
 OFFSET_NORM_MODEL_TYPES = ("gemma3_text",)
 """Families whose RMSNorm multiplies by 1 + weight, in fp32."""
@@ -21,7 +28,7 @@ OFFSET_NORM_MODEL_TYPES = ("gemma3_text",)
 WINDOW_IN_ALL_LAYERS = ("mistral", "qwen3_moe")
 """Families whose sliding window applies to every layer."""
 
-WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma3_text")
+WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma3_text", "mimo")
 """Families whose `layer_types` say which layers have the sliding window."""
 
 SIZES = (
@@ -45,9 +52,10 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     if family not in SUPPORTED_MODEL_TYPES:
         text_family = getattr(getattr(config, "text_config", None), "model_type", None)
         is_usable = text_family in SUPPORTED_MODEL_TYPES
+        mtp = ", so that its own MTP layers cannot be trained or measured" if family in FAMILIES_WITH_MTP else ""
         raise ValueError(
             f"target.path: the target's family must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {family!r} in "
-            f"{path}; choose "
+            f"{path}{mtp}; choose "
             + (f"its text model alone, a checkpoint with model_type {text_family!r}" if is_usable else "another target")
         )
     if getattr(config, "use_bidirectional_attention", False):
@@ -69,12 +77,15 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
 
 def _read_config(target_dir: Path) -> PreTrainedConfig:
     path = target_dir / "config.json"
-    if not isinstance(model_type := read_json(path, DOWNLOAD_AGAIN).get("model_type"), str):
+    settings = read_json(path, DOWNLOAD_AGAIN)
+    if not isinstance(model_type := settings.get("model_type"), str):
         raise ValueError(
             f"{path}: model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {model_type!r}; "
             f"{DOWNLOAD_AGAIN}"
         )
     try:
+        if is_mimo(settings):
+            return MiMoConfig.from_dict(settings | {"model_type": MiMoConfig.model_type})
         return AutoConfig.from_pretrained(target_dir)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ValueError(

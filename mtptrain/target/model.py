@@ -183,11 +183,12 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     Raises:
         ValueError: the family is not supported, a tensor is missing, or several ranks would share several devices.
     """
-    read_target_config(target_dir)
+    config = read_target_config(target_dir)
     check_placement(target_dir, dtype, device)
     placement = "auto" if _needs_several_devices(target_dir, dtype, device) else device
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         target_dir,
+        config=config,
         dtype=dtype,
         device_map=placement,
         attn_implementation="sdpa",  # takes boolean masks; eager attention would add them to its scores

@@ -33,14 +33,16 @@ def training_losses(
         call_head: called in place of the head, for example the engine that wraps it.
     """
     with clock.phase("forward"):
-        # 1. Apply the target's final norm to the states at the target tokens [M, H]. A head that captures layers reads
+        # 1. Apply the target's final norm to the states at the target tokens [M, H]. A head that reads streams gets
         # those [N, L, H], any other head the post-norm states of all tokens [N, H].
-        target_tokens, read_states = batch.packing.rows + 1, batch.aux_hidden_states  # [M]
-        if read_states is None:
+        target_tokens = batch.packing.rows + 1  # [M]
+        if head.read_layers:
+            last_stream = batch.hidden_states[:, None]  # [N, 1, H]
+            read_states = last_stream if batch.aux_hidden_states is None else batch.aux_hidden_states
+            target_states = parts.final_norm(batch.hidden_states[target_tokens])
+        else:
             read_states = parts.final_norm(batch.hidden_states)
             target_states = read_states[target_tokens]
-        else:
-            target_states = parts.final_norm(batch.hidden_states[target_tokens])
         # 2. Run the head at every depth [T, M, H].
         tokens = PackedTokens(read_states, batch.input_ids, batch.next_ids, batch.packing)
         states = (call_head or head)(tokens, parts, len(batch.is_draft))

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mtptrain.convert.formats import format_for
+from mtptrain.convert.mimo import MIMO_LAYER
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
@@ -32,7 +33,9 @@ from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.heads.peagle import PeagleHead
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
+from mtptrain.utils.files import tensor_shapes
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE, make_target
+from tests.mimo import MIMO_HEAD, add_mimo_layer
 
 CONTEXT_TOKENS, MAX_NEW_TOKENS, EOS = 1024, 24, 256
 _RANDOM = random.Random(0)
@@ -66,6 +69,7 @@ TARGETS = {
     "qwen2": TargetKind("qwen2", 1.5, {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 256}}),
     "qwen3": TargetKind("qwen3", 1.2, {"head_dim": 128}),
     "qwen3_moe": TargetKind("qwen3_moe", 1.0, FAMILIES["qwen3_moe"][1]),
+    "mimo": TargetKind("mimo", 1.5),
     "gemma3_text": TargetKind("gemma3_text", 2.0, FAMILIES["gemma3_text"][1] | {"num_hidden_layers": 3}),
     "deepseek_v2": TargetKind(
         "deepseek_v2",
@@ -82,6 +86,7 @@ TARGETS = {
 }
 HEAD_CONFIGS: dict[str, HeadConfig] = {
     "mtp": MtpHead.Config(),
+    "mtp_mimo": MIMO_HEAD,
     "eagle": EagleHead.Config(),
     "eagle3": Eagle3Head.Config(capture_layers=[1, 2, 3]),
     "eagle3_small_vocabulary": Eagle3Head.Config(capture_layers=[1, 2, 3], draft_vocab_size=200),
@@ -104,9 +109,10 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
     """Changes a tensor of the served file, under the engine's name."""
 
     def apply(directory: Path) -> None:
-        tensors = load_file(directory / "model.safetensors")
+        path = next(path for path in directory.glob("*.safetensors") if name in tensor_shapes(path))
+        tensors = load_file(path)
         tensors[name] = change(tensors[name]).contiguous()
-        save_file(tensors, directory / "model.safetensors")
+        save_file(tensors, path, metadata={"format": "pt"})
 
     return apply
 
@@ -163,6 +169,11 @@ EAGLE3_NORMS = without_norms(
 BREAKS: dict[str, dict[str, Break]] = {
     "mtp": without_norms("enorm", "hnorm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
     | {"columns": swapped("fc.weight")},
+    "mtp_mimo": without_norms(
+        *(f"{MIMO_LAYER}{name}_layernorm" for name in ("token", "hidden", "input", "post_attention", "final"))
+    )
+    | {"columns": swapped(f"{MIMO_LAYER}input_proj.weight")}
+    | {f"{part}_bias": changed(f"{MIMO_LAYER}self_attn.{part}_proj.bias", torch.zeros_like) for part in "qkv"},
     "eagle": without_norms("layers.0.post_attention_layernorm") | {"columns": swapped("fc.weight")},
     "eagle3": EAGLE3_NORMS
     | {"columns": swapped(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")), "layer_ids": one_layer_later},
@@ -227,6 +238,7 @@ CASES = [
     *(Case("medusa", target) for target in ("llama", "qwen3", "mistral", "qwen2", "qwen3_moe", "gemma3_text")),
     *(Case("medusa", f"{target}_repeating", tokens) for target in ("llama", "qwen3") for tokens in (1, 3, 5)),
     Case("medusa_two_layers", "llama_repeating"),
+    *(Case("mtp_mimo", "mimo", num_speculative_tokens) for num_speculative_tokens in (1, 3)),
     Case("mtp", "gemma3_text"),
     Case("eagle", "gemma3_text"),
     Case("eagle3_default_layers", "llama_8_layers"),
@@ -248,7 +260,7 @@ BF16_CASES = [
     Case("eagle3", "qwen3", dtype="bfloat16"),
     Case("mtp", "gemma3_text", dtype="bfloat16"),
 ]
-BROKEN_ON = {"peagle": "llama_repeating", "medusa": "llama_repeating", "dflash": "llama_shared"}
+BROKEN_ON = {"peagle": "llama_repeating", "medusa": "llama_repeating", "dflash": "llama_shared", "mtp_mimo": "mimo"}
 """The target on which what is wrong shows, if not a plain Llama."""
 BROKEN_CASES = [
     Case(head, BROKEN_ON.get(head, "llama"), broken=broken) for head, breaks in BREAKS.items() for broken in breaks
@@ -274,6 +286,8 @@ def make_served_target(directory: Path, kind: str) -> Path:
         if name.endswith("o_proj.weight"):
             parameter.mul_(TARGETS[kind].disturbance)
     model.save_pretrained(directory)
+    if TARGETS[kind].model_type == "mimo":
+        add_mimo_layer(directory)
     return directory
 
 
@@ -290,7 +304,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.drafts_all_depths else 3
     num_rows = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.capture_layers)
+    states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.read_layers)
     target_states = (states.hidden_states if states.aux_hidden_states is None else states.aux_hidden_states)[
         :, :num_rows
     ]
@@ -348,4 +362,5 @@ def write_served_head(directory: Path, target: Target, target_dir: Path, case: C
         "method": form.method,
         "hf_overrides": form.hf_overrides,
         "speculative_settings": form.speculative_settings,
+        "holds_target": form.holds_target,
     }

@@ -143,16 +143,23 @@ def served(
     jobs.append(replace(jobs[0], name="nothing", target_dir=str(exports)))
     for case in cases:
         head = deepcopy(head_of(case.head, case.target)).to(getattr(torch, case.dtype))
-        on_disk = target_of(case.target)
-        facts = write_served_head(exports / str(case), on_disk.target, on_disk.directory, case, head)
+        on_disk, export = target_of(case.target), exports / str(case)
+        facts = write_served_head(export, on_disk.target, on_disk.directory, case, head)
         draft = {
             "method": facts["method"],
-            "model": str(exports / str(case)),
+            "model": str(export),
             "num_speculative_tokens": case.num_speculative_tokens,
             **facts["speculative_settings"],
         }
-        plain = plain_job(str(case), target_of(case.target), dtype=case.dtype)
-        jobs.append(replace(plain, speculative_config=draft, hf_overrides=facts["hf_overrides"]))
+        job = replace(
+            plain_job(str(case), on_disk, dtype=case.dtype),
+            speculative_config=draft,
+            hf_overrides=facts["hf_overrides"],
+        )
+        if facts["holds_target"]:
+            del draft["model"]
+            job = replace(job, target_dir=str(export))
+        jobs.append(job)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(vllm.generate, jobs, vllm_python)
         whole = {case: drafted_here(case, target_of, head_of) for case in whole_cases}

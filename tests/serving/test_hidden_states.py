@@ -28,6 +28,7 @@ HEAD_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType({"llama": {"head_
 REFUSED = {
     "deepseek_v2": "has multi-head latent attention",
     "gemma3_text": "has layers that vLLM cannot capture",
+    "mimo": "has layers that vLLM cannot capture",
     "qwen2 with window": "has a sliding window in some of its layers",
     "qwen3 with window": "has a sliding window in some of its layers",
 }

@@ -20,6 +20,7 @@ from tests.serving.cases import (
     BF16_CASES,
     BREAKS,
     BROKEN_CASES,
+    BROKEN_ON,
     CASES,
     HEAD_CONFIGS,
     NOT_HERE,
@@ -27,7 +28,7 @@ from tests.serving.cases import (
     Case,
     is_served_here,
 )
-from tests.serving.conftest import NUM_GENERATED, OnDisk, Served
+from tests.serving.conftest import NUM_GENERATED, OnDisk, Served, drafted_here
 from tests.serving.table import served_table
 
 README = Path(__file__).parents[2] / "README.md"
@@ -110,11 +111,30 @@ def test_a_head_served_with_one_part_wrong_has_other_counters(served: dict[str, 
     assert (theirs.counts.rounds, theirs.counts.accepted_at) != (ours.rounds, ours.accepted_at)
 
 
+@pytest.mark.parametrize("case", [Case("mtp_mimo", "mimo")], ids=str)
+def test_the_states_and_the_first_embedding_that_mimo_reads_show_in_the_counters(
+    served: dict[str, Served], target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], case: Case
+) -> None:
+    """Trap: vLLM's MiMo passes the states before the final norm to its MTP layer, which every other family norms."""
+    theirs = served[str(case)].theirs.counts
+    assert theirs is not None
+
+    def accepted(**attributes: object) -> list[int]:
+        head = deepcopy(head_of(case.head, case.target))
+        for name, value in attributes.items():
+            setattr(head, name, value)
+        return summarise(drafted_here(case, target_of, lambda *_: head)).accepted_at
+
+    assert accepted() == theirs.accepted_at
+    assert accepted(_read_layers=()) != theirs.accepted_at
+    assert accepted(zero_first_embedding=False) != theirs.accepted_at
+
+
 @pytest.mark.parametrize(
-    "kinds", [("mtp",), ("eagle",), ("eagle3", "eagle3_norms_before", "eagle3_1"), ("dflash",)], ids=str
+    "kinds", [("mtp",), ("mtp_mimo",), ("eagle",), ("eagle3", "eagle3_norms_before", "eagle3_1"), ("dflash",)], ids=str
 )
 def test_every_norm_of_every_head_is_left_out_once(target_of: Callable[[str], OnDisk], kinds: tuple[str, ...]) -> None:
-    config = target_of("llama").target.config
+    config = target_of(BROKEN_ON.get(kinds[0], "llama")).target.config
     tensors = {
         name
         for kind in kinds

@@ -16,6 +16,7 @@ SIZES = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 512,
 }
+MIMO = {"attention_bias": True, "zero_first_embedding": True, "prenorm_states": True}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] = [
     *(
@@ -37,11 +38,11 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         "vllm", "eagle3", {}, "gemma3_text", {},
         r"target\.path: must be of a family whose layers can be captured to export head eagle3 for vllm, but is "
         r"gemma3_text: "
-        r"vLLM's class has no interface for it; train head=mtp",
+        r"vLLM's class does not return its residual streams; train head=mtp",
     ),
     ("vllm", "peagle", {}, "gemma3_text", {}, r"head peagle for vllm, but is gemma3_text: .*; train head=mtp"),
     ("vllm", "dflash", {}, "gemma3_text", {}, r"head dflash for vllm, but is gemma3_text: .*; train head=mtp"),
-    ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class returns the output of the MLP .*; "
+    ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class does not return its .*; "
                                                 r"train head=mtp"),
     (
         "sglang", "eagle3", {"norm_before_residual": True}, "llama", {},
@@ -66,6 +67,41 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         r"target\.path: must be a Llama or Mistral .* but is a qwen3: transformers builds the head from the target's "
         r"own decoder "
         r"layer; set export\.engine=vllm",
+    ),
+    (
+        "vllm", "mtp", {}, "mimo", {},
+        r"head\.prenorm_states: must be true for a mimo target and false for any other .* but is false: vLLM passes "
+        r"the states before",
+    ),
+    (
+        "vllm", "mtp", {"prenorm_states": True}, "llama", {},
+        r"head\.prenorm_states: must be true for a mimo .* but is true: .*; set it and train again",
+    ),
+    (
+        "vllm", "mtp", {"prenorm_states": True}, "mimo", {},
+        r"head\.zero_first_embedding: must be true for a mimo target .* but is false: vLLM zeroes the embedding",
+    ),
+    ("vllm", "mtp", {"zero_first_embedding": True}, "qwen3", {}, r"head\.zero_first_embedding: must .* but is true: "),
+    (
+        "vllm", "mtp", {"attention_bias": True}, "llama", {},
+        r"head\.attention_bias: must be false unless the target is a mimo .* but is true: MiMo's .*; train without it",
+    ),
+    (
+        "vllm", "mtp", {**MIMO, "intermediate_size": 64}, "mimo", {},
+        r"head: must be of the heads, .* of the mimo target .* \(1, 1, 128, 64\) instead of "
+        r"\(1, 1, 128, 96\): vLLM builds",
+    ),
+    ("vllm", "eagle", {}, "mimo", {}, r"target\.path: must be of another family .* but is mimo: vLLM passes .*; train "
+                                      r"head=mtp with head\.prenorm_states=true"),
+    ("vllm", "eagle3", {}, "mimo", {}, r"head eagle3 for vllm, but is mimo: vLLM's class does not return"),
+    (
+        "sglang", "mtp", {"prenorm_states": True}, "mimo", {},
+        r"head\.prenorm_states: must be false .* but is true: SGLang passes the states after .*; set "
+        r"export\.engine=vllm",
+    ),
+    (
+        "transformers", "mtp", {"attention_bias": True, "zero_first_embedding": True}, "llama", {},
+        r"head: must be without settings of MiMo's MTP layer .* but is one with attention_bias, zero_first_embedding: ",
     ),
     ("transformers", "mtp", {}, "llama", {"attention_bias": True}, r"but is one with biases"),
     ("transformers", "mtp", {}, "llama", {"mlp_bias": True}, r"but is one with biases"),
@@ -127,6 +163,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     expected = {
         (engine, name, family) for engine in ("vllm", "sglang") for name in ("mtp", "eagle") for family in families
     }
+    expected |= {("sglang", "mtp", "mimo"), ("sglang", "eagle", "mimo")}  # vLLM: with the settings of MiMo's own layer
     expected |= {
         (engine, name, family)
         for engine, name in (("vllm", "eagle3"), ("sglang", "eagle3"), ("vllm", "peagle"), ("vllm", "dflash"))

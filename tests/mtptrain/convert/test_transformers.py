@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from mtptrain.convert.base import Format
 from mtptrain.convert.formats import format_for
-from mtptrain.convert.transformers import link_or_copy
+from mtptrain.convert.target_files import link_or_copy
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate

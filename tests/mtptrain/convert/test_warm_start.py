@@ -206,8 +206,16 @@ def test_the_mtp_layer_of_a_checkpoint_is_read_without_the_rest_of_it(tmp_path: 
             r"must hold one MTP layer, as head mtp has, but .* has 2 \(model\.layers\.2\., model\.layers\.3\.\); "
             r"choose another",
         ),
+        (
+            {"model.layers.2.mlp.experts.0.up_proj.weight": torch.ones(96, 64)},
+            r"must be dense and have plain attention, as head mtp has, but that of .*target has experts; choose",
+        ),
+        (
+            {"model.layers.2.self_attn.kv_a_proj_with_mqa.weight": torch.ones(64, 64)},
+            r"must be dense and have plain attention, as head mtp has, but that of .* has latent attention; choose",
+        ),
     ],
-    ids=["q_norm", "bias", "two"],
+    ids=["q_norm", "bias", "two", "experts", "latent attention"],
 )
 def test_an_mtp_layer_with_parts_that_our_head_does_not_have_is_refused(
     tmp_path: Path, tiny_target: Path, change: Tensors, message: str
@@ -215,6 +223,21 @@ def test_an_mtp_layer_with_parts_that_our_head_does_not_have_is_refused(
     native_checkpoint(tmp_path / "target", tiny_target)
     rewrite(tmp_path / "target", lambda tensors: {**tensors, **change})
     with pytest.raises(ValueError, match=message):
+        load_init(str(tmp_path / "target"), MTP, tiny_target)
+
+
+def test_an_mtp_layer_in_the_layout_of_qwen3_next_is_refused_by_name(tmp_path: Path, tiny_target: Path) -> None:
+    make_target(tmp_path / "target")
+    rewrite(
+        tmp_path / "target",
+        lambda tensors: {**tensors, "mtp.fc.weight": torch.ones(64, 128)},
+        architectures=["Qwen3NextForCausalLM"],
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"an MTP layer must have DeepSeek's or MiMo's layout, .* that of the Qwen3NextForCausalLM in .*/target "
+        r"has another one \(mtp\.\*\); choose another checkpoint",
+    ):
         load_init(str(tmp_path / "target"), MTP, tiny_target)
 
 
@@ -380,11 +403,10 @@ def test_a_missing_tensor_that_is_taken_apart_is_refused(
 
 
 def test_biases_that_an_engine_wants_are_refused_unless_they_are_zero(tmp_path: Path, tiny_target: Path) -> None:
-    write(tmp_path / "head", "sglang", MTP, tiny_target)
-    name = "model.mtp_layers.0.self_attn.k_proj.bias"
-    rewrite(tmp_path / "head", lambda tensors: {**tensors, name: tensors[name] + 1})
-    with pytest.raises(ValueError, match=r"self_attn\.k_proj\.bias of .* must be zero"):
-        load_init(str(tmp_path / "head"), MTP, tiny_target)
+    write(tmp_path / "head", "sglang", EAGLE, tiny_target)
+    rewrite(tmp_path / "head", lambda tensors: {**tensors, "fc.bias": tensors["fc.bias"] + 1})
+    with pytest.raises(ValueError, match=r"fc\.bias of .* must be zero, because this head has no biases"):
+        load_init(str(tmp_path / "head"), EAGLE, tiny_target)
 
 
 def test_embeddings_rope_and_eps_of_its_own_are_left_out_with_a_warning(tmp_path: Path, tiny_target: Path) -> None:

@@ -41,6 +41,7 @@ def tiny_config(**settings: object) -> LlamaConfig:
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "mtp": ("mtp", {}),
     "mtp, one norm": ("mtp", {"norms": [RestoredNorm.hnorm]}),
+    "mtp, as MiMo": ("mtp", {"attention_bias": True, "zero_first_embedding": True, "prenorm_states": True}),
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", {"capture_layers": [0, 1, 2]}),
     "eagle3, draft vocabulary": ("eagle3", {"capture_layers": [1, 2], "draft_vocab_size": 20}),
@@ -90,7 +91,7 @@ def draw_norms(head: Head, generator: torch.Generator | None = None) -> None:
 def packed_inputs(head: Head) -> PackedTokens:
     """Random tokens and states of packed documents, in which every token is a draft position."""
     generator = torch.Generator().manual_seed(1)
-    streams = (len(head.capture_layers),) if head.capture_layers else ()
+    streams = (len(head.read_layers),) if head.read_layers else ()
     target_states = torch.randn(sum(LENGTHS), *streams, HIDDEN_SIZE, generator=generator)
     ids = torch.randint(0, VOCAB_SIZE, (sum(LENGTHS),), generator=generator)
     return PackedTokens(target_states, ids, torch.roll(ids, -1), Packing.of(LENGTHS))

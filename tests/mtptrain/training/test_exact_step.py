@@ -48,6 +48,13 @@ def plain_loss(
     return weight * kl + (1 - weight) * (1 - acceptance)
 
 
+def read_of_target(head: Head, hidden: torch.Tensor, captured: torch.Tensor | None) -> torch.Tensor:
+    """What a head reads [N, H] or [N, L, H]; the final norm changes nothing here."""
+    if captured is not None:
+        return captured
+    return hidden[:, None] if head.read_layers else hidden
+
+
 def plain_step(
     head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor],
     frozen: FrozenParts,
@@ -57,7 +64,7 @@ def plain_step(
     sums, counts = [torch.zeros(()) for _ in range(depths)], [0] * depths
     for (ids, mask), hidden, captured in zip(documents, states, aux, strict=True):
         n, teacher = len(ids), (hidden @ frozen.lm_head.T).softmax(-1)
-        read = captured if head.capture_layers else hidden
+        read = read_of_target(head, hidden, captured if head.capture_layers else None)
         plain_states = plain_layer_states if isinstance(head, LayerHead) else plain_mlp_states
         for depth, out in enumerate(plain_states(head, depths, ids, read, frozen)):
             logits = out @ head.output_weight(frozen).T
@@ -90,7 +97,10 @@ def plain_layer_states(
         read, positions = tokens_read(ids, depth), torch.arange(n) + depth
         if depth and head.mask_hidden is not None:
             read, recycled = torch.full((n,), head.mask_token_id), head.fuse(head.mask_hidden).expand(n, -1)
-        residual, x = head.combine(recycled, frozen.embed(read))
+        embeddings = frozen.embed(read)
+        if head.zero_first_embedding and not depth:
+            embeddings = torch.cat([0 * embeddings[:1], embeddings[1:]])
+        residual, x = head.combine(recycled, embeddings)
         query, key, value = attention.queries_keys_values(x, positions)
         groups = query.shape[1] // key.shape[1]
         keys.append(key.repeat_interleave(groups, 1))
@@ -144,7 +154,7 @@ def fast_step(
         for i, (ids, mask) in enumerate(documents)
     ]
     batch = make_batch(stored, depths)
-    read = batch.hidden_states if batch.aux_hidden_states is None else batch.aux_hidden_states
+    read = read_of_target(head, batch.hidden_states, batch.aux_hidden_states)
     weights = DECAY ** torch.arange(depths)
     sums = draft_losses(
         head(PackedTokens(read, batch.input_ids, batch.next_ids, batch.packing), frozen, depths),

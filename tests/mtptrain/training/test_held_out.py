@@ -1,5 +1,6 @@
 """Held-out losses equal those of drafting row by row, with the target's own tokens at every depth."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.training.validation import Validated
 from mtptrain.utils.distributed import Ranks
+from tests.mimo import MIMO_HEAD
 
 DEPTHS = 3
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6] * 12]
@@ -31,8 +33,10 @@ def target(tiny_target: Path) -> Target:
 
 def random_head(target: Target, name: str) -> Head:
     torch.manual_seed(2)
-    settings = {} if name == "mtp" else {"capture_layers": [0, 1]}
-    return build_head(HEADS[name].Config(ttt_steps=DEPTHS, **settings), target.config).eval().requires_grad_(False)
+    config = replace(MIMO_HEAD) if name == "mimo" else HEADS[name].Config()
+    if name not in ("mtp", "mimo"):
+        config.capture_layers = [0, 1]
+    return build_head(replace(config, ttt_steps=DEPTHS), target.config).eval().requires_grad_(False)
 
 
 def answers(target: Target, head: Head) -> list[Generation]:
@@ -54,8 +58,8 @@ def drafted_row_by_row(target: Target, head: Head, generations: list[Generation]
     for prompt, generation in zip(PROMPTS, generations, strict=True):
         ids = torch.tensor(prompt + generation.tokens)
         positions, cache = torch.arange(len(ids))[None], PositionCache(len(ids))
-        states = target.forward(ids[None], positions, cache, head.capture_layers)
-        read = states.read_by(head.capture_layers)[0]
+        states = target.forward(ids[None], positions, cache, head.read_layers)
+        read = states.read_by(head.read_layers)[0]
         teacher = target.parts.logits(states.hidden_states[0]).log_softmax(-1)
         for row in range(len(prompt) - 1, len(ids) - 2):
             drafts = drafted_states(head, target.parts, read, torch.cat([ids, ids[:DEPTHS]]), row, DEPTHS)
@@ -66,7 +70,7 @@ def drafted_row_by_row(target: Target, head: Head, generations: list[Generation]
     return [(kl / count, hits / count, int(count)) for kl, hits, count in sums.tolist()]
 
 
-@pytest.mark.parametrize("name", ["mtp", "eagle3", "peagle", "medusa", "hydra", "dflash"])
+@pytest.mark.parametrize("name", ["mtp", "mimo", "eagle3", "peagle", "medusa", "hydra", "dflash"])
 def test_held_out_losses_are_those_of_drafting_row_by_row(target: Target, name: str) -> None:
     head = random_head(target, name)
     generations = answers(target, head)

@@ -1,0 +1,104 @@
+"""Export formats of MiMo's MTP layer: beside any target for SGLang 0.5.23, and in a MiMo checkpoint for vLLM 0.32.
+
+Sources: sglang/srt/models/mimo_mtp.py; vllm/model_executor/models/mimo.py and mimo_mtp.py.
+"""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
+from mtptrain.convert.target_files import add_target_files
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.target.mimo import ARCHITECTURE, MTP_LAYERS
+
+MIMO_LAYER = f"{MTP_LAYERS}0."
+BIASES = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
+
+
+class MimoLayer(Format):
+    """Names and layout of `mtp` as MiMo's multi-token-prediction layer.
+
+    The columns of its input projection start with the hidden state. A head without biases gets zero biases of queries,
+    keys and values, because engines would initialize missing ones at random.
+    """
+
+    architecture = ARCHITECTURE
+    names = {  # noqa: RUF012 (never changed)
+        "enorm.weight": MIMO_LAYER + "token_layernorm.weight",
+        "hnorm.weight": MIMO_LAYER + "hidden_layernorm.weight",
+        "eh_proj.weight": MIMO_LAYER + "input_proj.weight",
+        "norm.weight": MIMO_LAYER + "final_layernorm.weight",
+        **{part: MIMO_LAYER + part for part in (*LAYER_PARTS, *BIASES)},
+    }
+    head: MtpHead.Config
+    _INPUT_PROJ = MIMO_LAYER + "input_proj.weight"
+
+    def tensors(self, state: Tensors) -> Tensors:
+        tensors = super().tensors(state)
+        tensors[self._INPUT_PROJ] = swap_halves(tensors[self._INPUT_PROJ])
+        for bias in (self.names[bias] for bias in BIASES):
+            weight = tensors[f"{bias.removesuffix('bias')}weight"]
+            tensors.setdefault(bias, weight.new_zeros(len(weight)))
+        return tensors
+
+    def state(self, tensors: Tensors) -> Tensors:
+        kept = {name: tensor for name, tensor in tensors.items() if self.head.attention_bias or not is_bias(name)}
+        return super().state(kept | {self._INPUT_PROJ: swap_halves(kept[self._INPUT_PROJ])})
+
+
+class VllmMimo(MimoLayer):
+    """Puts `mtp` in the place of a MiMo checkpoint's own MTP layer.
+
+    The directory is a whole checkpoint. Its `config.json` names Qwen2's config, from which MiMo's differs only by name,
+    so that engines need no code from the checkpoint; the model class is still MiMo's.
+    """
+
+    method = "mtp"
+    weights_name = "mtp.safetensors"
+    holds_target = True
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        ours = {"architectures": [ARCHITECTURE], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+        config = self.target.to_dict() | ours
+        return {name: value for name, value in config.items() if name not in ("_name_or_path", "auto_map")}
+
+    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
+        settings = {"method": self.method, "num_speculative_tokens": num_speculative_tokens}
+        return f"vllm serve {directory} --speculative-config '{json.dumps(settings)}'"
+
+    def add_target(self, directory: Path, target_dir: Path) -> None:
+        """Add the target's weights without its own MTP layer, its tokenizer, and the index of all tensors."""
+        add_target_files(directory, target_dir, self.weights_name, replaced=MTP_LAYERS)
+
+    def notes(self) -> list[str]:
+        return [
+            "This directory is the whole checkpoint. The target's weights here are hard links to the target's files, "
+            "or copies on another file system; a file that had tensors of the MTP layer is written again without them.",
+            "For vLLM. SGLang's MiMo class passes the states after the target's final norm to the MTP layer, vLLM's "
+            "those before it, with which this head was trained and measured.",
+        ]
+
+
+def swap_halves(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a projection [H, 2H] with the columns of embedding [H, :H] and hidden state [H, H:] swapped."""
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+
+
+def is_bias(name: str) -> bool:
+    return name.endswith(".bias")
+
+
+def mimo_settings(names: Collection[str], tensors: Tensors) -> dict[str, list[object]]:
+    """Returns what the layer of a MiMo checkpoint reads in vLLM, or what an export for SGLang may have been trained
+    with."""
+    has_biases = any(bool(tensor.any()) for name, tensor in tensors.items() if is_bias(name))
+    is_checkpoint = any(name.startswith("model.layers.") for name in names)
+    return {
+        "attention_bias": [True] if has_biases else [False, True],
+        "zero_first_embedding": [True] if is_checkpoint else [False, True],
+        "prenorm_states": [is_checkpoint],
+    }

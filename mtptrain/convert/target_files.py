@@ -1,0 +1,66 @@
+"""Writes a target's files into the directory of an exported head, for engines that read both from one checkpoint."""
+
+import os
+import shutil
+from pathlib import Path
+
+from safetensors import safe_open
+
+from mtptrain.convert.base import Tensors
+from mtptrain.target.hub import weight_files
+from mtptrain.utils.files import save_tensors, tensor_shapes, write_json
+
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Files of the target's tokenizer and generation settings."""
+INDEX = "model.safetensors.index.json"
+
+
+def add_target_files(directory: Path, target_dir: Path, head_file: str, replaced: str | None = None) -> None:
+    """Add the target's weights, its tokenizer, and the index of all tensors to a directory with a head's tensors.
+
+    Weights are hard links, if possible. A file with tensors that the head replaces is written again without them.
+
+    Args:
+        directory: has `config.json` and the head's tensors.
+        target_dir: the target.
+        head_file: name of the file of the head's tensors.
+        replaced: prefix of the target's tensors that are left out.
+    """
+    names = []
+    for path in weight_files(target_dir):
+        # Engines would load a file of this name instead of the index.
+        name = "target.safetensors" if path.name == "model.safetensors" else path.name
+        is_left_out = [replaced is not None and tensor.startswith(replaced) for tensor in tensor_shapes(path)]
+        if all(is_left_out):
+            continue
+        names.append(name)
+        if any(is_left_out):
+            assert replaced is not None
+            save_tensors(directory / name, read_without(path, replaced))
+        else:
+            link_or_copy(path, directory / name)
+    for pattern in COPIED:
+        for path in target_dir.glob(pattern):
+            if path.name not in ("config.json", INDEX):
+                shutil.copyfile(path, directory / path.name)
+    write_index(directory, [*names, head_file])
+
+
+def read_without(path: Path, prefix: str) -> Tensors:
+    """Returns the tensors of a file whose names do not start with a prefix."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in tensor_shapes(path) if not name.startswith(prefix)}
+
+
+def write_index(directory: Path, files: list[str]) -> None:
+    """Write the index that says which of the files has which tensor."""
+    weight_map = {tensor: name for name in files for tensor in tensor_shapes(directory / name)}
+    total_bytes = sum((directory / name).stat().st_size for name in files)
+    write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def link_or_copy(source: Path, destination: Path) -> None:
+    try:
+        os.link(source.resolve(), destination)
+    except OSError:  # another file system, or another user's files
+        shutil.copyfile(source, destination)

@@ -1,0 +1,91 @@
+"""The MTP layer of a checkpoint through the programs: measured as it is, fine-tuned, and served from the export."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from mtptrain.convert.mimo import MIMO_LAYER
+from mtptrain.heads.base import Head
+from tests.conftest import TINY_SETTINGS, run_program, write_text_files
+from tests.serving.cases import Case, write_served_head
+from tests.serving.conftest import OnDisk
+
+SETTINGS = ("head.attention_bias=true", "head.zero_first_embedding=true", "head.prenorm_states=true")
+
+
+def run(*command: str) -> None:
+    result = run_program(*command)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def report(run_dir: Path, stage: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads((run_dir / stage / "report.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def native(
+    vllm_python: str,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, Path, tuple[str, ...]]:
+    """A MiMo checkpoint whose own MTP layer drafts well, a run folder with its hidden states, and the overrides."""
+    directory = tmp_path_factory.mktemp("native")
+    checkpoint, on_disk, case = directory / "mimo", target_of("mimo"), Case("mtp_mimo", "mimo")
+    write_served_head(checkpoint, on_disk.target, on_disk.directory, case, head_of(case.head, case.target))
+    overrides = (
+        *TINY_SETTINGS,
+        *SETTINGS,
+        f"run_dir={directory}/run",
+        f"target.path={checkpoint}",
+        f"head.init_from={checkpoint}",
+        f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
+        "acceptance.num_prompts=12",
+        "acceptance.max_new_tokens=32",
+        "train.lr=3e-3",
+        "train.max_steps=100",
+        f"serving.python={vllm_python}",
+    )
+    run("data_prep.prompts", *overrides)
+    run("data_prep.hidden_states", *overrides)
+    return checkpoint, directory / "run", overrides
+
+
+def test_a_checkpoints_own_layer_is_measured_fine_tuned_and_served_with_equal_counters(
+    native: tuple[Path, Path, tuple[str, ...]],
+) -> None:
+    checkpoint, run_dir, overrides = native
+    layer = load_file(checkpoint / "mtp.safetensors")
+    measured = {}
+    for name in ("as it is", "fine-tuned"):
+        if name == "fine-tuned":
+            run("mtptrain.train", *overrides)
+        run("eval.acceptance", *overrides)
+        run("mtptrain.export", *overrides)
+        run("eval.serving_check", *overrides)
+        check, served = report(run_dir, "serving_check"), load_file(run_dir / "export/vllm/mtp.safetensors")
+        assert check["is_equal"] and check["ours"] == check["theirs"]
+        ours = check["ours"]
+        assert isinstance(ours, dict) and 0 < ours["accepted_at"][0] < ours["rounds"]
+        assert ours["accepted_at"] == report(run_dir, "acceptance")["accepted_at"]
+        is_same = [(served[tensor] == layer[tensor]).all().item() for tensor in layer]
+        assert served.keys() == layer.keys() and (all(is_same) if name == "as it is" else not any(is_same))
+        measured[name] = ours["acceptance_length"]
+    print(measured)
+    assert measured["fine-tuned"] > measured["as it is"]
+    assert f"{MIMO_LAYER}self_attn.q_proj.bias" in layer
+
+
+def test_the_settings_of_the_layer_are_named_where_they_are_missing(
+    native: tuple[Path, Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    _, run_dir, overrides = native
+    shutil.copytree(run_dir / "prompts", tmp_path / "prompts")
+    others = [setting for setting in overrides if setting not in (*SETTINGS, f"run_dir={run_dir}")]
+    result = run_program("eval.acceptance", *others, f"run_dir={tmp_path}")
+    assert result.returncode != 0 and f"set {' '.join(SETTINGS)}" in result.stderr
