@@ -53,6 +53,8 @@ class Head(nn.Module, ABC):
     """i64[D]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
     lm_head: nn.Linear | None
     """The head's own output layer [D, H]. None if it uses the target's frozen one."""
+    context_tokens: int | None = None
+    """Most tokens that the head can read, drafts included. None if it can read as many as the target."""
     activation_checkpointing: bool = False
     """Whether each part of a depth keeps only its inputs for the backward pass and recomputes the rest."""
 
@@ -71,6 +73,14 @@ class Head(nn.Module, ABC):
         A head that captures none reads the target's last hidden states, after the final norm.
         """
         return ()
+
+    @classmethod
+    def check_trainable(cls, config: Any, target_config: PreTrainedConfig) -> None:  # noqa: B027 (most always are)
+        """Refuse settings with which the head could be built but not trained, before any long work.
+
+        Raises:
+            ValueError: the head cannot be trained.
+        """
 
     @abstractmethod
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:

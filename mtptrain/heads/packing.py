@@ -63,11 +63,18 @@ class Packing:
     segments: tuple[Segments, ...]
     """The first `Segments` holds every span with its own tokens, causally. The others hold spans with the tokens before
     them in their document. None has two spans of the same document, so no kernel reads more than N keys."""
+    document_lengths: tuple[int, ...]
+    document_offsets: torch.Tensor  # i64[documents + 1], first token of each document, then N
 
     @property
     def num_pairs(self) -> float:
         """Number of pairs of a draft position and a token that it sees."""
         return sum((q * (k + 1) / 2 if part.is_causal else q * k) for part in self.segments for q, k in part.lengths)
+
+    @property
+    def num_document_pairs(self) -> float:
+        """Number of pairs of a token and a token of its document up to itself."""
+        return sum(length * (length + 1) / 2 for length in self.document_lengths)
 
     @staticmethod
     def of(lengths: Sequence[int], spans: Sequence[tuple[int, int, int]] | None = None) -> "Packing":
@@ -105,6 +112,8 @@ class Packing:
                 Segments.of(inside, key_indices, is_causal=True),
                 *(Segments.of(part, key_indices, is_causal=False) for part in before.values()),
             ),
+            document_lengths=tuple(lengths),
+            document_offsets=torch.tensor(starts),
         )
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

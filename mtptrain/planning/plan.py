@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download
 from transformers import PreTrainedConfig
 
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
@@ -25,7 +24,7 @@ from mtptrain.planning.validation_costs import validation_bytes
 from mtptrain.planning.workload import Workload, count_steps, count_trained_tokens, read_workload
 from mtptrain.planning.writing import writer_tokens_per_s
 from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import DEMO, HUB_ERRORS, resolve_target, unknown_target, weight_files
+from mtptrain.target.hub import config_dir, weight_files
 
 FITTING_SHARE = 0.8
 """Share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
@@ -99,7 +98,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     """
     # 1. Check that the settings fit the target.
     settings = config.hidden_states
-    target_dir = plan_target_dir(config.target.path, config.target.revision)
+    target_dir = config_dir(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     if settings.backend is Backend.vllm:
         check_vllm_can_extract(target_config)
@@ -205,20 +204,6 @@ def scratch_bytes_per_token(config: PipelineConfig, target_config: PreTrainedCon
     num_streams = len({*captured, target_config.num_hidden_layers})
     hidden_size: int = target_config.hidden_size
     return num_streams * hidden_size * _itemsize(config.hidden_states.dtype.value)
-
-
-def plan_target_dir(path: str, revision: str | None) -> Path:
-    """Returns a directory with the target's config.json, which is the only file downloaded for a hub name.
-
-    Raises:
-        FileNotFoundError: there is no such target.
-    """
-    if path == DEMO or Path(path).is_dir():
-        return resolve_target(path, revision)
-    try:
-        return Path(hf_hub_download(path, "config.json", revision=revision)).parent
-    except HUB_ERRORS as error:
-        raise unknown_target(path, error, "download its config.json first") from error
 
 
 def free_disk(path: Path) -> int:

@@ -24,9 +24,10 @@ from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
 from mtptrain.hidden_states.store import HiddenStore, StoreManifest
 from mtptrain.planning.costs import MicroBatch, _step, head_parameters, step_costs, target_costs
-from mtptrain.planning.plan import Plan, make_plan, plan_target_dir
+from mtptrain.planning.plan import Plan, make_plan
 from mtptrain.planning.planner import plan_rows, plan_warnings, print_plan
 from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import config_dir
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.model import load_target
 from mtptrain.training.batches import BatchSchedule
@@ -489,8 +490,8 @@ def hub(tiny_target: Path) -> Iterator[tuple[str, list[str]]]:
 
 PLAN_OF_HUB = """
 import json, sys
-from mtptrain.planning.plan import plan_target_dir
-print(json.loads((plan_target_dir(sys.argv[1], None) / "config.json").read_text())["hidden_size"])
+from mtptrain.target.hub import config_dir
+print(json.loads((config_dir(sys.argv[1], None) / "config.json").read_text())["hidden_size"])
 """
 
 
@@ -527,7 +528,7 @@ def test_a_target_that_is_nowhere_is_refused_by_name() -> None:
     with pytest.raises(
         FileNotFoundError, match=r"^target\.path: must be a local directory, a hub name or `demo`, but 'not a name'"
     ):
-        plan_target_dir("not a name", None)
+        config_dir("not a name", None)
 
 
 def test_states_that_vllm_does_not_extract_are_not_planned_with_it(tmp_path: Path) -> None:
