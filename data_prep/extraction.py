@@ -64,7 +64,9 @@ def prepare_extraction(config: PipelineConfig) -> Extraction:
     target_config = read_target_config(target_dir)
     refuse_quantised_parts(target_dir)  # training would refuse them only after hours of extraction
     check_weights(target_dir)
-    capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
+    head_type = HEADS[config.head.name]
+    head_type.check_trainable(config.head, target_config)
+    capture_layers = head_type.layers_to_capture(config.head, target_config)
     check_store_dtype(settings.store_dtype, capture_layers)
     check_prompts(documents, prompts_file, target_config.vocab_size, target_config.max_position_embeddings)
     if settings.backend is Backend.vllm:

@@ -14,6 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.settings.data import (
     Backend,
     ConversationSchema,
@@ -139,6 +140,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     check_acceptance(config.acceptance)
     _check_stream(config)
     _check_depths(config)
+    _check_feature_loss(config)
     return config
 
 
@@ -172,6 +174,14 @@ def _check_depths(config: PipelineConfig) -> None:
         raise ValueError(
             f"acceptance.num_speculative_tokens: must be at most head.ttt_steps={depths} with head {config.head.name}, "
             f"which learns each depth apart, but is {drafts}; lower it, or train with head.ttt_steps={drafts}"
+        )
+
+
+def _check_feature_loss(config: PipelineConfig) -> None:
+    if isinstance(config.head, DraftModelHead.Config) and config.train.feature_weight:
+        raise ValueError(
+            "train.feature_weight: must be 0 with head draft_model, whose states are not compared with the target's, "
+            f"but is {config.train.feature_weight:g}; remove it"
         )
 
 

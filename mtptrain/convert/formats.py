@@ -6,7 +6,7 @@ from mtptrain.convert.base import Format
 from mtptrain.convert.limits import check_served
 from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
 from mtptrain.convert.transformers import TransformersMtp
-from mtptrain.convert.vllm import VllmEagle, VllmEagle3, VllmMtp, VllmPeagle
+from mtptrain.convert.vllm import VllmDraftModel, VllmEagle, VllmEagle3, VllmMtp, VllmPeagle
 from mtptrain.heads.config import HeadConfig
 
 FORMATS: dict[tuple[str, str], type[Format]] = {
@@ -14,6 +14,7 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
     ("vllm", "eagle"): VllmEagle,
     ("vllm", "eagle3"): VllmEagle3,
     ("vllm", "peagle"): VllmPeagle,
+    ("vllm", "draft_model"): VllmDraftModel,
     ("sglang", "mtp"): SglangMtp,
     ("sglang", "eagle"): SglangEagle,
     ("sglang", "eagle3"): SglangEagle3,

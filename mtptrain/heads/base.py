@@ -75,7 +75,7 @@ class Head(nn.Module, ABC):
         return ()
 
     @classmethod
-    def check_trainable(cls, config: Any, target_config: PreTrainedConfig) -> None:  # noqa: B027 (most always are)
+    def check_trainable(cls, config: Any, target_config: PreTrainedConfig) -> None:
         """Refuse settings with which the head could be built but not trained, before any long work.
 
         Raises:

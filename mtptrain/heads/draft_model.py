@@ -205,15 +205,13 @@ def _published(config: DraftModelHead.Config, target_config: PreTrainedConfig) -
         wanted, there = getattr(config, name), getattr(found, name)
         if wanted not in (None, there):
             raise ValueError(
-                f"head.{name}: must be left out with head.init_from={config.init_from}, whose config.json says {there}, "
-                f"but is {wanted}; remove it"
+                f"head.{name}: must be left out with head.init_from={config.init_from}, whose config.json says {there}"
+                f", but is {wanted}; remove it"
             )
     return found
 
 
-def published_config(
-    path: str, target_config: PreTrainedConfig, setting: str = "head.init_from"
-) -> PreTrainedConfig:
+def published_config(path: str, target_config: PreTrainedConfig, setting: str = "head.init_from") -> PreTrainedConfig:
     """Returns the config of a published language model, or of a head of another run.
 
     Args:
@@ -241,8 +239,8 @@ def published_config(
         ) from error
     if found.vocab_size > target_config.vocab_size:
         raise ValueError(
-            f"{setting}: the vocabulary must have at most {target_config.vocab_size} rows, as many as the target's, but "
-            f"{directory} has vocab_size {found.vocab_size}; choose a model with the target's vocabulary"
+            f"{setting}: the vocabulary must have at most {target_config.vocab_size} rows, as many as the target's, "
+            f"but {directory} has vocab_size {found.vocab_size}; choose a model with the target's vocabulary"
         )
     return found
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from mtptrain.config import LossKind
 from mtptrain.heads.base import Head
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
@@ -55,4 +56,5 @@ def training_losses(
             scale,
             settings,
             head.draft_token_ids,
+            batch.next_ids[target_tokens] if settings.kind is LossKind.data_ce else None,
         )

@@ -27,8 +27,8 @@ from mtptrain.planning.costs import MicroBatch, _step, head_parameters, step_cos
 from mtptrain.planning.plan import Plan, make_plan
 from mtptrain.planning.planner import plan_rows, plan_warnings, print_plan
 from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import config_dir
 from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.hub import config_dir
 from mtptrain.target.model import load_target
 from mtptrain.training.batches import BatchSchedule
 from tests.conftest import FAMILIES, make_config, make_target, run_program

@@ -2,6 +2,8 @@
 definition."""
 
 import math
+from collections.abc import Iterator
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -9,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.func import functional_call
+from transformers import AutoModel
 
 from mtptrain.config import LossKind
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.frozen_parts import FrozenParts
@@ -29,13 +35,13 @@ Document = tuple[list[int], list[int]]
 
 
 def plain_loss(
-    probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, kind: LossKind, eta: float
+    probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, kind: LossKind, eta: float, data_token: int
 ) -> torch.Tensor:
-    """Of one draft: the target's distribution [V] and the draft's logits [D]."""
+    """Of one draft: the target's distribution [V], the draft's logits [D], and the data's own token."""
     ids = torch.arange(V) if ids is None else ids
     logprobs, inside = logits.log_softmax(-1), probs[ids]
-    if kind == LossKind.ce:
-        wanted = (ids == probs.argmax()).nonzero()
+    if kind in (LossKind.ce, LossKind.data_ce):
+        wanted = (ids == (probs.argmax() if kind == LossKind.ce else data_token)).nonzero()
         return -logprobs[wanted[0, 0]] if len(wanted) else logits.sum() * 0
     kl = (inside * (inside.log() - logprobs)).sum() + (1 - inside.sum())
     if kind == LossKind.kl:
@@ -53,44 +59,63 @@ def plain_step(
     """The weighted mean loss, and the sum of losses at each depth."""
     sums, counts = [torch.zeros(()) for _ in range(depths)], [0] * depths
     for (ids, mask), hidden, captured in zip(documents, states, aux, strict=True):
-        n, attention = len(ids), head.self_attn
-        recycled = head.fuse(captured if head.capture_layers else hidden)
-        keys, values = [], []
-        past = torch.ones(n, n, dtype=torch.bool).tril()
-        teacher = (hidden @ frozen.lm_head.T).softmax(-1)
-        for depth in range(depths):
-            read = torch.tensor([ids[t + 1 + depth] if t + 1 + depth < n else 0 for t in range(n)])
-            positions = torch.arange(n) + depth
-            if depth and head.mask_hidden is not None:
-                read, recycled = torch.full((n,), head.mask_token_id), head.fuse(head.mask_hidden).expand(n, -1)
-            residual, x = head.combine(recycled, frozen.embed(read))
-            query, key, value = attention.queries_keys_values(x, positions)
-            groups = query.shape[1] // key.shape[1]
-            keys.append(key.repeat_interleave(groups, 1))
-            values.append(value.repeat_interleave(groups, 1))
-            masks = [past] + [torch.eye(n, dtype=torch.bool)] * depth
-            scores = torch.cat(
-                [
-                    torch.einsum("qhd,khd->hqk", query, k).masked_fill(~m, -math.inf)
-                    for k, m in zip(keys, masks, strict=True)
-                ],
-                -1,
-            )
-            weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
-            attended = torch.einsum("hqk,khd->qhd", weights, torch.cat(values))
-            out, recycled = head.finish(residual, attention.o_proj(attended.flatten(-2)))
+        n, teacher = len(ids), (hidden @ frozen.lm_head.T).softmax(-1)
+        every_depth = plain_model_states if isinstance(head, DraftModelHead) else plain_layer_states
+        for depth, out in enumerate(every_depth(head, depths, ids, hidden, captured, frozen)):
             logits = out @ head.output_weight(frozen).T
             for t in range(n):
                 j = t + 2 + depth
                 if j < n and all(mask[j - 1 - depth : j + 1]):
-                    draft = plain_loss(teacher[j - 1], logits[t], head.draft_token_ids, loss.kind, loss.lk_eta)
-                    feature = F.smooth_l1_loss(out[t], hidden[j - 1])
-                    sums[depth] = sums[depth] + draft + loss.feature_weight * feature
+                    draft = plain_loss(teacher[j - 1], logits[t], head.draft_token_ids, loss.kind, loss.lk_eta, ids[j])
+                    if loss.feature_weight:
+                        draft = draft + loss.feature_weight * F.smooth_l1_loss(out[t], hidden[j - 1])
+                    sums[depth] = sums[depth] + draft
                     counts[depth] += 1
     weights_of = [DECAY**depth for depth in range(depths)]
     total = sum(w * s / max(1, c) for w, s, c in zip(weights_of, sums, counts, strict=True)) / sum(weights_of)
     assert isinstance(total, torch.Tensor)
     return total, [float(s) for s in sums]
+
+
+def plain_model_states(head: DraftModelHead, depths: int, ids: list[int], *_: object) -> Iterator[torch.Tensor]:
+    """The states of a small language model by transformers' own attention: the row of token t + 1 + k is depth k."""
+    stock = AutoModel.from_config(deepcopy(head.config), attn_implementation="eager")
+    weights = {name.removeprefix("model."): x for name, x in head.named_parameters() if name.startswith("model.")}
+    rows = functional_call(stock, weights, kwargs={"input_ids": torch.tensor([ids]), "use_cache": False})[0][0]
+    for depth in range(depths):
+        yield F.pad(rows[1 + depth :], (0, 0, 0, min(1 + depth, len(ids))))
+
+
+def plain_layer_states(
+    head: LayerHead, depths: int, ids: list[int], hidden: torch.Tensor, captured: torch.Tensor, frozen: FrozenParts
+) -> Iterator[torch.Tensor]:
+    """The states of one decoder layer at each depth [n, H], by dense masks over all rows of a document."""
+    n, attention = len(ids), head.self_attn
+    recycled = head.fuse(captured if head.capture_layers else hidden)
+    keys, values = [], []
+    past = torch.ones(n, n, dtype=torch.bool).tril()
+    for depth in range(depths):
+        read = torch.tensor([ids[t + 1 + depth] if t + 1 + depth < n else 0 for t in range(n)])
+        positions = torch.arange(n) + depth
+        if depth and head.mask_hidden is not None:
+            read, recycled = torch.full((n,), head.mask_token_id), head.fuse(head.mask_hidden).expand(n, -1)
+        residual, x = head.combine(recycled, frozen.embed(read))
+        query, key, value = attention.queries_keys_values(x, positions)
+        groups = query.shape[1] // key.shape[1]
+        keys.append(key.repeat_interleave(groups, 1))
+        values.append(value.repeat_interleave(groups, 1))
+        masks = [past] + [torch.eye(n, dtype=torch.bool)] * depth
+        scores = torch.cat(
+            [
+                torch.einsum("qhd,khd->hqk", query, k).masked_fill(~m, -math.inf)
+                for k, m in zip(keys, masks, strict=True)
+            ],
+            -1,
+        )
+        weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", weights, torch.cat(values))
+        out, recycled = head.finish(residual, attention.o_proj(attended.flatten(-2)))
+        yield out
 
 
 def fast_step(
@@ -121,6 +146,7 @@ def fast_step(
         weights / weights.sum() / batch.num_drafts.clamp(min=1),
         loss,
         head.draft_token_ids,
+        batch.next_ids[batch.packing.rows + 1] if loss.kind == LossKind.data_ce else None,
     )
     return sums.loss, sums.losses.tolist()
 
@@ -171,7 +197,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
     )
     states = [torch.randn(len(ids), H, generator=generator) for ids, _ in documents]
     aux = [torch.randn(len(ids), max(1, len(head.capture_layers)), H, generator=generator) for ids, _ in documents]
-    loss = LossSettings(kind, 3.0, feature_weight, chunk_rows)
+    loss = LossSettings(kind, 3.0, 0.0 if name == "draft_model" else feature_weight, chunk_rows)
     parameters = list(head.parameters())
     (ours, our_sums), (plain, plain_sums) = (
         step(head, depths, documents, states, aux, frozen, loss) for step in (fast_step, plain_step)
