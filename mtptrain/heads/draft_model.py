@@ -259,12 +259,14 @@ def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> P
             "head.num_attention_heads: must divide head.hidden_size into even head dims, and head.num_key_value_heads "
             f"must divide it, but they are {heads}, {sizes['hidden_size']} and {kv_heads}; change one of them"
         )
+    has_target_heads = (sizes["hidden_size"], heads) == (target.hidden_size, target.num_attention_heads)
+    head_dim = getattr(target, "head_dim", None) if has_target_heads else None
     tied = target.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
     return AutoConfig.for_model(
         target.model_type if target.model_type in TRAINED_MODEL_TYPES else "llama",
         **sizes,
         vocab_size=target.vocab_size,
-        head_dim=sizes["hidden_size"] // heads,
+        head_dim=head_dim or sizes["hidden_size"] // heads,
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=target.rms_norm_eps,
         rope_parameters=head_rope_parameters(target),

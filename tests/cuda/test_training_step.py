@@ -28,6 +28,18 @@ CHATS = [
 """Documents of several answers, whose prompts give keys alone."""
 
 
+LLAMA_1B: dict[str, object] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "tie_word_embeddings": True,
+}
+"""The published sizes of Llama-3.2-1B."""
+SETTINGS = {"eagle3": {"draft_vocab_size": 32_000}, "peagle": {"draft_vocab_size": 32_000}, "draft_model": LLAMA_1B}
+
+
 def check(rehearsal: Rehearsal) -> None:
     """Every gradient is there in bf16 on its device, and the host never waited."""
     for name, weight in rehearsal.head.named_parameters():
@@ -48,19 +60,20 @@ def check(rehearsal: Rehearsal) -> None:
         ("eagle3", LLAMA_70B, 6, False),
         ("peagle", LLAMA_8B, 5, True),
         ("peagle", LLAMA_8B, 5, False),
+        ("draft_model", LLAMA_8B, 1, False),
+        ("draft_model", LLAMA_70B, 1, True),
     ],
 )
 def test_a_step_over_chats_gives_every_gradient_and_never_waits(
     head: str, target: str, depths: int, activation_checkpointing: bool
 ) -> None:
-    vocabulary = {"draft_vocab_size": 32_000} if head in ("eagle3", "peagle") else {}
-    config = HEADS[head].Config(ttt_steps=depths, **vocabulary)
+    config = HEADS[head].Config(ttt_steps=depths, **SETTINGS.get(head, {}))
     train = TrainConfig(activation_checkpointing=activation_checkpointing, compile=False, loss_chunk_rows=4096)
     check(rehearse_step(config, PUBLISHED_TARGETS[target].config(), CHATS, train))
 
 
 def test_every_head_is_rehearsed() -> None:
-    assert set(HEADS) == {"mtp", "eagle", "eagle3", "peagle"}, "add the new head to the cases above"
+    assert set(HEADS) == {"mtp", "eagle", "eagle3", "peagle", "draft_model"}, "add the new head to the cases above"
 
 
 @pytest.mark.parametrize("kind", LossKind)
@@ -72,10 +85,13 @@ def test_every_loss_gives_every_gradient_and_never_waits(kind: LossKind, draft_v
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-@pytest.mark.parametrize(("head", "target"), [("mtp", LLAMA_8B), ("eagle3", LLAMA_70B), ("peagle", LLAMA_8B)])
+@pytest.mark.parametrize(
+    ("head", "target"), [("mtp", LLAMA_8B), ("eagle3", LLAMA_70B), ("peagle", LLAMA_8B), ("draft_model", LLAMA_8B)]
+)
 def test_the_planned_step_is_the_step_that_runs(head: str, target: str, activation_checkpointing: bool) -> None:
     """Memory of activations and FLOPs, within 5 percent, where the loss has no part in the peak and where it has."""
-    config = HEADS[head].Config(ttt_steps=3, **({"draft_vocab_size": 32_000} if head == "eagle3" else {}))
+    settings = {} if head == "peagle" else SETTINGS.get(head, {})
+    config = HEADS[head].Config(ttt_steps=3, **settings)
     target_config, train = (
         PUBLISHED_TARGETS[target].config(),
         TrainConfig(activation_checkpointing=activation_checkpointing, compile=False, loss_chunk_rows=4096),

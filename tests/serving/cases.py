@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mtptrain.convert.draft_model import copy_first_layers
 from mtptrain.convert.formats import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
@@ -83,6 +85,7 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "eagle3_1": Eagle3Head.Config(capture_layers=[1, 2, 3], fc_norm=True, norm_output=True),
     "eagle3_default_layers": Eagle3Head.Config(),
     "peagle": PeagleHead.Config(capture_layers=[1, 2, 3]),
+    "draft_model": DraftModelHead.Config(num_hidden_layers=2),
 }
 
 
@@ -138,6 +141,7 @@ BREAKS: dict[str, dict[str, Break]] = {
     | {"columns": swapped(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")), "layer_ids": one_layer_later},
     "eagle3_norms_before": without_norms("input_norm"),
     "eagle3_1": without_norms("fc_norm.0", "fc_norm.1", "fc_norm.2"),
+    "draft_model": without_norms("model.norm"),
     "peagle": {"mask_hidden": changed("mask_hidden", torch.neg), "mask_token": another_mask_token},
 }
 """Of each kind of head, what is wrong in the served directory."""
@@ -163,7 +167,7 @@ class Case:
 
 EVERYWHERE = ("mtp", "eagle", "eagle3")
 """Heads that are tried with every family."""
-IN_TABLE = (*EVERYWHERE, "peagle")
+IN_TABLE = (*EVERYWHERE, "peagle", "draft_model")
 """Rows of the README's table for each engine."""
 CASES = [
     *(
@@ -176,6 +180,8 @@ CASES = [
     *(Case(head, target) for head in EVERYWHERE for target in ("mistral", "qwen2", "qwen3_moe")),
     *(Case("peagle", target) for target in ("llama", "qwen3", "mistral", "qwen2", "qwen3_moe", "qwen3_repeating")),
     *(Case("peagle", "llama_repeating", num_speculative_tokens) for num_speculative_tokens in (1, 3, 5)),
+    *(Case("draft_model", target, num_drafts) for target in ("llama", "qwen3") for num_drafts in (1, 3, 5)),
+    *(Case("draft_model", target) for target in ("mistral", "qwen2")),
     Case("mtp", "gemma3_text"),
     Case("eagle", "gemma3_text"),
     Case("eagle3_default_layers", "llama_8_layers"),
@@ -230,6 +236,9 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     """A head with random norms, trained for some steps on what the target answers to random prompts."""
     torch.manual_seed(1)
     head = build_head(HEAD_CONFIGS[kind], target.config)
+    if isinstance(head, DraftModelHead) and head.config.model_type == target.config.model_type:
+        copy_first_layers(head, Path(target.config.name_or_path))  # half of the layers often say what all say
+        return head.eval().requires_grad_(False)
     for name, parameter in head.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
