@@ -6,6 +6,7 @@ import torch
 from safetensors import safe_open
 
 from mtptrain.convert.base import Tensors
+from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
 from mtptrain.heads.files import build_head, fill_head
 from mtptrain.target.checkpoint_check import check_weights
@@ -73,6 +74,21 @@ def initial_weights(
             f"is {found}; choose a language model, or download it again"
         )
     return directory, tensors
+
+
+def check_start(config: HeadConfig, target_dir: Path) -> None:
+    """Check, before any long work, that the language model of `head.init_from` has the target's tokenizer.
+
+    Raises:
+        FileNotFoundError: it does not exist, or has no weights.
+        ValueError: its tokenizer is not the target's, or its files do not belong to its config.
+    """
+    if not isinstance(config, DraftModelHead.Config) or config.init_from is None:
+        return
+    if not (Path(config.init_from) / "head.json").is_file():
+        directory = resolve_target(config.init_from, setting="head.init_from")
+        check_tokenizer(directory, target_dir, "head.init_from")
+        check_weights(directory)
 
 
 def _read(files: list[Path], names: dict[str, tuple[int, ...]]) -> Tensors:

@@ -19,6 +19,7 @@ from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.planning.costs import MicroBatch, StepCosts, TargetCosts, head_parameters, step_costs, target_costs
+from mtptrain.planning.serving_costs import describe_serving
 from mtptrain.planning.speed import Speed, TokenCosts, estimate
 from mtptrain.planning.validation_costs import validation_bytes
 from mtptrain.planning.workload import Workload, count_steps, count_trained_tokens, read_workload
@@ -83,6 +84,8 @@ class Plan:
     """Training of all epochs."""
     export_bytes: int
     """Host memory of the export's proof that the written head proposes the same tokens."""
+    serving: str | None
+    """Memory of a small language model in serving, in words; None for other heads."""
 
 
 def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
@@ -144,6 +147,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         hidden_states=extraction,
         train=training_speed(config, step, stored_bytes[settings.store_dtype], trained_tokens),
         export_bytes=export_proof_bytes(target_config, num_parameters),
+        serving=describe_serving(config.head, target_config, _train_dtype(config)),
     )
 
 
