@@ -236,12 +236,14 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     """A head with random norms, trained for some steps on what the target answers to random prompts."""
     torch.manual_seed(1)
     head = build_head(HEAD_CONFIGS[kind], target.config)
-    if isinstance(head, DraftModelHead) and head.config.model_type == target.config.model_type:
-        copy_first_layers(head, Path(target.config.name_or_path))  # half of the layers often say what all say
-        return head.eval().requires_grad_(False)
+    is_of_family = isinstance(head, DraftModelHead) and head.config.model_type == target.config.model_type
+    if is_of_family:  # half of the target's layers often say what all of them say
+        copy_first_layers(head, Path(target.config.name_or_path))
     for name, parameter in head.named_parameters():
         if "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            torch.nn.init.uniform_(parameter, *((0.0, 2.0) if is_of_family else (0.5, 1.5)))
+    if is_of_family:
+        return head.eval().requires_grad_(False)
     # A head without a chain cannot learn the circle, but repetition; answers that repeat must begin with all tokens.
     tokens, depths = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48))), 3
     num_rows = tokens.shape[1] - 2
