@@ -31,7 +31,7 @@ def target(tiny_target: Path) -> Target:
 
 def random_head(target: Target, name: str) -> Head:
     torch.manual_seed(2)
-    settings = {} if name == "mtp" else {"capture_layers": [0, 1]}
+    settings = {"capture_layers": [0, 1]} if name in ("eagle3", "peagle") else {}
     return build_head(HEADS[name].Config(ttt_steps=DEPTHS, **settings), target.config).eval().requires_grad_(False)
 
 
@@ -66,7 +66,7 @@ def drafted_row_by_row(target: Target, head: Head, generations: list[Generation]
     return [(kl / count, hits / count, int(count)) for kl, hits, count in sums.tolist()]
 
 
-@pytest.mark.parametrize("name", ["mtp", "eagle3", "peagle"])
+@pytest.mark.parametrize("name", ["mtp", "eagle3", "peagle", "draft_model"])
 def test_held_out_losses_are_those_of_drafting_row_by_row(target: Target, name: str) -> None:
     head = random_head(target, name)
     generations = answers(target, head)
