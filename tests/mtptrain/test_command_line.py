@@ -66,7 +66,10 @@ def test_a_program_refuses_an_old_name(module: str) -> None:
             "deepspeed.steps: must be the name of a setting, but no setting has this name; `--cfg job` shows all "
             "settings, or write +deepspeed.steps=VALUE to add it",
         ),
-        (["head=mtpp"], "head: must be one of draft_model, eagle, eagle3, mtp, peagle, but is 'mtpp'; did you mean mtp?"),
+        (
+            ["head=mtpp"],
+            "head: must be one of draft_model, eagle, eagle3, mtp, peagle, but is 'mtpp'; did you mean mtp?",
+        ),
         (["train.loss=lkk"], "train.loss: must be one of kl, lk, ce, data_ce, but is 'lkk'; did you mean lk?"),
         (["train.lr=fast"], "train.lr: must be of type float, but is 'fast'; correct it"),
         (["train.lr"], "train.lr: must be NAME=VALUE, but has no value; write train.lr=VALUE"),

@@ -2,24 +2,26 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mtptrain.convert.draft_model import copy_first_layers, initial_weights, load_draft_model
 from mtptrain.convert.warm_start import load_init
 from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head, save_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.model import load_target
-from tests.conftest import FAMILIES, make_config, make_target
+from tests.conftest import FAMILIES, make_config, make_target, run_program
 
 CPU = torch.device("cpu")
 Config = DraftModelHead.Config
@@ -247,3 +249,60 @@ def test_casting_to_bf16_does_not_round_the_rotary_frequencies(tiny_target: Path
     assert head.model.norm.weight.dtype == torch.bfloat16
     assert head.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(head.model.rotary_emb.inv_freq, before)
+
+
+DRAFT = ("head=draft_model", "head.ttt_steps=1", "head.num_hidden_layers=1", "train.max_steps=6")
+
+
+def run(program: str, *overrides: str, num_ranks: int = 1) -> None:
+    result = run_program(program, *overrides, num_ranks=num_ranks)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def figures(run_dir: Path) -> list[tuple[float, float]]:
+    lines = (run_dir / "train/metrics.jsonl").read_text().splitlines()
+    found = [record for record in map(json.loads, lines) if "loss" in record]
+    return [(record["loss"], record["grad_norm"]) for record in found]
+
+
+def test_tied_weights_get_their_gradient_once_whatever_the_ranks_and_zero_stage(
+    fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    """Then the trained model is exported, and transformers reads the directory as it is."""
+    run_dir, settings = fresh_run
+    fp32 = ("deepspeed.bf16.enabled=false", "train.validation_prompts=0")
+    shutil.copytree(run_dir, tmp_path / "plain")
+    run("mtptrain.train", *settings, *DRAFT, "deepspeed=zero0", *fp32[1:], f"run_dir={tmp_path}/plain")
+    run("mtptrain.train", *settings, *DRAFT, "deepspeed=zero2", *fp32, num_ranks=2)
+    ours, plain = figures(run_dir), figures(tmp_path / "plain")
+    assert len(ours) == 6 and ours[-1][0] < ours[0][0]
+    for one, other in zip(ours, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    run("mtptrain.export", *settings, *DRAFT)
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "export/vllm")
+    trained = load_file(run_dir / "train/best/head.safetensors")
+    written = dict(model.named_parameters())  # a tied weight once
+    assert written.keys() == trained.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
+    assert AutoTokenizer.from_pretrained(run_dir / "export/vllm").get_vocab()["<|end|>"] == 256
+
+
+def test_a_model_with_a_short_context_is_refused_before_extraction(
+    fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    short = change_config(make_target(tmp_path / "draft", seed=1), max_position_embeddings=100)
+    result = run_program("data_prep.hidden_states", *fresh_run[1], *DRAFT[:2], f"head.init_from={short}")
+    assert result.returncode != 0
+    assert "prompts.max_document_tokens: documents must have at most 100 tokens, the max_position" in result.stderr
+
+
+@pytest.mark.parametrize(("num_drafts", "is_refused"), [(20, False), (21, True)])
+def test_more_drafts_than_the_context_of_the_model_are_refused(
+    num_drafts: int, is_refused: bool, tmp_path: Path, tiny_target: Path
+) -> None:
+    small = change_config(make_target(tmp_path, seed=1), max_position_embeddings=100)
+    head = load(small, tiny_target)
+    prompts = [[1] * 70, [1] * 30]
+    message = "head: must read the longest prompt with its response and drafts, 101 tokens, but has a context"
+    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+        check_head_context(head, prompts, 10, num_drafts, "head")
