@@ -4,12 +4,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig
 
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
+from mtptrain.convert.draft_model import check_start
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.decoding.prompts import check_document_lengths
 from mtptrain.heads import HEADS
+from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.hidden_states.shard_format import check_store_dtype
 from mtptrain.hidden_states.store import expected_identity
@@ -64,9 +68,14 @@ def prepare_extraction(config: PipelineConfig) -> Extraction:
     target_config = read_target_config(target_dir)
     refuse_quantised_parts(target_dir)  # training would refuse them only after hours of extraction
     check_weights(target_dir)
-    capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
+    head_type = HEADS[config.head.name]
+    head_type.check_trainable(config.head, target_config)
+    capture_layers = head_type.layers_to_capture(config.head, target_config)
     check_store_dtype(settings.store_dtype, capture_layers)
     check_prompts(documents, prompts_file, target_config.vocab_size, target_config.max_position_embeddings)
+    with torch.device("meta"):
+        check_document_lengths(int(documents.lengths.max()), build_head(config.head, target_config))
+    check_start(config.head, target_dir)
     if settings.backend is Backend.vllm:
         check_vllm_can_extract(target_config)
         find_python(config.serving.python)

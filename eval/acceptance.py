@@ -23,22 +23,23 @@ from rich.table import Table
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker, load_config
+from mtptrain.convert.draft_model import load_draft_model
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import (
     HeadDrafter,
     HybridDrafter,
-    ModelDrafter,
     NoDrafter,
     PromptLookupDrafter,
     TreeDrafter,
 )
-from mtptrain.decoding.prompts import Prompts, read_prompts
+from mtptrain.decoding.prompts import Prompts, check_head_context, read_prompts
 from mtptrain.decoding.sampler import Sampler
+from mtptrain.heads.base import Head
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
-from mtptrain.target.model import Target, load_draft_model, load_target
+from mtptrain.target.model import Target, load_target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.training.metrics import track_report
@@ -68,8 +69,13 @@ def main(cfg: DictConfig) -> None:
     prompts = read_prompts(config, target_dir)
     model = None
     if settings.draft_model is not None:
-        longest = max(map(len, prompts.input_ids.values())) + settings.max_new_tokens + settings.num_speculative_tokens
-        model = load_draft_model(settings.draft_model, target_dir, longest, dtype, ranks.device)
+        model = load_draft_model(
+            settings.draft_model, target_dir, dtype, ranks.device, setting="acceptance.draft_model"
+        )
+    for setting, head in {"head": found.head, "acceptance.draft_model": model}.items():
+        if head is not None:
+            lengths = settings.max_new_tokens, settings.num_speculative_tokens
+            check_head_context(head, prompts.input_ids.values(), *lengths, setting)
     output_dir.mkdir(parents=True, exist_ok=True)
     target = load_target(target_dir, dtype, ranks.device)
 
@@ -109,7 +115,7 @@ def held_out_losses_of(
 
 
 def candidates_of(
-    settings: AcceptanceConfig, found: RunHead, target: Target, model: Target | None, rank: int
+    settings: AcceptanceConfig, found: RunHead, target: Target, model: Head | None, rank: int
 ) -> dict[str, Candidate]:
     """Returns the candidates by name: the head, then the baselines, then the head at other temperatures.
 
@@ -145,7 +151,7 @@ def candidates_of(
 
 
 def baseline_drafter(
-    name: Baseline, settings: AcceptanceConfig, found: RunHead, target: Target, model: Target | None
+    name: Baseline, settings: AcceptanceConfig, found: RunHead, target: Target, model: Head | None
 ) -> Drafter:
     depths = settings.num_speculative_tokens
     if name == Baseline.none:
@@ -154,7 +160,7 @@ def baseline_drafter(
         return PromptLookupDrafter(depths)
     if name == Baseline.model:
         assert model is not None
-        return ModelDrafter(model, len(target.parts.lm_head), depths, settings.sample_drafts)
+        return HeadDrafter(model, target.parts, depths, settings.sample_drafts)
     if name == Baseline.tree:
         return TreeDrafter(found.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k)
     head = HeadDrafter(found.head, target.parts, depths, settings.sample_drafts)

@@ -14,6 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.settings.data import (
     Backend,
     ConversationSchema,
@@ -144,6 +145,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     check_serving_bench(config.serving_bench, config.serving)
     _check_stream(config)
     _check_depths(config)
+    _check_feature_loss(config)
     return config
 
 
@@ -189,6 +191,14 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
         raise ValueError(
             f"{setting}: must be at most head.ttt_steps={depths} with head {head.name}, which learns each depth "
             f"separately, but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
+        )
+
+
+def _check_feature_loss(config: PipelineConfig) -> None:
+    if isinstance(config.head, DraftModelHead.Config) and config.train.feature_weight:
+        raise ValueError(
+            "train.feature_weight: must be 0 with head draft_model, whose states are not compared with the target's, "
+            f"but is {config.train.feature_weight:g}; remove it"
         )
 
 

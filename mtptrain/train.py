@@ -32,9 +32,11 @@ from mtptrain.convert.warm_start import load_init, start_from_target
 from mtptrain.data.draft_vocab import read_draft_vocab, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.decoding.prompts import check_document_lengths
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
-from mtptrain.heads.config import HeadConfig, LayerConfig
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import CHOICE, TARGET_WEIGHTS, build_head, kept_head, remove_later_heads, save_head
 from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
 from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
@@ -104,7 +106,9 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     # 2. Build the head and initialise its weights.
     torch.manual_seed(config.seed)
     target_dir = resolve_target(config.target.path, config.target.revision)
-    head = build_head(config.head, read_target_config(target_dir))
+    target_config = read_target_config(target_dir)
+    HEADS[config.head.name].check_trainable(config.head, target_config)
+    head = build_head(config.head, target_config)
     require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts")
     prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
     if config.head.init_from is None and head.d2t is not None:
@@ -113,12 +117,13 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     parts = load_frozen_parts(target_dir)
     if config.head.start_from_target:
         start_from_target(head, target_dir)
-    if config.head.init_from is None:
+    if config.head.init_from is None and not isinstance(head, DraftModelHead):
         initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), identity.prompts_sha256)
-    else:
+    elif config.head.init_from is not None:
         head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
     # 3. Open the hidden states, and find the checkpoint to resume from.
     store = open_hidden_states(config, identity, prompts_file)
+    check_document_lengths(int(store.document_lengths.max()), head)
     facts = resume_facts(config, store, head)
     checkpoint = newest_whole_checkpoint(config.stage_dir("train") / CHECKPOINTS, ranks)
     if checkpoint is not None:
@@ -181,20 +186,15 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
 
 
 def check_one_start(config: HeadConfig) -> None:
-    if config.start_from_target and not isinstance(config, LayerConfig):
+    if config.start_from_target and not HEADS[config.name].starts_from_target:
         raise ValueError(
-            f"head.start_from_target: must be false for head {config.name}, which has no decoder layer, but is true; "
-            "set head.start_from_target=false"
+            f"head.start_from_target: must be false with head {config.name}, which cannot start as the target's last "
+            "layer, but is true; set head.start_from_target=false"
         )
     if config.start_from_target and config.init_from is not None:
         raise ValueError(
             "head.start_from_target: must be false when head.init_from is set, but is true and head.init_from is "
             f"{config.init_from}; unset one of them"
-        )
-    if isinstance(config, LayerConfig) and config.start_from_target and not HEADS[config.name].starts_from_target:
-        raise ValueError(
-            f"head.start_from_target: must be false with head {config.name}, whose layers read other inputs than the "
-            "target's, but is true; set head.start_from_target=false"
         )
 
 

@@ -26,6 +26,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
+from mtptrain.convert.draft_model import load_draft_model
+from mtptrain.heads.base import Head
+from mtptrain.target.model import Target
 from tests.programs import run_ranks
 from tests.slow import is_slow
 
@@ -160,6 +163,12 @@ def make_target(
     model.save_pretrained(directory)
     make_tokenizer(chat_template).save_pretrained(directory)
     return directory
+
+
+def as_draft_model(target: Target) -> Head:
+    """A copy of the target from its directory, as a head that drafts for it."""
+    directory = Path(target.config.name_or_path)
+    return load_draft_model(str(directory), directory, torch.float32, torch.device("cpu"), "acceptance.draft_model")
 
 
 PLAIN = ("train.compile=false", "head.start_from_target=false")

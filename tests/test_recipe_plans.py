@@ -25,7 +25,10 @@ from tests.published_targets import PUBLISHED_TARGETS
 from tests.test_recipes import compose_recipe
 
 HEADS = ("mtp", "eagle3")
-CASES = [(target, head) for target in PUBLISHED_TARGETS for head in HEADS]
+DRAFT_MODELS = {"draft_1b": "llama3_2_1b"}
+"""Small language models that draft, by the name of their recipe."""
+HEAD_CASES = [(target, head) for target in PUBLISHED_TARGETS for head in HEADS]
+CASES = [*HEAD_CASES, ("llama3_3_70b", "draft_1b")]
 SERVER = "http://localhost:8000/v1"
 NODE_DISK_BYTES = 28 * 10**12
 """Of the local disks of a usual node with 8 GPUs; a plan should take half of it at most."""
@@ -49,6 +52,11 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
             directory = tmp_path_factory.mktemp(name)
             PUBLISHED_TARGETS[target].config().save_pretrained(directory)
             config.target.path, config.run_dir = str(directory), str(directory / "run")
+            if head in DRAFT_MODELS:
+                model = PUBLISHED_TARGETS[DRAFT_MODELS[head]]
+                assert config.head.init_from == model.name
+                model.config().save_pretrained(directory / "draft")
+                config.head.init_from = str(directory / "draft")
             made[name] = config, make_plan(config, free_bytes=NODE_DISK_BYTES)
         return made[name]
 
@@ -61,7 +69,7 @@ def test_the_published_dimensions_give_the_published_size(target: str) -> None:
     assert target_costs(published.config()).num_parameters == pytest.approx(published.num_parameters, rel=0.01)
 
 
-@pytest.mark.parametrize(("target", "head"), CASES)
+@pytest.mark.parametrize(("target", "head"), HEAD_CASES)
 def test_the_head_of_every_recipe_is_built_for_its_target(target: str, head: str) -> None:
     config, target_config = compose_recipe(f"{target}_{head}"), PUBLISHED_TARGETS[target].config()
     with torch.device("meta"):
@@ -72,7 +80,7 @@ def test_the_head_of_every_recipe_is_built_for_its_target(target: str, head: str
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize(("target", "head"), CASES)
+@pytest.mark.parametrize(("target", "head"), HEAD_CASES)
 def test_both_engines_have_a_format_for_the_head_of_every_recipe(target: str, head: str, engine: str) -> None:
     config, target_config = compose_recipe(f"{target}_{head}"), PUBLISHED_TARGETS[target].config()
     assert (
@@ -89,6 +97,19 @@ def test_sglang_is_refused_an_eagle3_head_for_deepseek_that_reads_the_first_laye
     assert format_for("vllm", head, target_config)
     with pytest.raises(ValueError, match=r"to export head eagle3 for sglang, but is \[1, 13, 24\]"):
         format_for("sglang", head, target_config)
+
+
+def test_the_recipe_of_a_draft_model_builds_the_published_model(
+    planned: Callable[[str, str], tuple[PipelineConfig, Plan]],
+) -> None:
+    config, plan = planned("llama3_3_70b", "draft_1b")
+    target_config = PUBLISHED_TARGETS["llama3_3_70b"].config()
+    with torch.device("meta"):
+        built = build_head(config.head, target_config)
+    count = sum(parameter.numel() for parameter in built.parameters())
+    assert count == plan.head_parameters == pytest.approx(PUBLISHED_TARGETS["llama3_2_1b"].num_parameters, rel=0.01)
+    written = format_for("vllm", config.head, target_config).config_json("bfloat16")
+    assert (written["architectures"], written["vocab_size"]) == (["LlamaForCausalLM"], target_config.vocab_size)
 
 
 @pytest.mark.parametrize(("target", "head"), CASES)

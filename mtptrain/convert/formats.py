@@ -7,7 +7,15 @@ from mtptrain.convert.limits import check_served
 from mtptrain.convert.mimo import VllmMimo
 from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
 from mtptrain.convert.transformers import TransformersMtp
-from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
+from mtptrain.convert.vllm import (
+    VllmDflash,
+    VllmDraftModel,
+    VllmEagle,
+    VllmEagle3,
+    VllmMedusa,
+    VllmMtp,
+    VllmPeagle,
+)
 from mtptrain.heads.config import HeadConfig
 from mtptrain.target.mimo import MiMoConfig
 
@@ -18,6 +26,7 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
     ("vllm", "peagle"): VllmPeagle,
     ("vllm", "medusa"): VllmMedusa,
     ("vllm", "dflash"): VllmDflash,
+    ("vllm", "draft_model"): VllmDraftModel,
     ("sglang", "mtp"): SglangMtp,
     ("sglang", "eagle"): SglangEagle,
     ("sglang", "eagle3"): SglangEagle3,

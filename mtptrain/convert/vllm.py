@@ -4,13 +4,17 @@ Sources: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py and medusa.py in vll
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
+from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead, mask_token_id
@@ -224,4 +228,37 @@ class VllmDflash(VllmFormat):
                 "vLLM's kernels for CPUs norm the keys of the target's tokens in every layer with the k_norm of the "
                 "first layer (vllm 0.32). There, counters differ from the measurement. GPUs are not affected."
             )
+        return notes
+
+
+TOKENIZER_PATTERNS = ("*token*.json", "vocab.json", "merges.txt", "*.model", "*.jinja", "generation_config.json")
+
+
+class VllmDraftModel(VllmFormat):
+    """Exports `draft_model` as a stock directory of transformers, with the target's tokenizer."""
+
+    method = "draft_model"
+    names: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    head: DraftModelHead.Config
+
+    def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
+        super().__init__(head, target)
+        self.model_config = model_config(self.head, target)
+        self.architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING[type(self.model_config)].__name__)  # type: ignore[attr-defined]
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        config = self.model_config.to_dict() | {"architectures": [self.architecture], "dtype": dtype}
+        return {name: value for name, value in config.items() if name != "_name_or_path"}  # a local path
+
+    def add_target(self, directory: Path, target_dir: Path) -> None:
+        """Add the target's tokenizer, with which the directory can be used alone."""
+        for pattern in TOKENIZER_PATTERNS:
+            for path in target_dir.glob(pattern):
+                shutil.copyfile(path, directory / path.name)
+
+    def notes(self) -> list[str]:
+        ours, theirs = self.model_config.max_position_embeddings, self.target.max_position_embeddings
+        notes = ["vLLM runs the draft model with the target's tensor parallel size, and keeps its keys and values too."]
+        if ours < theirs:
+            notes.append(f"vLLM stops drafting for texts of more than {ours} tokens, the draft model's context.")
         return notes

@@ -13,9 +13,11 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
+from mtptrain.convert.draft_model import copy_first_layers, initial_weights
 from mtptrain.convert.published_heads import PublishedHead, effective_settings, read_published
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head, check_head_target, fill_head, load_head
 from mtptrain.target.families import head_rope_parameters, read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
@@ -64,11 +66,11 @@ def trained_or_initial_head(
         check_head_target(best_dir, target_dir)
         head = load_head(best_dir, config, target_config, dtype, device)
         return RunHead(head, best_dir, file_sha256(best_dir / "head.safetensors"), is_trained=True)
-    published, state = _read(config.init_from, config, target_dir)
-    if (published.directory / "head.json").is_file():
-        check_head_target(published.directory, target_dir)
+    directory, state = _read(config.init_from, config, target_dir)
+    if (directory / "head.json").is_file():
+        check_head_target(directory, target_dir)
     head = fill_head(build_head(config, target_config), state, dtype, device)
-    return RunHead(head, published.directory, weights_fingerprint(published.directory), is_trained=False)
+    return RunHead(head, directory, weights_fingerprint(directory), is_trained=False)
 
 
 SOURCES = {
@@ -89,9 +91,14 @@ def start_from_target(head: Head, target_dir: Path) -> None:
     half of its random weights plus the identity for the hidden state (the last captured stream), so that the layer
     reads the target's states.
 
+    A small language model becomes a copy of the target's first layers instead.
+
     Raises:
         ValueError: no projection of the target's layer has the shape of the head's.
     """
+    if isinstance(head, DraftModelHead):
+        copy_first_layers(head, target_dir)
+        return
     layer, parts, copied = fold_query_key_norms(load_last_layer(target_dir)), load_frozen_parts(target_dir), []
     for name, parameter in head.named_parameters():
         weight = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
@@ -156,7 +163,10 @@ def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
     return _read(path, config, target_dir)[1]
 
 
-def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHead, Tensors]:
+def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[Path, Tensors]:
+    """Returns the directory of a published head or language model, and the `state_dict`."""
+    if isinstance(config, DraftModelHead.Config):
+        return initial_weights(config, target_dir)
     target_config = read_target_config(target_dir)
     published = read_published(path, target_config)
     check_settings(published, config, target_config)
@@ -175,7 +185,7 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[PublishedHea
     state = without_repeated_tensors(state, expected, published.directory, target_dir)
     check_tensors(state, expected, published.directory, config)
     check_draft_token_ids(state, target_config.vocab_size, published.directory)
-    return published, state
+    return published.directory, state
 
 
 def check_settings(published: PublishedHead, config: HeadConfig, target_config: PreTrainedConfig) -> None:

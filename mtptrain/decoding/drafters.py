@@ -1,4 +1,4 @@
-"""Drafters for `speculate`: a head, a small language model, prompt lookup, and prompt lookup combined with a head."""
+"""Drafters for `speculate`: a head, prompt lookup, and prompt lookup combined with a head."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.target.model import Target, Verified
+from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
 
 
@@ -180,57 +180,6 @@ class TreeDrafter(HeadDrafter):
         chosen_parents = parents.gather(1, chosen)  # [B, P], indices of candidates
         tree_parents = torch.where(chosen_parents < 0, -1, index_in_tree.gather(1, chosen_parents.clamp(min=0)))
         return Draft(tokens.gather(1, chosen), torch.ones_like(chosen, dtype=torch.bool), parents=tree_parents)
-
-
-class ModelDrafter:
-    """Drafts a chain of K tokens with a small language model that has the target's tokenizer."""
-
-    capture_layers: tuple[int, ...] = ()
-
-    def __init__(
-        self, model: Target, vocab_size: int, num_speculative_tokens: int, sample_drafts: bool = False
-    ) -> None:
-        self.model = model
-        self.vocab_size = vocab_size
-        """The target's vocabulary. Checkpoints of one family pad the vocabulary to different sizes."""
-        self.own_vocab_size = len(model.parts.embed_tokens)
-        self.draft_slots = num_speculative_tokens
-        self.sample_drafts = sample_drafts
-        self.cache = PositionCache(0)
-
-    def start(self, batch_size: int, num_slots: int) -> None:
-        self.cache = PositionCache(num_slots)
-
-    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        positions, last_row = verified.positions + 1, verified.last_row  # the tokens that the model has not read
-        if self.cache.get_seq_length() == 0:
-            positions, last_row = F.pad(positions, (1, 0)), last_row + 1  # the first token too, at position 0
-        logits = self._read(verified.tokens.gather(1, positions), positions, last_row)
-        own_sampler = sampler if self.sample_drafts else Sampler()
-        tokens: list[torch.Tensor] = []
-        probs: list[torch.Tensor] = []
-        for depth in range(self.draft_slots):
-            if depth > 0:
-                logits = self._read(
-                    tokens[-1][:, None], (verified.num_tokens + depth - 1)[:, None], torch.zeros_like(last_row)
-                )
-            if not own_sampler.is_greedy:
-                probs.append(sampler.probs(logits))
-            tokens.append(own_sampler.sample(probs[-1]) if probs else logits.argmax(-1))
-        drafted = torch.stack(tokens, 1)  # [B, K]
-        return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
-
-    def _read(self, tokens: torch.Tensor, positions: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [B, V] after one row of each sequence.
-
-        The target may generate ids that only pad its vocabulary, for which this model may have no embedding. The model
-        reads token 0 instead; the only effect is that the next draft is more likely to be rejected.
-        """
-        tokens = tokens.masked_fill(tokens >= self.own_vocab_size, 0)
-        states = self.model.forward(tokens, positions, self.cache).hidden_states
-        logits = self.model.parts.logits(states[torch.arange(len(row), device=row.device), row])
-        missing = max(0, self.vocab_size - logits.shape[-1])
-        return F.pad(logits[:, : self.vocab_size], (0, missing), value=-torch.inf)
 
 
 class NoDrafter:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +16,7 @@ from mtptrain.data.chat_template import render_prompt
 from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash
 from mtptrain.data.questions import first_user_turn, text_hash
 from mtptrain.decoding.speculate import check_prompts
+from mtptrain.heads.base import Head
 from mtptrain.run_dir import require
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer
@@ -85,6 +86,40 @@ def check_num_drafts(prompts: Mapping[str, Sequence[int]], num_speculative_token
             f"acceptance.num_speculative_tokens: must be at most {context_tokens - longest}, so that the drafts after "
             f"the longest prompt of {longest} tokens fit the target's context of {context_tokens}, but is "
             f"{num_speculative_tokens}; lower it"
+        )
+
+
+def check_head_context(
+    head: Head, prompts: Iterable[Sequence[int]], max_new_tokens: int, num_speculative_tokens: int, setting: str
+) -> None:
+    """Check that a head with a context of its own can read the longest prompt with its answer and the drafts after it.
+
+    Args:
+        head: the head that drafts.
+        prompts: token ids of the prompts.
+        max_new_tokens: tokens of an answer.
+        num_speculative_tokens: K.
+        setting: name of the setting that chose the head, for the error message.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    needed = max(map(len, prompts)) + max_new_tokens + num_speculative_tokens
+    if head.context_tokens is not None and needed > head.context_tokens:
+        raise ValueError(
+            f"{setting}: must read the longest prompt with its response and drafts, {needed} tokens, but has a context "
+            f"(max_position_embeddings) of {head.context_tokens}; leave out long prompts, lower "
+            "acceptance.num_speculative_tokens, or choose another model"
+        )
+
+
+def check_document_lengths(longest_tokens: int, head: Head) -> None:
+    """Raises ValueError if a document is longer than the head's own context."""
+    if head.context_tokens is not None and longest_tokens > head.context_tokens:
+        raise ValueError(
+            f"prompts.max_document_tokens: documents must have at most {head.context_tokens} tokens, the "
+            f"max_position_embeddings of the draft model, but the longest has {longest_tokens}; set it to "
+            f"{head.context_tokens} or less and run data_prep.prompts again"
         )
 
 

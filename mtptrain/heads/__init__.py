@@ -2,6 +2,7 @@
 
 from mtptrain.heads.base import Head
 from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.hydra import HydraHead
@@ -17,4 +18,5 @@ HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,
     "hydra": HydraHead,
     "dflash": DflashHead,
+    "draft_model": DraftModelHead,
 }

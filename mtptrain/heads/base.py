@@ -51,7 +51,7 @@ class Head(nn.Module, ABC):
     """Whether the head drafts at most T tokens, because it learns each depth separately."""
     drafts_all_depths: ClassVar[bool] = False
     """Whether the head drafts exactly T tokens, because the rows of all depths see each other."""
-    starts_from_target: ClassVar[bool] = True
+    starts_from_target: ClassVar[bool] = False
     """Whether `head.start_from_target` can copy the target's last layer into the head."""
     ttt_steps: int
     """T, the number of trained depths."""
@@ -59,6 +59,8 @@ class Head(nn.Module, ABC):
     """i64[D]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
     lm_head: nn.Linear | None
     """The head's own output layer [D, H]. None if it uses the target's frozen one."""
+    context_tokens: int | None = None
+    """Most tokens that the head can read, drafts included. None if it can read as many as the target."""
     activation_checkpointing: bool = False
     """Whether functions called through `_run` keep only their inputs and are recomputed in the backward pass."""
     drafts_per_document: int | None = None
@@ -86,6 +88,14 @@ class Head(nn.Module, ABC):
         """The streams that drafting captures from the target: `capture_layers`, or the stream after the last layer
         alone, which every store of hidden states holds anyway."""
         return self.capture_layers
+
+    @classmethod
+    def check_trainable(cls, config: Any, target_config: PreTrainedConfig) -> None:
+        """Refuse settings with which the head could be built but not trained, before any long work.
+
+        Raises:
+            ValueError: the head cannot be trained.
+        """
 
     @abstractmethod
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:

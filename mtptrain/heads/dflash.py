@@ -88,7 +88,6 @@ class DflashHead(Head):
 
     is_bound_to_depths = True
     drafts_all_depths = True
-    starts_from_target = False
 
     @dataclass
     class Config(LayerConfig):

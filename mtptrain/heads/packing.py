@@ -65,6 +65,8 @@ class Packing:
     """Of spans, the first `Segments` holds every span with its own tokens, causally. The others hold spans with the
     tokens before them in their document. None has two spans of the same document, so no kernel reads more than N keys.
     Of single draft positions, see `of_single`."""
+    document_lengths: tuple[int, ...]
+    document_offsets: torch.Tensor  # i64[documents + 1], first token of each document, then N
 
     @property
     def has_spans(self) -> bool:
@@ -75,6 +77,11 @@ class Packing:
     def num_pairs(self) -> float:
         """Number of pairs of a draft position and a token that it sees."""
         return sum((q * (k + 1) / 2 if part.is_causal else q * k) for part in self.segments for q, k in part.lengths)
+
+    @property
+    def num_document_pairs(self) -> float:
+        """Number of pairs of a token and a token of its document up to itself."""
+        return sum(length * (length + 1) / 2 for length in self.document_lengths)
 
     @staticmethod
     def of(lengths: Sequence[int], spans: Sequence[tuple[int, int, int]] | None = None) -> "Packing":
@@ -163,6 +170,8 @@ class Packing:
             prompts=torch.from_numpy(np.concatenate(prompt_tokens)),
             key_indices=torch.from_numpy(key_indices),
             segments=tuple(Segments.of(spans, key_indices, is_causal) for spans, is_causal in kernels),
+            document_lengths=tuple(lengths),
+            document_offsets=torch.tensor([0, *accumulate(lengths)]),
         )
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

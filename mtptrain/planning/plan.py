@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download
 from transformers import PreTrainedConfig
 
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
@@ -20,12 +19,13 @@ from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.planning.costs import MicroBatch, StepCosts, TargetCosts, head_parameters, step_costs, target_costs
+from mtptrain.planning.serving_costs import describe_serving
 from mtptrain.planning.speed import Speed, TokenCosts, estimate
 from mtptrain.planning.validation_costs import validation_bytes
 from mtptrain.planning.workload import Workload, count_steps, count_trained_tokens, read_workload
 from mtptrain.planning.writing import writer_tokens_per_s
 from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import DEMO, HUB_ERRORS, resolve_target, unknown_target, weight_files
+from mtptrain.target.hub import config_dir, weight_files
 
 FITTING_SHARE = 0.8
 """Share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
@@ -84,6 +84,8 @@ class Plan:
     """Training of all epochs."""
     export_bytes: int
     """Host memory of the export's proof that the written head proposes the same tokens."""
+    serving: str | None
+    """Memory of a small language model in serving, in words; None for other heads."""
 
 
 def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
@@ -99,11 +101,13 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     """
     # 1. Check that the settings fit the target.
     settings = config.hidden_states
-    target_dir = plan_target_dir(config.target.path, config.target.revision)
+    target_dir = config_dir(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     if settings.backend is Backend.vllm:
         check_vllm_can_extract(target_config)
-    captured = HEADS[config.head.name].layers_to_capture(config.head, target_config)
+    head_type = HEADS[config.head.name]
+    head_type.check_trainable(config.head, target_config)
+    captured = head_type.layers_to_capture(config.head, target_config)
     check_store_dtype(settings.store_dtype, captured)
 
     # 2. Extraction: disk, memory and time.
@@ -143,6 +147,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         hidden_states=extraction,
         train=training_speed(config, step, stored_bytes[settings.store_dtype], trained_tokens),
         export_bytes=export_proof_bytes(target_config, num_parameters),
+        serving=describe_serving(config.head, target_config, _train_dtype(config)),
     )
 
 
@@ -205,20 +210,6 @@ def scratch_bytes_per_token(config: PipelineConfig, target_config: PreTrainedCon
     num_streams = len({*captured, target_config.num_hidden_layers})
     hidden_size: int = target_config.hidden_size
     return num_streams * hidden_size * _itemsize(config.hidden_states.dtype.value)
-
-
-def plan_target_dir(path: str, revision: str | None) -> Path:
-    """Returns a directory with the target's config.json, which is the only file downloaded for a hub name.
-
-    Raises:
-        FileNotFoundError: there is no such target.
-    """
-    if path == DEMO or Path(path).is_dir():
-        return resolve_target(path, revision)
-    try:
-        return Path(hf_hub_download(path, "config.json", revision=revision)).parent
-    except HUB_ERRORS as error:
-        raise unknown_target(path, error, "download its config.json first") from error
 
 
 def free_disk(path: Path) -> int:

@@ -72,6 +72,7 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
             "training",
             f"{plan.num_steps:,} steps of {config.train.batch_tokens * config.train.micro_batches_per_step:,} tokens",
         ),
+        *([("serving", plan.serving)] if plan.serving else []),
         ("time of hidden states", _describe_speed(plan.hidden_states)),
         ("time of training", _describe_speed(plan.train)),
         ("time of both", _duration(plan.hidden_states.seconds + plan.train.seconds)),

@@ -6,10 +6,12 @@ from transformers import PreTrainedConfig
 
 from mtptrain.config import PipelineConfig, PromptSource
 from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.planning.costs import _DefaultDtype, _frozen_parts
 from mtptrain.planning.meter import Meter
+from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import TargetStates, Verified
 
 
@@ -73,13 +75,19 @@ def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype
         meter.hold(*head.parameters(), *head.buffers(), parts.embed_tokens, parts.norm_weight, parts.lm_head)
         held = meter.peak_bytes["cpu"]
         with meter:
-            drafter = HeadDrafter(head, parts, 1)
-            drafter.start(1, tokens + 1)
-            states = torch.empty(1, tokens, target_config.hidden_size)
-            captured = torch.empty(1, tokens, len(head.read_layers), target_config.hidden_size)
-            read = TargetStates(states, captured if head.read_layers else None)
-            positions = torch.arange(tokens)[None]
-            drafter.first_depth(
-                Verified(torch.zeros(1, tokens + 1, dtype=torch.long), torch.tensor([tokens + 1]), positions, read)
-            )
+            read_prompt(head, parts, target_config, tokens)
     return meter.peak_bytes["cpu"] - held
+
+
+def read_prompt(head: Head, parts: FrozenParts, target_config: PreTrainedConfig, tokens: int) -> HeadDrafter:
+    """Returns a drafter whose head has run depth 0 over a prompt of so many tokens, with states that have no data."""
+    drafter = HeadDrafter(head, parts, 1)
+    drafter.start(1, tokens + 1)
+    states = torch.empty(1, tokens, target_config.hidden_size)
+    captured = torch.empty(1, tokens, len(head.read_layers), target_config.hidden_size)
+    read = TargetStates(states, captured if head.read_layers else None)
+    positions = torch.arange(tokens)[None]
+    drafter.first_depth(
+        Verified(torch.zeros(1, tokens + 1, dtype=torch.long), torch.tensor([tokens + 1]), positions, read)
+    )
+    return drafter

@@ -27,6 +27,9 @@ class LossKind(StrEnum):
     probability of a sampled draft."""
     ce = "ce"
     """Cross-entropy with the target's most likely token; tokens outside the head's vocabulary are skipped."""
+    data_ce = "data_ce"
+    """Cross-entropy with the next token of the data, as in plain fine-tuning; tokens outside the head's vocabulary are
+    skipped."""
 
 
 @dataclass

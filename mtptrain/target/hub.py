@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -46,6 +46,25 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
         )
     except HUB_ERRORS as error:
         raise unknown_target(path, error, "download the model first", setting) from error
+
+
+def config_dir(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
+    """Returns a directory with a model's config.json, which is the only file downloaded for a hub name.
+
+    Args:
+        path: `demo`, a directory, or a hub name.
+        revision: revision of the hub repository.
+        setting: name of the setting, for error messages.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+    """
+    if path == DEMO or Path(path).is_dir():
+        return resolve_target(path, revision, setting)
+    try:
+        return Path(hf_hub_download(path, "config.json", revision=revision)).parent
+    except HUB_ERRORS as error:
+        raise unknown_target(path, error, "download its config.json first", setting) from error
 
 
 def unknown_target(path: str, answer: Exception, advice: str, setting: str = "target.path") -> FileNotFoundError:

@@ -17,7 +17,7 @@ from mtptrain.target.causal_attention import CAUSAL_OR_MASKED
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, read_target_config, sliding_window
 from mtptrain.target.frozen_parts import FrozenParts, _refuse_missing
-from mtptrain.target.hub import load_tokenizer, resolve_target, weight_files
+from mtptrain.target.hub import weight_files
 from mtptrain.target.position_cache import PositionCache, TreeRows
 
 
@@ -64,7 +64,7 @@ class Target:
 
         The tokens may form a tree.
         """
-        mask = self._family_mask(cache.begin(positions, tree), positions, tree)
+        mask = family_mask(self.config.model_type, self.window, cache.begin(positions, tree), positions, tree)
         with self.capturing(capture_layers) as streams, self._causal_or_masked_attention():
             output = self.model.model(
                 input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
@@ -81,24 +81,6 @@ class Target:
             yield
         finally:
             self.model.config._attn_implementation = before
-
-    def _family_mask(
-        self, mask: torch.Tensor | None, positions: torch.Tensor, tree: TreeRows | None
-    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """Returns the mask of `PositionCache.begin` as the family expects it, with the sliding window applied."""
-        if mask is None or self.window is None:
-            return mask
-        slot_positions = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots]
-        if tree is not None:
-            slot_positions.scatter_(
-                1, tree.root[:, None] + torch.arange(positions.shape[1], device=mask.device), positions
-            )
-        in_window = mask & (  # [B, 1, S, slots]
-            slot_positions[:, None, None] > positions[:, None, :, None] - self.window
-        )
-        if self.config.model_type in WINDOW_IN_ALL_LAYERS:
-            return in_window
-        return {"full_attention": mask, "sliding_attention": in_window}
 
     @contextmanager
     def capturing(self, after_layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
@@ -123,6 +105,25 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def family_mask(
+    model_type: str,
+    window: int | None,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor,
+    tree: TreeRows | None = None,
+) -> torch.Tensor | dict[str, torch.Tensor] | None:
+    """Returns the mask of `PositionCache.begin` as the family expects it, with the sliding window applied."""
+    if mask is None or window is None:
+        return mask
+    slot_positions = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots]
+    if tree is not None:
+        slot_positions.scatter_(1, tree.root[:, None] + torch.arange(positions.shape[1], device=mask.device), positions)
+    in_window = mask & (slot_positions[:, None, None] > positions[:, None, :, None] - window)  # [B, 1, S, slots]
+    if model_type in WINDOW_IN_ALL_LAYERS:
+        return in_window
+    return {"full_attention": mask, "sliding_attention": in_window}
 
 
 @dataclass(frozen=True)
@@ -198,45 +199,6 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     # transformers initialises missing tensors at random and only logs a warning.
     _refuse_missing(target_dir, loading["missing_keys"])
     return Target(model)
-
-
-def load_draft_model(
-    path: str, target_dir: Path, context_tokens: int, dtype: torch.dtype, device: torch.device
-) -> Target:
-    """Returns a small language model that drafts for the target.
-
-    Args:
-        path: a directory or a hub name.
-        target_dir: the target's directory.
-        context_tokens: the longest context that it must read, drafts included.
-        dtype: dtype of its weights.
-        device: device of its weights.
-
-    Raises:
-        FileNotFoundError: `path` is neither a directory nor a hub name.
-        ValueError: its tokenizer is not the target's, it has fewer embeddings than tokens, its context is too short, or
-            its family is not supported.
-    """
-    directory = resolve_target(path, setting="acceptance.draft_model")
-    vocab = load_tokenizer(directory).get_vocab()
-    if vocab != load_tokenizer(target_dir).get_vocab():
-        raise ValueError(
-            f"acceptance.draft_model: must have the target's tokenizer, but the vocabulary of {directory} differs from "
-            f"that of {target_dir}; choose a smaller model of the same family"
-        )
-    config = read_target_config(directory)
-    if config.vocab_size <= max(vocab.values()):
-        raise ValueError(
-            "acceptance.draft_model: must have an embedding for each token of its tokenizer, ids up to "
-            f"{max(vocab.values())}, but {directory} has vocab_size {config.vocab_size}; choose another model"
-        )
-    max_tokens = config.max_position_embeddings
-    if max_tokens < context_tokens:
-        raise ValueError(
-            f"acceptance.draft_model: must read the longest prompt with its response and drafts, {context_tokens} "
-            f"tokens, but {directory} has a context of {max_tokens}; leave out long prompts or choose another model"
-        )
-    return load_target(directory, dtype, device)
 
 
 def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:

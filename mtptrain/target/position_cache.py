@@ -95,6 +95,12 @@ class PositionCache(Cache):
         values[rows, :, written] = value_states.transpose(1, 2)
         return keys[:, :, : self._used_slots], values[:, :, : self._used_slots]
 
+    @property
+    def values_per_slot(self) -> int:
+        """The number of values that the cache holds for a token of a sequence, over all layers so far."""
+        tensors = (*self._keys.values(), *self._values.values())
+        return sum(tensor.shape[1] * tensor.shape[3] for tensor in tensors)
+
     def _written_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._written:
             self._written[device] = next(iter(self._written.values())).to(device)

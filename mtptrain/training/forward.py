@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from mtptrain.config import LossKind
 from mtptrain.heads.base import Head
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
@@ -51,7 +52,17 @@ def training_losses(
         weight, ids = head.output_weight(parts), head.draft_token_ids
         if not batch.packing.has_spans:
             return _losses_by_depth(states, weight, parts, batch, scale, settings, ids)
-        return draft_losses(states, weight, target_states, parts.logits, batch.is_draft, scale, settings, ids)
+        return draft_losses(
+            states,
+            weight,
+            target_states,
+            parts.logits,
+            batch.is_draft,
+            scale,
+            settings,
+            ids,
+            batch.next_ids[target_tokens] if settings.kind is LossKind.data_ce else None,
+        )
 
 
 def _losses_by_depth(
@@ -69,7 +80,8 @@ def _losses_by_depth(
         target_tokens = (batch.packing.rows + 1 + depth).clamp(max=last)
         target_states, own = parts.final_norm(batch.hidden_states[target_tokens]), slice(depth, depth + 1)
         arguments = target_states, parts.logits, batch.is_draft[own], scale[own], settings, draft_token_ids
-        by_depth.append(draft_losses(depth_states[None], lm_head, *arguments))
+        own_tokens = batch.next_ids[target_tokens] if settings.kind is LossKind.data_ce else None
+        by_depth.append(draft_losses(depth_states[None], lm_head, *arguments, own_tokens))
     names = ("losses", "kl", "top1_accuracy", "overlap")
     loss = torch.stack([sums.loss for sums in by_depth]).sum()
     return LossSums(loss, *(torch.cat([getattr(sums, name) for sums in by_depth]) for name in names))

@@ -14,6 +14,8 @@ from mtptrain.config import LossKind, TrainConfig
 from mtptrain.training.teacher import Teacher, teach
 from mtptrain.utils.compile import fused_by_recomputing, mark_width_static
 
+CROSS_ENTROPIES = (LossKind.ce, LossKind.data_ce)
+
 
 @dataclass(frozen=True)
 class LossSettings:
@@ -53,6 +55,7 @@ def draft_losses(
     scale: torch.Tensor,
     settings: LossSettings,
     draft_token_ids: torch.Tensor | None = None,
+    data_tokens: torch.Tensor | None = None,
 ) -> LossSums:
     """Compare every draft with the target's distribution.
 
@@ -70,12 +73,21 @@ def draft_losses(
             depths.
         scale: weight of each depth's sum in the loss [T].
         settings: which loss, and how it is computed.
-        draft_token_ids: the target's token ids of the head's own vocabulary i64[D]; None if it has none.
+        draft_token_ids: the target's token ids of the head's own vocabulary i64[D], rising; None if it has none.
+        data_tokens: the data's token that depth 0 of each row predicts i64[M]; needed for `LossKind.data_ce` only.
     """
+    if data_tokens is not None and draft_token_ids is not None:
+        data_tokens = draft_ids_of(data_tokens, draft_token_ids)
     loss, sums = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        states, lm_head, target_states, target_logits, is_draft, scale, settings, draft_token_ids
+        states, lm_head, target_states, target_logits, is_draft, scale, settings, draft_token_ids, data_tokens
     )
     return LossSums(loss, *sums.unbind())
+
+
+def draft_ids_of(tokens: torch.Tensor, draft_token_ids: torch.Tensor) -> torch.Tensor:
+    """Returns the index of each token [M] in the draft vocabulary i64[D], which must rise; -1 if it is not there."""
+    index = torch.searchsorted(draft_token_ids, tokens).clamp(max=len(draft_token_ids) - 1)
+    return torch.where(draft_token_ids[index] == tokens, index, -1)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -90,6 +102,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scale: torch.Tensor,
         settings: LossSettings,
         draft_token_ids: torch.Tensor | None,
+        data_tokens: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_depths, num_rows, _ = states.shape
         num_positions = max(1, settings.chunk_rows // num_depths)
@@ -104,8 +117,10 @@ class _ChunkedLoss(torch.autograd.Function):
             slots = rows_of_block(first, len(target_block), num_depths)
             block, counts = (at_targets(x, slots, len(target_block)) for x in (states, is_draft))  # [T, C, H], [T, C]
             row_states = block.flatten(0, 1)
+            data_block = None if data_tokens is None else data_tokens[first : first + num_positions]
+            logits = F.linear(row_states, lm_head)
             block_sums, grad_logits = compare(
-                F.linear(row_states, lm_head), counts.flatten(), teacher, scale, settings.kind, settings.lk_eta
+                logits, counts.flatten(), teacher, scale, settings.kind, settings.lk_eta, data_block
             )
             grad = (grad_logits @ lm_head).view_as(block)
             if grad_lm_head is not None:
@@ -131,7 +146,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_states, *grad_lm_head = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_own = (grad_lm_head[0] * grad_loss).to(grad_states.dtype) if grad_lm_head else None
         # Overwriting the saved gradient is safe, because torch refuses a second backward pass.
-        return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 6
+        return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 7
 
 
 def rows_of_block(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:
@@ -152,7 +167,13 @@ def at_targets(x: torch.Tensor, slots: Sequence[tuple[slice, slice]], num_positi
 
 
 def compare(
-    logits: torch.Tensor, counts: torch.Tensor, teacher: Teacher, scale: torch.Tensor, kind: LossKind, lk_eta: float
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    teacher: Teacher,
+    scale: torch.Tensor,
+    kind: LossKind,
+    lk_eta: float,
+    data_tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compare the logits of drafts with their teacher; rows whose `counts` is false contribute nothing.
 
@@ -163,6 +184,7 @@ def compare(
         scale: weight of each depth in the loss [T].
         kind: which loss.
         lk_eta: `train.lk_eta`, for `LossKind.lk`.
+        data_tokens: the data's own tokens [C] for `LossKind.data_ce`, -1 if outside the head's vocabulary.
 
     Returns:
         Sums over rows of the loss, KL, top-1 accuracy and overlap [4, T], and the gradient of the weighted loss with
@@ -170,27 +192,29 @@ def compare(
     """
     num_depths = len(scale)
     tokens = teacher.tokens.repeat(num_depths)
+    labels = tokens if data_tokens is None else data_tokens.repeat(num_depths)
     mass = None if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
     weights = counts * scale.repeat_interleave(len(counts) // num_depths)
     largest, total, product, overlap, grad = _rows_and_grad(
         mark_width_static(logits),
         mark_width_static(teacher.values),
         teacher.log_total,
-        tokens,
+        labels,
         mass,
         weights,
         num_depths,
         kind,
         lk_eta,
     )
-    log_total, at_token = total.log(), logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].float()
+    log_total, at_token = total.log(), _at(logits, tokens)
     cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product
     kl = cross + log_total
     if mass is not None:
         kl = kl + (1 - mass) * (1 - log_total)  # target_probs sum to mass here, not to 1; add the rest
     agrees = (at_token == largest) & (tokens >= 0)
-    if kind == LossKind.ce:
-        loss = torch.where(tokens >= 0, largest + log_total - at_token, 0.0)
+    if kind in CROSS_ENTROPIES:
+        at_label = at_token if labels is tokens else _at(logits, labels)
+        loss = torch.where(labels >= 0, largest + log_total - at_label, 0.0)
     elif kind == LossKind.lk:
         weight = torch.exp(-lk_eta * overlap)
         loss = weight * kl + (1 - weight) * (1 - overlap)
@@ -198,6 +222,11 @@ def compare(
         loss = kl
     rows = torch.stack([loss, kl, agrees.float(), overlap]) * counts  # [4, T * C]
     return rows.unflatten(1, (num_depths, -1)).sum(-1), grad
+
+
+def _at(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the logit of each row's token f32[R]; arbitrary where the token is -1."""
+    return logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].float()
 
 
 @fused_by_recomputing
@@ -235,7 +264,7 @@ def _rows_and_grad(
     total = exps.sum(-1, keepdim=True)
     drafted = exps / total
     overlap = torch.minimum(probs, drafted).sum(-1)
-    if kind == LossKind.ce:
+    if kind in CROSS_ENTROPIES:
         is_token = torch.arange(logits.shape[-1], device=logits.device) == tokens[:, None]
         grad = (drafted - is_token.float()) * (tokens >= 0)[:, None]
     else:

@@ -11,7 +11,13 @@ import torch
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.prompts import HeldOut, check_num_drafts, held_out_documents, held_out_prompts
+from mtptrain.decoding.prompts import (
+    HeldOut,
+    check_head_context,
+    check_num_drafts,
+    held_out_documents,
+    held_out_prompts,
+)
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, fill_head
@@ -52,7 +58,8 @@ class Validation:
         """
         self.dtype = getattr(torch, config.acceptance.dtype)
         check_placement(target_dir, self.dtype, ranks.device)
-        context_tokens = read_target_config(target_dir).max_position_embeddings
+        target_config = read_target_config(target_dir)
+        context_tokens = target_config.max_position_embeddings
         prompts = held_out_prompts(
             held_out_documents(config.stage_dir("prompts"), HeldOut.choosing),
             num_prompts,
@@ -61,6 +68,10 @@ class Validation:
             context_tokens,
         )
         check_num_drafts(prompts, config.acceptance.num_speculative_tokens, context_tokens)
+        with torch.device("meta"):
+            head = build_head(config.head, target_config)
+        lengths = config.train.validation_new_tokens, config.acceptance.num_speculative_tokens
+        check_head_context(head, prompts.values(), *lengths, setting="head")
         self.prompts = list(prompts.values())[ranks.rank :: ranks.world_size]
         self.config = config
         self.target_dir = target_dir

@@ -16,7 +16,6 @@ from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import (
     HeadDrafter,
     HybridDrafter,
-    ModelDrafter,
     NoDrafter,
     PromptLookupDrafter,
     TreeDrafter,
@@ -76,7 +75,7 @@ def drafter_of(kind: str, head: Head, target: Target) -> Drafter:
     drafters: dict[str, Drafter] = {
         "tree": TreeDrafter(head, target.parts, DEPTHS, num_nodes=10, top_k=3),
         "hybrid": HybridDrafter(chain, min_match=2),
-        "model": ModelDrafter(target, len(target.parts.lm_head), DEPTHS),
+        "model": HeadDrafter(placed_head("draft_model", target), target.parts, DEPTHS),
         "prompt lookup": PromptLookupDrafter(DEPTHS),
         "none": NoDrafter(),
     }

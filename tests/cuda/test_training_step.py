@@ -28,6 +28,23 @@ CHATS = [
 """Documents of several answers, whose prompts give keys alone."""
 
 
+LLAMA_1B: dict[str, object] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "tie_word_embeddings": True,
+}
+"""The published sizes of Llama-3.2-1B."""
+SETTINGS = {
+    "eagle3": {"draft_vocab_size": 32_000},
+    "peagle": {"draft_vocab_size": 32_000},
+    "dflash": {"num_layers": 2},
+    "draft_model": LLAMA_1B,
+}
+
+
 def check(rehearsal: Rehearsal) -> None:
     """Every gradient is there in bf16 on its device, and the host never waited."""
     for name, weight in rehearsal.head.named_parameters():
@@ -54,15 +71,14 @@ def check(rehearsal: Rehearsal) -> None:
         ("hydra", LLAMA_70B, 3, False),
         ("dflash", LLAMA_8B, 5, True),
         ("dflash", LLAMA_8B, 5, False),
+        ("draft_model", LLAMA_8B, 1, False),
+        ("draft_model", LLAMA_70B, 1, True),
     ],
 )
 def test_a_step_over_chats_gives_every_gradient_and_never_waits(
     head: str, target: str, depths: int, activation_checkpointing: bool
 ) -> None:
-    vocabulary = (
-        {"draft_vocab_size": 32_000} if head in ("eagle3", "peagle") else {"num_layers": 2} if head == "dflash" else {}
-    )
-    config = HEADS[head].Config(ttt_steps=depths, **vocabulary)
+    config = HEADS[head].Config(ttt_steps=depths, **SETTINGS.get(head, {}))
     train = TrainConfig(activation_checkpointing=activation_checkpointing, compile=False, loss_chunk_rows=4096)
     check(rehearse_step(config, PUBLISHED_TARGETS[target].config(), CHATS, train))
 
@@ -74,7 +90,7 @@ def test_a_step_over_single_draft_positions_gives_every_gradient_and_never_waits
 
 
 def test_every_head_is_rehearsed() -> None:
-    expected = {"mtp", "eagle", "eagle3", "peagle", "medusa", "hydra", "dflash"}
+    expected = {"mtp", "eagle", "eagle3", "peagle", "medusa", "hydra", "dflash", "draft_model"}
     assert set(HEADS) == expected, "add the new head to the cases above"
 
 
@@ -97,6 +113,7 @@ def test_every_loss_gives_every_gradient_and_never_waits(kind: LossKind, draft_v
         ("hydra", LLAMA_70B, {}),
         ("dflash", LLAMA_8B, {"num_layers": 2}),
         ("dflash", LLAMA_8B, {"anchors_per_document": 512}),
+        ("draft_model", LLAMA_8B, LLAMA_1B),
     ],
 )
 def test_the_planned_step_is_the_step_that_runs(

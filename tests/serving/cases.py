@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mtptrain.convert.draft_model import copy_first_layers
 from mtptrain.convert.formats import format_for
 from mtptrain.convert.mimo import MIMO_LAYER
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
@@ -102,6 +104,7 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "dflash_K5": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=5),
     "dflash_small_vocabulary": DflashHead.Config(capture_layers=[2, 4], ttt_steps=3, draft_vocab_size=200),
     "dflash_three_layers": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, num_layers=3),
+    "draft_model": DraftModelHead.Config(num_hidden_layers=2),
 }
 
 
@@ -190,6 +193,7 @@ BREAKS: dict[str, dict[str, Break]] = {
         "mask_token": changed_dflash(mask_token_id=3),
         "two_ways": changed_dflash(causal=True),
     },
+    "draft_model": without_norms("model.norm"),
     "peagle": {"mask_hidden": changed("mask_hidden", torch.neg), "mask_token": another_mask_token},
     "medusa": {"blocks": changed("blocks.0.layers.0.weight", torch.neg), "lm_head": another_lm_head},
 }
@@ -216,7 +220,7 @@ class Case:
 
 EVERYWHERE = ("mtp", "eagle", "eagle3")
 """Heads that are tried with every family."""
-IN_TABLE = (*EVERYWHERE, "peagle", "medusa", "dflash")
+IN_TABLE = (*EVERYWHERE, "peagle", "medusa", "dflash", "draft_model")
 """Rows of the README's table for each engine."""
 CASES = [
     *(
@@ -239,6 +243,8 @@ CASES = [
     *(Case("medusa", f"{target}_repeating", tokens) for target in ("llama", "qwen3") for tokens in (1, 3, 5)),
     Case("medusa_two_layers", "llama_repeating"),
     *(Case("mtp_mimo", "mimo", num_speculative_tokens) for num_speculative_tokens in (1, 3)),
+    *(Case("draft_model", target, num_drafts) for target in ("llama", "qwen3") for num_drafts in (1, 3, 5)),
+    *(Case("draft_model", target) for target in ("mistral", "qwen2")),
     Case("mtp", "gemma3_text"),
     Case("eagle", "gemma3_text"),
     Case("eagle3_default_layers", "llama_8_layers"),
@@ -295,9 +301,14 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     """A head with random norms, trained for some steps on what the target answers to random prompts."""
     torch.manual_seed(1)
     head = build_head(HEAD_CONFIGS[kind], target.config)
+    is_of_family = isinstance(head, DraftModelHead) and head.config.model_type == target.config.model_type
+    if is_of_family:  # half of the target's layers often say what all of them say
+        copy_first_layers(head, Path(target.config.name_or_path))
     for name, parameter in head.named_parameters():
         if "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            torch.nn.init.uniform_(parameter, *((0.0, 2.0) if is_of_family else (0.5, 1.5)))
+    if is_of_family:
+        return head.eval().requires_grad_(False)
     share_key_norms(head)
     # A head without a chain cannot learn the circle, but repetition; answers that repeat must begin with all tokens.
     tokens = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48)))

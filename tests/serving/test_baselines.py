@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mtptrain.convert.draft_model import load_draft_model
 from mtptrain.decoding.acceptance import generate_in_batches, summarise
 from mtptrain.decoding.draft import Drafter
-from mtptrain.decoding.drafters import ModelDrafter, PromptLookupDrafter
+from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.vllm_client import EngineRun
-from mtptrain.target.model import load_target
 from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS
 from tests.serving.conftest import OnDisk, plain_job
 
@@ -59,8 +59,9 @@ def test_drafting_without_a_head_has_the_counters_and_answers_of_vllm(
     target = target_of("llama").target
     drafter: Drafter = PromptLookupDrafter(K, max_ngram=4, min_ngram=2)
     if method == "draft_model":
-        small = load_target(small_model, torch.float32, torch.device("cpu"))
-        drafter = ModelDrafter(small, len(target.parts.lm_head), K)
+        cpu, setting = torch.device("cpu"), "acceptance.draft_model"
+        small = load_draft_model(str(small_model), target_of("llama").directory, torch.float32, cpu, setting)
+        drafter = HeadDrafter(small, target.parts, K)
     generations = generate_in_batches(
         target,
         drafter,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtptrain.decoding.draft import Draft
-from mtptrain.decoding.drafters import HeadDrafter, ModelDrafter, TreeDrafter
+from mtptrain.decoding.drafters import HeadDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
@@ -15,7 +15,7 @@ from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.target.model import Target, Verified, load_draft_model, load_target
+from mtptrain.target.model import Target, Verified, load_target
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import make_target
 
@@ -78,6 +78,7 @@ HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
     "hydra": ("hydra", {"ttt_steps": 5, "num_layers": 2}),
 }
 TREE_CASES = [case for case, (name, _) in HEAD_CASES.items() if HEADS[name].drafts_trees]
+CHAIN_CASES = HEAD_CASES | {"draft_model": ("draft_model", {"num_hidden_layers": 2, "hidden_size": 64})}
 
 
 class RecordingDrafter(HeadDrafter):
@@ -111,7 +112,7 @@ def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target,
     )
     target = load_target(directory, torch.float32, torch.device("cpu"))
     torch.manual_seed(1)
-    name, settings = HEAD_CASES[case]
+    name, settings = CHAIN_CASES[case]
     if name == "eagle3":
         settings = {"capture_layers": [1, 2, 3], **settings}
     if issubclass(HEADS[name], LayerHead):
@@ -130,7 +131,7 @@ def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target,
 
 
 @pytest.mark.parametrize("depths", [1, 3, 5])
-@pytest.mark.parametrize("case", HEAD_CASES)
+@pytest.mark.parametrize("case", CHAIN_CASES)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_drafts_and_counts_equal_those_of_a_loop_without_caches(
     tmp_path: Path, model_type: str, case: str, depths: int
@@ -284,35 +285,3 @@ def test_trees_equal_those_of_a_loop_without_caches(
             branches
         )  # ties at the end
         assert all(branch[:-1] in {(), *branches} for branch in branches)
-
-
-@pytest.mark.parametrize("sample_drafts", [False, True])
-def test_a_draft_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(
-    tmp_path: Path, sample_drafts: bool
-) -> None:
-    """Qwen2.5's sizes share a tokenizer, but pad it differently. Random weights choose padding too."""
-    paths = [
-        make_target(tmp_path / name, vocab_size=size, seed=seed)
-        for name, size, seed in (("large", 324, 0), ("small", 260, 1))
-    ]
-    target = load_target(paths[0], torch.float32, torch.device("cpu"))
-    model = load_draft_model(str(paths[1]), paths[0], 64, torch.float32, torch.device("cpu"))
-    drafter = ModelDrafter(model, len(target.parts.lm_head), 3, sample_drafts)
-    settings = {"num_speculative_tokens": 3, "max_new_tokens": 24, "sampler": Sampler(1.0 if sample_drafts else 0.0)}
-    generations = speculate(target, drafter, [[1, 2, 3], [4, 5, 6, 7]], **settings)  # type: ignore[arg-type]
-    assert any(token >= 260 for generation in generations for token in generation.tokens), (
-        "an id that the small model does not know"
-    )
-    if not sample_drafts:
-        plain = target.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=24, do_sample=False, eos_token_id=None)
-        assert generations[0].tokens == plain[0, 3:].tolist()
-
-
-def test_a_draft_model_without_embeddings_for_its_own_tokens_is_refused(tmp_path: Path, tiny_target: Path) -> None:
-    small = make_target(tmp_path, vocab_size=200)
-    message = (
-        r"acceptance\.draft_model: must have an embedding for each token of its tokenizer, ids up to 259, but .* "
-        r"vocab_size 200"
-    )
-    with pytest.raises(ValueError, match=message):
-        load_draft_model(str(small), tiny_target, 64, torch.float32, torch.device("cpu"))

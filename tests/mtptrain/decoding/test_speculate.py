@@ -13,7 +13,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 import mtptrain.decoding.speculate as speculate_module
 import mtptrain.utils.compile as compile_module
 from mtptrain.decoding.draft import Draft, Drafter
-from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
+from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Accepted, Generation, accept_chosen, speculate
 from mtptrain.heads import HEADS
@@ -21,7 +21,7 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.target.model import Target, Verified, load_target
 from mtptrain.target.position_cache import PositionCache
-from tests.conftest import make_target
+from tests.conftest import as_draft_model, make_target
 from tests.mtptrain.heads.test_contract import draw_norms
 
 
@@ -123,7 +123,7 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
         "prompt lookup": PromptLookupDrafter(3),
         "tree": TreeDrafter(head.head, target.parts, 3, num_nodes=20, top_k=4),
         "hybrid": HybridDrafter(head, min_match=2),
-        "model": ModelDrafter(target, 257, 3),
+        "model": HeadDrafter(as_draft_model(target), target.parts, 3),
         COPY: BranchingCopy(target, 3),
     }
     prompts, accepted = random_prompts(24), 0
@@ -334,7 +334,7 @@ def chi_square_p_value(
         "greedy drafts": CertainDrafts(sampled),
         "tree": TreeDrafter(sampled.head, target.parts, 2, num_nodes=7, top_k=3),
         "hybrid": HybridDrafter(sampled, min_match=1),
-        "model": ModelDrafter(target, VOCAB, 2, sample_drafts=True),
+        "model": HeadDrafter(as_draft_model(target), target.parts, 2, sample_drafts=True),
     }
     drafter = drafters[kind]
     counts = torch.zeros(VOCAB, VOCAB, VOCAB)

@@ -59,6 +59,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "dflash, three layers": ("dflash", {"capture_layers": [1, 2], "num_layers": 3}),
     "dflash, draft vocabulary": ("dflash", {"capture_layers": [2], "num_layers": 2, "draft_vocab_size": 20}),
     "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
+    "draft_model": ("draft_model", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
+    "draft_model, smaller, untied": (
+        "draft_model",
+        {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 80, "tie_word_embeddings": False},
+    ),
 }
 
 
@@ -162,15 +167,20 @@ def test_a_document_that_sees_the_previous_one_is_caught(name: str) -> None:
     assert largest_difference(head, run(head, replace(tokens, packing=one_document))) > 1e-2
 
 
+TOKEN_IDS = ("input_ids", "next_ids")
+
+
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_the_states_of_a_document_do_not_depend_on_other_documents(name: str) -> None:
     head = random_head(name)
     tokens = packed_inputs(head)
     before = run(head, tokens)
-    changed = tokens.target_states.clone()
-    changed[:9] = 7.0
-    after = run(head, replace(tokens, target_states=changed))
+    changed = replace(tokens, **{name: getattr(tokens, name).clone() for name in ("target_states", *TOKEN_IDS)})
+    changed.target_states[:9] = 7.0
+    for name in TOKEN_IDS:
+        getattr(changed, name)[:9] = 7
+    after = run(head, changed)
     assert not torch.equal(before[:, :9], after[:, :9])
     assert torch.equal(before[:, 9:], after[:, 9:])
 

@@ -69,7 +69,7 @@ def test_a_head_without_layers_is_refused(name: str) -> None:
 
 @BOTH
 def test_a_start_from_the_targets_layer_is_refused(name: str) -> None:
-    message = rf"head\.start_from_target: must be false for head {name}, which has no decoder layer, but is true; set"
+    message = rf"head\.start_from_target: must be false with head {name}, which cannot start as .*, but is true; set"
     with pytest.raises(ValueError, match=message):
         check_one_start(HEADS[name].Config(start_from_target=True))
 

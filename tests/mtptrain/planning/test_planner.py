@@ -24,10 +24,11 @@ from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
 from mtptrain.hidden_states.store import HiddenStore, StoreManifest
 from mtptrain.planning.costs import MicroBatch, _packing, _step, head_parameters, step_costs, target_costs
-from mtptrain.planning.plan import Plan, make_plan, plan_target_dir
+from mtptrain.planning.plan import Plan, make_plan
 from mtptrain.planning.planner import plan_rows, plan_warnings, print_plan
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.hub import config_dir
 from mtptrain.target.model import load_target
 from mtptrain.training.batches import BatchSchedule
 from tests.conftest import FAMILIES, make_config, make_target, run_program
@@ -121,8 +122,9 @@ def test_without_any_bound_a_million_tokens_are_planned(
         HEADS["eagle3"].Config(capture_layers=[1, 2], draft_vocab_size=40),
         HEADS["medusa"].Config(num_layers=2),
         HEADS["hydra"].Config(num_layers=2),
+        HEADS["draft_model"].Config(num_hidden_layers=2, tie_word_embeddings=True),
     ],
-    ids=["mtp", "eagle", "eagle3", "eagle3 with its own vocabulary", "medusa", "hydra"],
+    ids=["mtp", "eagle", "eagle3", "eagle3 with its own vocabulary", "medusa", "hydra", "draft_model"],
 )
 def test_the_planned_parameters_are_those_of_the_head(head: object, tiny_target: Path) -> None:
     target_config = read_target_config(tiny_target)
@@ -253,6 +255,48 @@ def test_the_training_step_costs_what_the_formula_says(
     expected = flops.per_token * 4 * length + flops.per_row * 4 * rows + flops.per_pair * pairs
     costs = step_costs(MicroBatch(config, target_config, torch.float32, [length] * 4, share, loss_chunk_rows=32))
     assert costs.flops == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_the_training_step_of_a_draft_model_costs_what_the_formula_says(
+    share: float, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token passes all layers, one more of each document too; flash attention has 14 for the formula's 12."""
+    monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)
+    length, rows = 65, round(64 * share)
+    target_config = read_target_config(tiny_target)
+    config = HEADS["draft_model"].Config(num_hidden_layers=2, intermediate_size=80, tie_word_embeddings=False)
+    flops = build_head(config, target_config).step_flops(260, ttt_steps=1)
+    layer = 4 * 64 * 64 + 3 * 64 * 80
+    assert (flops.per_token, flops.per_row) == (6 * 2 * layer, 260 * 64 * 8)
+    attention = flops.per_document_pair * 4 * (length + 1) ** 2 / 2 * 14 / 12
+    expected = flops.per_token * 4 * (length + 1) + flops.per_row * 4 * rows + attention
+    costs = step_costs(MicroBatch(config, target_config, torch.float32, [length] * 4, share, loss_chunk_rows=32))
+    assert costs.flops == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_draft_models_memory_in_serving_is_planned_beside_a_heads(
+    config_for: Callable[..., PipelineConfig],
+) -> None:
+    sizes = (
+        "head.num_hidden_layers=3",
+        "head.hidden_size=128",
+        "head.num_attention_heads=4",
+        "head.intermediate_size=96",
+    )
+    config = config_for("head=draft_model", *sizes, "head.num_key_value_heads=2", "deepspeed=zero1")
+    plan = make_plan(config)
+    layer = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 96 + 2 * 128  # q, o, k, v, MLP, norms
+    weights = 2 * (260 * 128 + 3 * layer + 128)
+    assert plan.serving is not None and weights == 2 * plan.head_parameters
+    assert plan.serving.startswith(
+        f"{weights / 1e9:.3g} GB of weights and {2 * 3 * 2 * 2 * 32} bytes of keys and values"
+    )
+    assert plan.serving.endswith(
+        "256 bytes, the target itself 512 bytes"
+    )  # one key and value head of 64, and two layers
+    assert ("serving", plan.serving) in plan_rows(plan, config)
+    assert make_plan(config_for()).serving is None
 
 
 @pytest.mark.parametrize("lengths", [[2048], [100] * 20], ids=["one document", "twenty documents"])
@@ -520,8 +564,8 @@ def hub(tiny_target: Path) -> Iterator[tuple[str, list[str]]]:
 
 PLAN_OF_HUB = """
 import json, sys
-from mtptrain.planning.plan import plan_target_dir
-print(json.loads((plan_target_dir(sys.argv[1], None) / "config.json").read_text())["hidden_size"])
+from mtptrain.target.hub import config_dir
+print(json.loads((config_dir(sys.argv[1], None) / "config.json").read_text())["hidden_size"])
 """
 
 
@@ -558,7 +602,7 @@ def test_a_target_that_is_nowhere_is_refused_by_name() -> None:
     with pytest.raises(
         FileNotFoundError, match=r"^target\.path: must be a local directory, a hub name or `demo`, but 'not a name'"
     ):
-        plan_target_dir("not a name", None)
+        config_dir("not a name", None)
 
 
 def test_states_that_vllm_does_not_extract_are_not_planned_with_it(tmp_path: Path) -> None:

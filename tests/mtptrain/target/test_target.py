@@ -23,7 +23,7 @@ from transformers import (
 
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.decoding.draft import Drafter
-from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, TreeDrafter
+from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
@@ -33,7 +33,7 @@ from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import DEMO_DIR, load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, check_placement, load_target
 from mtptrain.target.position_cache import PositionCache
-from tests.conftest import FAMILIES, GENERATION_TEMPLATE, WINDOW, make_target, make_tokenizer
+from tests.conftest import FAMILIES, GENERATION_TEMPLATE, WINDOW, as_draft_model, make_target, make_tokenizer
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 60
@@ -131,7 +131,7 @@ def test_greedy_speculation_of_ragged_prompts_equals_plain_decoding(
         "prompt lookup": PromptLookupDrafter(3, min_ngram=1),
         "tree": TreeDrafter(head, target.parts, 3, num_nodes=20, top_k=4),
         "hybrid": HybridDrafter(HeadDrafter(head, target.parts, 3), min_match=1),
-        "model": ModelDrafter(target, len(target.parts.lm_head), 3),
+        "model": HeadDrafter(as_draft_model(target), target.parts, 3),
     }
     drafter = drafters[drafter_name]
     generations = speculate(

@@ -3,6 +3,7 @@ definition."""
 
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.func import functional_call
+from transformers import AutoModel
 
 from mtptrain.config import LossKind
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.hydra import HydraHead
 from mtptrain.heads.layer_head import LayerHead
@@ -32,13 +36,13 @@ Document = tuple[list[int], list[int]]
 
 
 def plain_loss(
-    probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, kind: LossKind, eta: float
+    probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, kind: LossKind, eta: float, data_token: int
 ) -> torch.Tensor:
-    """Of one draft: the target's distribution [V] and the draft's logits [D]."""
+    """Of one draft: the target's distribution [V], the draft's logits [D], and the data's own token."""
     ids = torch.arange(V) if ids is None else ids
     logprobs, inside = logits.log_softmax(-1), probs[ids]
-    if kind == LossKind.ce:
-        wanted = (ids == probs.argmax()).nonzero()
+    if kind in (LossKind.ce, LossKind.data_ce):
+        wanted = (ids == (probs.argmax() if kind == LossKind.ce else data_token)).nonzero()
         return -logprobs[wanted[0, 0]] if len(wanted) else logits.sum() * 0
     kl = (inside * (inside.log() - logprobs)).sum() + (1 - inside.sum())
     if kind == LossKind.kl:
@@ -66,19 +70,31 @@ def plain_step(
         n, teacher = len(ids), (hidden @ frozen.lm_head.T).softmax(-1)
         read = read_of_target(head, hidden, captured if head.capture_layers else None)
         plain_states = plain_layer_states if isinstance(head, LayerHead) else plain_mlp_states
+        if isinstance(head, DraftModelHead):
+            plain_states = plain_model_states
         for depth, out in enumerate(plain_states(head, depths, ids, read, frozen)):
             logits = out @ head.output_weight(frozen).T
             for t in range(n):
                 j = t + 2 + depth
                 if j < n and all(mask[j - 1 - depth : j + 1]):
-                    draft = plain_loss(teacher[j - 1], logits[t], head.draft_token_ids, loss.kind, loss.lk_eta)
-                    feature = F.smooth_l1_loss(out[t], hidden[j - 1])
-                    sums[depth] = sums[depth] + draft + loss.feature_weight * feature
+                    draft = plain_loss(teacher[j - 1], logits[t], head.draft_token_ids, loss.kind, loss.lk_eta, ids[j])
+                    if loss.feature_weight:
+                        draft = draft + loss.feature_weight * F.smooth_l1_loss(out[t], hidden[j - 1])
+                    sums[depth] = sums[depth] + draft
                     counts[depth] += 1
     weights_of = [DECAY**depth for depth in range(depths)]
     total = sum(w * s / max(1, c) for w, s, c in zip(weights_of, sums, counts, strict=True)) / sum(weights_of)
     assert isinstance(total, torch.Tensor)
     return total, [float(s) for s in sums]
+
+
+def plain_model_states(head: DraftModelHead, depths: int, ids: list[int], *_: object) -> Iterator[torch.Tensor]:
+    """The states of a small language model by transformers' own attention: the row of token t + 1 + k is depth k."""
+    stock = AutoModel.from_config(deepcopy(head.config), attn_implementation="eager")
+    weights = {name.removeprefix("model."): x for name, x in head.named_parameters() if name.startswith("model.")}
+    rows = functional_call(stock, weights, kwargs={"input_ids": torch.tensor([ids]), "use_cache": False})[0][0]
+    for depth in range(depths):
+        yield F.pad(rows[1 + depth :], (0, 0, 0, min(1 + depth, len(ids))))
 
 
 def tokens_read(ids: list[int], depth: int) -> torch.Tensor:
@@ -165,6 +181,7 @@ def fast_step(
         weights / weights.sum() / batch.num_drafts.clamp(min=1),
         loss,
         head.draft_token_ids,
+        batch.next_ids[batch.packing.rows + 1] if loss.kind == LossKind.data_ce else None,
     )
     return sums.loss, sums.losses.tolist()
 
@@ -215,7 +232,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
     )
     states = [torch.randn(len(ids), H, generator=generator) for ids, _ in documents]
     aux = [torch.randn(len(ids), max(1, len(head.capture_layers)), H, generator=generator) for ids, _ in documents]
-    loss = LossSettings(kind, 3.0, feature_weight, chunk_rows)
+    loss = LossSettings(kind, 3.0, 0.0 if name == "draft_model" else feature_weight, chunk_rows)
     parameters = list(head.parameters())
     (ours, our_sums), (plain, plain_sums) = (
         step(head, depths, documents, states, aux, frozen, loss) for step in (fast_step, plain_step)

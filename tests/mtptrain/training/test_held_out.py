@@ -34,7 +34,7 @@ def target(tiny_target: Path) -> Target:
 def random_head(target: Target, name: str) -> Head:
     torch.manual_seed(2)
     config = replace(MIMO_HEAD) if name == "mimo" else HEADS[name].Config()
-    if name not in ("mtp", "mimo"):
+    if name in ("eagle3", "peagle", "dflash"):
         config.capture_layers = [0, 1]
     return build_head(replace(config, ttt_steps=DEPTHS), target.config).eval().requires_grad_(False)
 
@@ -70,7 +70,7 @@ def drafted_row_by_row(target: Target, head: Head, generations: list[Generation]
     return [(kl / count, hits / count, int(count)) for kl, hits, count in sums.tolist()]
 
 
-@pytest.mark.parametrize("name", ["mtp", "mimo", "eagle3", "peagle", "medusa", "hydra", "dflash"])
+@pytest.mark.parametrize("name", ["mtp", "mimo", "eagle3", "peagle", "medusa", "hydra", "dflash", "draft_model"])
 def test_held_out_losses_are_those_of_drafting_row_by_row(target: Target, name: str) -> None:
     head = random_head(target, name)
     generations = answers(target, head)

@@ -1,0 +1,165 @@
+"""Loads the weights of small language models that draft: published ones, and copies of the target's first layers."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from mtptrain.convert.base import Tensors
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
+from mtptrain.heads.files import build_head, fill_head
+from mtptrain.target.checkpoint_check import check_weights
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import load_tokenizer, resolve_target, weight_files
+
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+"""Tensors with one row for each token."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def load_draft_model(
+    path: str, target_dir: Path, dtype: torch.dtype, device: torch.device, setting: str
+) -> DraftModelHead:
+    """Returns a published language model that drafts for the target, ready for inference.
+
+    Args:
+        path: a directory or a hub name.
+        target_dir: the target's directory.
+        dtype: dtype of its weights.
+        device: device of its weights.
+        setting: name of the setting, for error messages.
+
+    Raises:
+        FileNotFoundError: `path` is neither a directory nor a hub name.
+        ValueError: it is not a language model with the target's tokenizer.
+    """
+    published_config(path, read_target_config(target_dir), setting)
+    config = DraftModelHead.Config(init_from=path)
+    head = build_head(config, read_target_config(target_dir))
+    filled = fill_head(head, initial_weights(config, target_dir, setting)[1], dtype, device)
+    assert isinstance(filled, DraftModelHead)
+    return filled
+
+
+def initial_weights(
+    config: DraftModelHead.Config, target_dir: Path, setting: str = "head.init_from"
+) -> tuple[Path, Tensors]:
+    """Returns the directory of `init_from`, and its weights with as many rows for tokens as the target has.
+
+    Raises:
+        FileNotFoundError: `init_from` is neither a directory nor a hub name.
+        ValueError: its tokenizer is not the target's, or its files do not hold the tensors that its config describes.
+    """
+    assert config.init_from is not None
+    target_config = read_target_config(target_dir)
+    with torch.device("meta"):
+        expected = {name: tuple(x.shape) for name, x in build_head(config, target_config).state_dict().items()}
+    if (own := Path(config.init_from) / "head.json").is_file():
+        directory = own.parent
+        tensors = _read([directory / "head.safetensors"], expected)
+    else:
+        directory = resolve_target(config.init_from, setting=setting)
+        check_tokenizer(directory, target_dir, setting)
+        check_weights(directory)
+        tensors = _read(weight_files(directory), expected)
+    tensors = {name: _padded(x, expected[name]) if name in VOCABULARY else x for name, x in tensors.items()}
+    wrong = next(
+        (name for name in expected if name not in tensors or tuple(tensors[name].shape) != expected[name]), None
+    )
+    if wrong is not None:
+        found = f"of shape {tuple(tensors[wrong].shape)}" if wrong in tensors else "absent"
+        raise ValueError(
+            f"{setting}: {wrong} of {directory} must be of shape {expected[wrong]}, as its config.json describes, but "
+            f"is {found}; choose a language model, or download it again"
+        )
+    return directory, tensors
+
+
+def check_start(config: HeadConfig, target_dir: Path) -> None:
+    """Check, before any long work, that the language model of `head.init_from` has the target's tokenizer.
+
+    Raises:
+        FileNotFoundError: it does not exist, or has no weights.
+        ValueError: its tokenizer is not the target's, or its files do not belong to its config.
+    """
+    if not isinstance(config, DraftModelHead.Config) or config.init_from is None:
+        return
+    if not (Path(config.init_from) / "head.json").is_file():
+        directory = resolve_target(config.init_from, setting="head.init_from")
+        check_tokenizer(directory, target_dir, "head.init_from")
+        check_weights(directory)
+
+
+def _read(files: list[Path], names: dict[str, tuple[int, ...]]) -> Tensors:
+    tensors: Tensors = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in names.keys() & set(file.keys())}
+    return tensors
+
+
+def _padded(table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns a table with a row for each token of the target. A token that the model lacks gets the mean row.
+
+    The logit of the mean row is the mean of all logits, so the model never thinks such a token the likeliest.
+    """
+    missing = shape[0] - len(table)
+    if missing <= 0:
+        return table
+    mean = table.float().mean(0, keepdim=True).to(table.dtype)
+    return torch.cat([table, mean.expand(missing, -1)])
+
+
+def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
+    """Check that a language model has the target's tokenizer, and an embedding for each of its tokens.
+
+    A model without tokenizer files is accepted if its vocabulary has the target's size.
+
+    Raises:
+        ValueError: the tokenizers differ, or cannot be compared.
+    """
+    vocab_size, target_size = (read_target_config(each).vocab_size for each in (directory, target_dir))
+    without = [each for each in (directory, target_dir) if not any((each / name).is_file() for name in TOKENIZER_FILES)]
+    if without:
+        if vocab_size == target_size:
+            return
+        raise ValueError(
+            f"{setting}: must have the target's tokenizer if its vocab_size, {vocab_size}, is not the target's, "
+            f"{target_size}, but {without[0]} has no tokenizer files; copy them there"
+        )
+    vocab = load_tokenizer(directory).get_vocab()
+    if vocab != load_tokenizer(target_dir).get_vocab():
+        raise ValueError(
+            f"{setting}: must have the target's tokenizer, but the vocabulary of {directory} differs from that of "
+            f"{target_dir}; choose a smaller model of the same family"
+        )
+    if vocab_size <= max(vocab.values()):
+        raise ValueError(
+            f"{setting}: must have an embedding for each token of its tokenizer, ids up to {max(vocab.values())}, but "
+            f"{directory} has vocab_size {vocab_size}; choose another model"
+        )
+
+
+@torch.no_grad()
+def copy_first_layers(head: DraftModelHead, target_dir: Path) -> None:
+    """Copy the target's embeddings, first decoder layers, final norm and lm_head into a draft model.
+
+    Raises:
+        ValueError: the model has another family, other sizes or more layers than the target.
+    """
+    target = read_target_config(target_dir)
+    names = ("model_type", *SIZES, "tie_word_embeddings", "head_dim")
+    ours, theirs = ({name: getattr(each, name, None) for name in names} for each in (head.config, target))
+    num_layers = int(ours.pop("num_hidden_layers") or 0), int(theirs.pop("num_hidden_layers") or 0)
+    different = [name for name in ours if ours[name] != theirs[name]]
+    if different or num_layers[0] > num_layers[1]:
+        name = different[0] if different else "num_hidden_layers"
+        wanted = theirs[name] if different else f"at most {num_layers[1]}"
+        raise ValueError(
+            f"head.{name}: must be {wanted}, as in the target, with head.start_from_target=true, but is "
+            f"{ours[name] if different else num_layers[0]}; leave it out, or set head.start_from_target=false"
+        )
+    state = head.state_dict()
+    tensors = _read(weight_files(target_dir), {name: tuple(x.shape) for name, x in state.items()})
+    head.load_state_dict(tensors)

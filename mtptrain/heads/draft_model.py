@@ -1,0 +1,279 @@
+"""Head `draft_model`: a small language model that has the target's vocabulary.
+
+It reads tokens alone, each at its own position, and never the target's states. The row of token t + 1 predicts token
+t + 2, so it is depth 0 of draft position t. In serving its cache holds keys of real tokens, as in training, so depth k
+of draft position t is depth 0 of position t + k: one depth trains all of them. Fast Inference from Transformers via
+Speculative Decoding (arXiv 2211.17192).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from mtptrain.heads.attention.documents import DOCUMENTS_OR_CACHE, longer_documents
+from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.flops import StepFlops
+from mtptrain.heads.packing import PackedTokens
+from mtptrain.target.families import head_rope_parameters, read_target_config, sliding_window
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.hub import config_dir
+from mtptrain.target.model import Verified, family_mask
+from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.utils.files import read_json
+from mtptrain.utils.settings import at_least
+
+TRAINED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that can be trained: dense layers, whose scores are scaled by 1 / sqrt(head_dim)."""
+
+
+class DraftModelHead(Head):
+    """A causal language model of transformers. The names of its tensors are those of a stock checkpoint."""
+
+    starts_from_target = True
+
+    @dataclass
+    class Config(HeadConfig):
+        """Settings of the model. Sizes are for random weights only: with `init_from`, its config.json has them.
+
+        `init_from` is a language model here, as a directory or a hub name, or a head of another run.
+        """
+
+        name: str = "draft_model"
+        ttt_steps: int = at_least(1, default=1)
+        """Number of depths in the loss. All depths compute the same rows, so 1 trains every number of drafts."""
+        hidden_size: int | None = None
+        """null takes the target's, here and for the sizes below."""
+        num_hidden_layers: int | None = None
+        """null takes one layer."""
+        num_attention_heads: int | None = None
+        num_key_value_heads: int | None = None
+        intermediate_size: int | None = None
+        tie_word_embeddings: bool | None = None
+        """Whether the output layer is the embedding table."""
+        start_from_target: bool = False
+        """Start as the target's embeddings, first layers, final norm and lm_head. All sizes must be the target's,
+        except the number of layers."""
+
+    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+        super().__init__(config, target_config)
+        self.config = model_config(config, target_config)
+        self.target_hidden_size = int(target_config.hidden_size)
+        self.context_tokens = int(self.config.max_position_embeddings)
+        model = AutoModelForCausalLM.from_config(
+            self.config, dtype=torch.get_default_dtype(), attn_implementation=DOCUMENTS_OR_CACHE
+        )
+        self.model = model.model
+        self.lm_head = None if self.config.tie_word_embeddings else model.lm_head
+        for layer in self.model.layers:
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+    @classmethod
+    def check_trainable(cls, config: Config, target_config: PreTrainedConfig) -> None:
+        """Refuse language models whose attention differs from `depth_attention`, or whose logits are capped."""
+        found = model_config(config, target_config)
+        window, family = sliding_window(found), found.model_type
+        if family not in TRAINED_MODEL_TYPES or window is not None:
+            what = family if window is None else f"{family} with a sliding window of {window} tokens"
+            raise ValueError(
+                f"head.init_from: a draft model that is trained must be one of {', '.join(TRAINED_MODEL_TYPES)} with "
+                f"full attention, but is {what}; choose another model, or measure this one untrained with "
+                "acceptance.draft_model"
+            )
+
+    def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
+        """Training: run the model once over all documents, and return the rows of all depths [T, M, H].
+
+        H is the model's own hidden size. The model reads the first token of each document and the token after each of
+        its tokens: N + documents rows.
+        """
+        self._checkpoint_layers(self.activation_checkpointing)
+        packing = tokens.packing
+        documents = longer_documents(packing)
+        num_rows, device = documents.segments[0].queries.stop, packing.positions.device  # type: ignore[union-attr]
+        # 1. Put the first token of each document in front of the tokens after each token.
+        firsts, first_rows = packing.document_offsets[:-1], documents.document_offsets[:-1]
+        next_rows = torch.arange(len(packing.positions), device=device) + (packing.positions == 0).cumsum(0)  # [N]
+        ids, positions = torch.zeros(2, num_rows, dtype=torch.long, device=device)
+        ids[first_rows], ids[next_rows] = tokens.input_ids[firsts], tokens.next_ids
+        positions[next_rows] = packing.positions + 1
+        # 2. Run the model, and take the row of token t + 1 + k for depth k of draft position t.
+        states = self.model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, documents=documents
+        ).last_hidden_state[0]
+        depths = torch.arange(ttt_steps, device=device)[:, None]
+        rows = (next_rows[packing.rows] + depths).clamp(max=num_rows - 1)  # [T, M]
+        picked: torch.Tensor = F.embedding(rows, states)
+        return picked
+
+    def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
+        """Read the tokens up to the newest one that the model has not read; see `Head.draft_first`."""
+        positions, row = verified.positions + 1, verified.last_row
+        if cache.get_seq_length() == 0:  # the first token too, at position 0
+            positions, row = F.pad(positions, (1, 0)), row + 1
+        states = self._read(verified.tokens.gather(1, positions), positions, cache)
+        newest = states[torch.arange(len(row), device=row.device), row]
+        return FirstStates(newest[:, None], newest)
+
+    def draft_next(
+        self,
+        fed_back: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        parts: FrozenParts,
+        cache: PositionCache,
+        tree: TreeRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the drafted tokens, each one position after its row; see `Head.draft_next`."""
+        assert tree is None, "a draft model drafts chains only"
+        states = self._read(tokens, positions + 1, cache)
+        return states, states
+
+    def _read(self, tokens: torch.Tensor, positions: torch.Tensor, cache: PositionCache) -> torch.Tensor:
+        """Returns the states after the final norm [B, S, H] of tokens [B, S] at these positions."""
+        self._checkpoint_layers(False)
+        mask = family_mask(self.config.model_type, sliding_window(self.config), cache.begin(positions), positions)
+        output = self.model(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+        states: torch.Tensor = output.last_hidden_state
+        return states
+
+    def output_weight(self, parts: FrozenParts) -> torch.Tensor:
+        """Returns the model's own output layer [V, H], which may be its embedding table."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
+        """Returns the model's logits [..., V], soft-capped if its family caps them."""
+        logits = super().logits(states, parts)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
+        """Returns the FLOPs of a training step: every token passes all layers, every row the output layer."""
+        linear = [module for module in self.model.modules() if isinstance(module, torch.nn.Linear)]
+        query_size = sum(layer.self_attn.o_proj.in_features for layer in self.model.layers)
+        return StepFlops(
+            per_token=6 * sum(module.weight.numel() for module in linear),
+            per_row=vocab_size * (6 * ttt_steps * self.config.hidden_size + 2 * self.target_hidden_size),
+            per_pair=0,
+            per_document_pair=12 * query_size,
+        )
+
+    def _checkpoint_layers(self, is_on: bool) -> None:
+        for layer in self.model.layers:
+            layer.gradient_checkpointing = is_on
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "DraftModelHead":
+        """Cast or move the model, but keep its rotary frequencies in fp32: bf16 would round them."""
+        rotary = self.model.rotary_emb
+        exact = dict(rotary.named_buffers())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in exact.items():
+            setattr(rotary, name, buffer.to(rotary.get_buffer(name).device))
+        return self
+
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def model_config(config: DraftModelHead.Config, target_config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of the language model, with the target's vocabulary size.
+
+    Raises:
+        FileNotFoundError: `init_from` is neither a directory nor a hub name.
+        ValueError: `init_from` is not a language model, its vocabulary is larger than the target's, or sizes are
+            missing, wrong or in contradiction to it.
+    """
+    found = _random_config(config, target_config) if config.init_from is None else _published(config, target_config)
+    found.vocab_size = target_config.vocab_size
+    # transformers would not train the embedding of this token.
+    found.pad_token_id = None
+    return found
+
+
+def _published(config: DraftModelHead.Config, target_config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of the model in `init_from`."""
+    assert config.init_from is not None
+    found = published_config(config.init_from, target_config)
+    for name in (*SIZES, "tie_word_embeddings"):
+        wanted, there = getattr(config, name), getattr(found, name)
+        if wanted not in (None, there):
+            raise ValueError(
+                f"head.{name}: must be left out with head.init_from={config.init_from}, whose config.json says {there}"
+                f", but is {wanted}; remove it"
+            )
+    return found
+
+
+def published_config(path: str, target_config: PreTrainedConfig, setting: str = "head.init_from") -> PreTrainedConfig:
+    """Returns the config of a published language model, or of a head of another run.
+
+    Args:
+        path: a directory or a hub name.
+        target_config: the target's config.
+        setting: name of the setting, for error messages.
+    """
+    if (Path(path) / "head.json").is_file():
+        stored: dict[str, Any] = read_json(Path(path) / "head.json", "copy it again, or train again")["head"]
+        if stored["name"] != "draft_model":
+            raise ValueError(
+                f"{setting}: must be a language model, but {path} holds a head {stored['name']}; set "
+                f"head={stored['name']}, or choose a language model"
+            )
+        known = {field.name for field in fields(DraftModelHead.Config)}
+        settings = {name: value for name, value in stored.items() if name in known}
+        return model_config(DraftModelHead.Config(**settings), target_config)
+    directory = config_dir(path, setting=setting)
+    try:
+        found = read_target_config(directory)
+    except ValueError as error:
+        raise ValueError(
+            f"{setting}: must be a language model that mtptrain can run, but {directory} is not: "
+            f"{str(error).removeprefix('target.path: ')}"
+        ) from error
+    if found.vocab_size > target_config.vocab_size:
+        raise ValueError(
+            f"{setting}: the vocabulary must have at most {target_config.vocab_size} rows, as many as the target's, "
+            f"but {directory} has vocab_size {found.vocab_size}; choose a model with the target's vocabulary"
+        )
+    return found
+
+
+def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of a model of the target's family if it can be trained, else of a Llama."""
+    sizes = {name: getattr(config, name) for name in SIZES}
+    sizes["num_hidden_layers"] = 1 if sizes["num_hidden_layers"] is None else sizes["num_hidden_layers"]
+    sizes = {name: getattr(target, name) if size is None else size for name, size in sizes.items()}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"head.{name}: must be a number of at least 1, but is {size}; correct it")
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if sizes["hidden_size"] % (2 * heads) or heads % kv_heads:
+        raise ValueError(
+            "head.num_attention_heads: must divide head.hidden_size into even head dims, and head.num_key_value_heads "
+            f"must divide it, but they are {heads}, {sizes['hidden_size']} and {kv_heads}; change one of them"
+        )
+    has_target_heads = (sizes["hidden_size"], heads) == (target.hidden_size, target.num_attention_heads)
+    head_dim = getattr(target, "head_dim", None) if has_target_heads else None
+    tied = target.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
+    return AutoConfig.for_model(
+        target.model_type if target.model_type in TRAINED_MODEL_TYPES else "llama",
+        **sizes,
+        vocab_size=target.vocab_size,
+        head_dim=head_dim or sizes["hidden_size"] // heads,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_parameters=head_rope_parameters(target),
+        tie_word_embeddings=tied,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+        sliding_window=None,
+    )

@@ -1,0 +1,308 @@
+"""A published language model becomes a draft model of the target's vocabulary, or is refused with the reason."""
+
+import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mtptrain.convert.draft_model import copy_first_layers, initial_weights, load_draft_model
+from mtptrain.convert.warm_start import load_init
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.prompts import check_head_context
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import speculate
+from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.files import build_head, save_head
+from mtptrain.target.families import read_target_config
+from mtptrain.target.model import load_target
+from tests.conftest import FAMILIES, make_config, make_target, run_program
+
+CPU = torch.device("cpu")
+Config = DraftModelHead.Config
+
+
+def load(path: Path | str, target: Path) -> DraftModelHead:
+    return load_draft_model(str(path), target, torch.float32, CPU, "acceptance.draft_model")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_training_computes_the_logits_of_the_published_model(family: str, tied: bool, tmp_path: Path) -> None:
+    """Each document alone, by transformers."""
+    from mtptrain.heads.packing import PackedTokens, Packing
+
+    # transformers gives the tokenizer of a Qwen2 one token more.
+    target = make_target(tmp_path / "target", family, FAMILIES[family][1], vocab_size=264)
+    settings = FAMILIES[family][1] | {"tie_word_embeddings": tied}
+    published = make_target(tmp_path / "draft", family, settings, seed=1, hidden_size=96, vocab_size=264)
+    config = Config(init_from=str(published))
+    head = build_head(config, read_target_config(target))
+    head.load_state_dict(load_init(str(published), config, target))
+    plain = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    documents = [torch.randint(0, 260, (length,)) for length in (7, 4, 9)]
+    packing = Packing.of([len(ids) - 1 for ids in documents])
+    packed = PackedTokens(
+        torch.zeros(sum(packing.document_lengths), 64),
+        torch.cat([ids[:-1] for ids in documents]),
+        torch.cat([ids[1:] for ids in documents]),
+        packing,
+    )
+    parts = load_target(target, torch.float32, CPU).parts
+    logits = head.logits(head(packed, parts, 1)[0], parts)
+    expected = torch.cat([plain(ids[None]).logits[0, 1:] for ids in documents])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sample_drafts", [False, True])
+def test_a_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_path: Path, sample_drafts: bool) -> None:
+    """Qwen2.5's sizes share a tokenizer, but pad it differently. Random weights choose padding too."""
+    paths = [
+        make_target(tmp_path / name, vocab_size=size, seed=seed)
+        for name, size, seed in (("large", 324, 0), ("small", 260, 1))
+    ]
+    target = load_target(paths[0], torch.float32, CPU)
+    drafter = HeadDrafter(load(paths[1], paths[0]), target.parts, 3, sample_drafts)
+    settings: dict[str, Any] = {"num_speculative_tokens": 3, "max_new_tokens": 24}
+    sampler = Sampler(1.0 if sample_drafts else 0.0)
+    generations = speculate(target, drafter, [[1, 2, 3], [4, 5, 6, 7]], sampler=sampler, **settings)
+    assert any(token >= 260 for generation in generations for token in generation.tokens), (
+        "an id that the small model does not know"
+    )
+    if not sample_drafts:
+        plain = target.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert generations[0].tokens == plain[0, 3:].tolist()
+
+
+def test_a_row_that_pads_the_vocabulary_has_the_mean_logit(tmp_path: Path) -> None:
+    target, small = make_target(tmp_path / "target", vocab_size=300), make_target(tmp_path / "small", seed=1)
+    head = load(small, target)
+    states = torch.randn(5, 64)
+    logits = head.logits(states, load_target(target, torch.float32, CPU).parts)
+    assert logits.shape == (5, 300)
+    torch.testing.assert_close(logits[:, 260:], logits[:, :260].mean(1, keepdim=True).expand(-1, 40))
+
+
+def test_a_head_of_another_run_is_a_start_too(tmp_path: Path, tiny_target: Path) -> None:
+    first = Config(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)
+    head = build_head(first, read_target_config(tiny_target))
+    save_head(tmp_path, head.state_dict(), first, {})
+    directory, state = initial_weights(Config(init_from=str(tmp_path)), tiny_target)
+    assert directory == tmp_path and state.keys() == head.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
+
+
+def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path) -> None:
+    target = make_target(tmp_path, num_hidden_layers=3)
+    head = build_head(Config(num_hidden_layers=2), read_target_config(target))
+    assert isinstance(head, DraftModelHead)
+    copy_first_layers(head, target)
+    tensors = load_file(target / "model.safetensors")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in head.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": 32}, "head.hidden_size: must be 64, as in the target, with head.start_from_target=true, but "),
+        ({"num_hidden_layers": 4}, "head.num_hidden_layers: must be at most 2, as in the target, with"),
+        ({"tie_word_embeddings": False}, "head.tie_word_embeddings: must be True, as in the target"),
+    ],
+)
+def test_a_start_from_a_target_of_other_sizes_is_refused(
+    settings: dict[str, Any], message: str, tiny_target: Path
+) -> None:
+    head = build_head(Config(**settings), read_target_config(tiny_target))
+    assert isinstance(head, DraftModelHead)
+    with pytest.raises(ValueError, match=message):
+        copy_first_layers(head, tiny_target)
+
+
+def change_config(directory: Path, **settings: object) -> Path:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | settings))
+    return directory
+
+
+def other_tokenizer(tmp_path: Path) -> Path:
+    directory = make_target(tmp_path)
+    text = (directory / "tokenizer.json").read_text()
+    (directory / "tokenizer.json").write_text(text.replace('"<user>"', '"<human>"'))
+    return directory
+
+
+def without_tokenizer(tmp_path: Path) -> Path:
+    directory = make_target(tmp_path, vocab_size=259)
+    (directory / "tokenizer.json").unlink()
+    return directory
+
+
+def without_a_norm(tmp_path: Path) -> Path:
+    directory = make_target(tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+BAD_MODELS = {
+    "a larger vocabulary": (
+        lambda path: make_target(path, vocab_size=300),
+        r"head\.init_from: the vocabulary must have at most 260 rows, as many as .* has vocab_size 300",
+    ),
+    "another tokenizer": (other_tokenizer, r"head\.init_from: must have the target's tokenizer, but the vocabulary of"),
+    "fewer rows and no tokenizer": (
+        without_tokenizer,
+        r"head\.init_from: must have the target's tokenizer if its vocab_size, 259, is not the target's, 260, but "
+        ".* has no tokenizer files",
+    ),
+    "fewer rows than tokens": (
+        lambda path: make_target(path, vocab_size=200),
+        r"head\.init_from: must have an embedding for each token of its tokenizer, ids up to 259, but .* 200",
+    ),
+    "no language model": (
+        lambda path: change_config(make_target(path), model_type="bert"),
+        r"head\.init_from: must be a language model that mtptrain can run, but .* is not: the target's family must",
+    ),
+    "a missing tensor": (
+        without_a_norm,
+        r"head\.init_from: model\.norm\.weight of .* must be of shape \(64,\), as its config\.json describes, but is "
+        "absent",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_MODELS)
+def test_a_model_that_cannot_draft_for_the_target_is_refused(bad: str, tmp_path: Path, tiny_target: Path) -> None:
+    make, message = BAD_MODELS[bad]
+    path = make(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_init(str(path), Config(init_from=str(path)), tiny_target)
+    with pytest.raises(ValueError, match=message.replace(r"head\.init_from", r"acceptance\.draft_model")):
+        load(path, tiny_target)
+
+
+def test_a_model_without_tokenizer_is_accepted_if_its_vocabulary_has_the_targets_size(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    shutil.copytree(tiny_target, tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").unlink()
+    assert load(tmp_path / "model", tiny_target).context_tokens == 512
+
+
+def test_a_head_of_another_kind_is_no_language_model(tmp_path: Path, tiny_target: Path) -> None:
+    (tmp_path / "head.json").write_text('{"head": {"name": "mtp"}}')
+    with pytest.raises(ValueError, match=r"head\.init_from: must be a language model, but .* holds a head mtp; set"):
+        build_head(Config(init_from=str(tmp_path)), read_target_config(tiny_target))
+
+
+def test_a_model_that_is_nowhere_is_refused_by_name(tiny_target: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"head\.init_from: must be a local directory, a hub name or `demo`, but"
+    ):
+        build_head(Config(init_from="/none"), read_target_config(tiny_target))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": 0}, "head.hidden_size: must be a number of at least 1, but is 0"),
+        ({"num_attention_heads": 5}, "head.num_attention_heads: must divide head.hidden_size into even head dims"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "they are 4, 64 and 3; change one of them"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(settings: dict[str, Any], message: str, tiny_target: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_head(Config(**settings), read_target_config(tiny_target))
+
+
+def test_sizes_beside_a_published_model_are_refused(tiny_target: Path) -> None:
+    message = r"head\.hidden_size: must be left out with head\.init_from=.*, whose config\.json says 64, but is 32"
+    with pytest.raises(ValueError, match=message):
+        build_head(Config(init_from=str(tiny_target), hidden_size=32), read_target_config(tiny_target))
+
+
+@pytest.mark.parametrize("family", ["mistral with window", "qwen3 with window", "gemma3_text", "deepseek_v2"])
+def test_a_model_whose_attention_is_not_trained_here_is_refused_for_training(family: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path, *FAMILIES[family])
+    message = r"head\.init_from: a draft model that is trained must be one of llama, mistral, qwen2, qwen3 with full"
+    with pytest.raises(ValueError, match=message):
+        DraftModelHead.check_trainable(Config(init_from=str(target)), read_target_config(target))
+    DraftModelHead.check_trainable(Config(), read_target_config(target))  # a random one is trainable
+
+
+def test_a_loss_between_states_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"train\.feature_weight: must be 0 with head draft_model, .* but is 0.5"):
+        make_config("head=draft_model", "train.feature_weight=0.5")
+
+
+def test_casting_to_bf16_does_not_round_the_rotary_frequencies(tiny_target: Path) -> None:
+    head = load(tiny_target, tiny_target)
+    before = head.model.rotary_emb.inv_freq.clone()
+    head.bfloat16()
+    assert head.model.norm.weight.dtype == torch.bfloat16
+    assert head.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(head.model.rotary_emb.inv_freq, before)
+
+
+DRAFT = ("head=draft_model", "head.ttt_steps=1", "head.num_hidden_layers=1", "train.max_steps=6")
+
+
+def run(program: str, *overrides: str, num_ranks: int = 1) -> None:
+    result = run_program(program, *overrides, num_ranks=num_ranks)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def figures(run_dir: Path) -> list[tuple[float, float]]:
+    lines = (run_dir / "train/metrics.jsonl").read_text().splitlines()
+    found = [record for record in map(json.loads, lines) if "loss" in record]
+    return [(record["loss"], record["grad_norm"]) for record in found]
+
+
+def test_tied_weights_get_their_gradient_once_whatever_the_ranks_and_zero_stage(
+    fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    """Then the trained model is exported, and transformers reads the directory as it is."""
+    run_dir, settings = fresh_run
+    fp32 = ("deepspeed.bf16.enabled=false", "train.validation_prompts=0")
+    shutil.copytree(run_dir, tmp_path / "plain")
+    run("mtptrain.train", *settings, *DRAFT, "deepspeed=zero0", *fp32[1:], f"run_dir={tmp_path}/plain")
+    run("mtptrain.train", *settings, *DRAFT, "deepspeed=zero2", *fp32, num_ranks=2)
+    ours, plain = figures(run_dir), figures(tmp_path / "plain")
+    assert len(ours) == 6 and ours[-1][0] < ours[0][0]
+    for one, other in zip(ours, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    run("mtptrain.export", *settings, *DRAFT)
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "export/vllm")
+    trained = load_file(run_dir / "train/best/head.safetensors")
+    written = dict(model.named_parameters())  # a tied weight once
+    assert written.keys() == trained.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
+    assert AutoTokenizer.from_pretrained(run_dir / "export/vllm").get_vocab()["<|end|>"] == 256
+
+
+def test_a_model_with_a_short_context_is_refused_before_extraction(
+    fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    short = change_config(make_target(tmp_path / "draft", seed=1), max_position_embeddings=100)
+    result = run_program("data_prep.hidden_states", *fresh_run[1], *DRAFT[:2], f"head.init_from={short}")
+    assert result.returncode != 0
+    assert "prompts.max_document_tokens: documents must have at most 100 tokens, the max_position" in result.stderr
+
+
+@pytest.mark.parametrize(("num_drafts", "is_refused"), [(20, False), (21, True)])
+def test_more_drafts_than_the_context_of_the_model_are_refused(
+    num_drafts: int, is_refused: bool, tmp_path: Path, tiny_target: Path
+) -> None:
+    small = change_config(make_target(tmp_path, seed=1), max_position_embeddings=100)
+    head = load(small, tiny_target)
+    prompts = [[1] * 70, [1] * 30]
+    message = "head: must read the longest prompt with its response and drafts, 101 tokens, but has a context"
+    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+        check_head_context(head, prompts, 10, num_drafts, "head")
