@@ -19,6 +19,7 @@ from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.training.validation import Validated
 from mtptrain.utils.distributed import Ranks
+from tests.mtptrain.heads.test_contract import draw_norms
 
 DEPTHS = 3
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6] * 12]
@@ -31,8 +32,10 @@ def target(tiny_target: Path) -> Target:
 
 def random_head(target: Target, name: str) -> Head:
     torch.manual_seed(2)
-    settings = {} if name == "mtp" else {"capture_layers": [0, 1]}
-    return build_head(HEADS[name].Config(ttt_steps=DEPTHS, **settings), target.config).eval().requires_grad_(False)
+    settings = {"capture_layers": [0, 1]} if name in ("eagle3", "peagle") else {}
+    head = build_head(HEADS[name].Config(ttt_steps=DEPTHS, **settings), target.config).eval().requires_grad_(False)
+    draw_norms(head)
+    return head
 
 
 def answers(target: Target, head: Head) -> list[Generation]:
