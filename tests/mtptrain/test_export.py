@@ -25,6 +25,7 @@ from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.export import check_directory_name, check_tensors, export, reload_head, write_head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, load_head, save_head
 from mtptrain.heads.layers import head_dims
+from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, load_frozen_parts
@@ -104,6 +105,19 @@ def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported
     save_file(tensors, exported / "model.safetensors")
     broken = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document)
     assert not torch.equal(ours, broken)
+
+
+@pytest.mark.parametrize("depths", [1, 2, 5])
+def test_the_proof_compares_every_depth_that_a_head_is_bound_to(tiny_target: Path, depths: int) -> None:
+    target_config, parts = read_target_config(tiny_target), load_frozen_parts(tiny_target)
+    head = random_head(MedusaHead.Config(ttt_steps=depths), target_config).eval()
+    document = random_document(head, parts)
+    before = propose(head, parts, *document)
+    with torch.no_grad():
+        head.blocks[depths - 1].layers[0].weight.neg_()
+    after = propose(head, parts, *document)
+    assert before.shape == (8, ROUNDS + 1, depths) and torch.equal(before[..., :-1], after[..., :-1])
+    assert not torch.equal(before[..., -1], after[..., -1])
 
 
 @pytest.mark.parametrize(
@@ -233,6 +247,7 @@ def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,3]", "head.draft_vocab_size=96")
 EXPORTS = {
+    "vllm, medusa": ("vllm", ("head=medusa", "head.num_layers=2"), "MedusaModel", "medusa"),
     "vllm, eagle3": ("vllm", EAGLE3, "LlamaForCausalLMEagle3", "eagle3"),
     "sglang, eagle3": ("sglang", EAGLE3, "LlamaForCausalLMEagle3", "EAGLE3"),
     "sglang, mtp": ("sglang", (), "MiMoForCausalLM", "EAGLE"),
@@ -309,6 +324,11 @@ def test_what_is_refused_is_refused_before_anything_is_read_or_written(
     overrides = ("export.engine=sglang", "head=eagle3", "head.capture_layers=[1,4]")
     config = make_config(f"run_dir={tmp_path}/run", f"target.path={target_of_four_layers}", *overrides)
     with pytest.raises(ValueError, match=r"head\.capture_layers: must be below the target's last layer"):
+        export(config)
+    config = make_config(f"run_dir={tmp_path}/run", f"target.path={target_of_four_layers}", "head=hydra")
+    with pytest.raises(
+        ValueError, match=r"head: must be one of .* to be exported, but is hydra, which no engine has a"
+    ):
         export(config)
     config = make_config(f"run_dir={tmp_path}/dflash", f"target.path={target_of_four_layers}", "export.engine=vllm")
     with pytest.raises(ValueError, match="vLLM must not infer a method other than"):

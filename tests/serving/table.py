@@ -36,8 +36,8 @@ LEGEND = f"""
 dtype of vLLM's CPU kernels there; acceptance lengths are within 2 %. *{CHECKED}*: the files are
 checked, but not served. *{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves
 it. Llama and Qwen3 are tested with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with
-its own lm_head and with the flags of EAGLE-3.1; the others with K = 3. `peagle` is tested with
-K = 1 and 5 too on a Llama that repeats tokens.
+its own lm_head and with the flags of EAGLE-3.1; the others with K = 3. `peagle` and `medusa` are
+tested with K = 1 and 5 too on a Llama that repeats tokens, `medusa` also on such a Qwen3.
 """
 
 

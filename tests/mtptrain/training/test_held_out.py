@@ -21,6 +21,7 @@ from mtptrain.training.losses import LossSettings
 from mtptrain.training.validation import Validated
 from mtptrain.utils.distributed import Ranks
 from tests.mimo import MIMO_HEAD
+from tests.mtptrain.heads.test_contract import draw_norms
 
 DEPTHS = 3
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6] * 12]
@@ -36,7 +37,9 @@ def random_head(target: Target, name: str) -> Head:
     config = replace(MIMO_HEAD) if name == "mimo" else HEADS[name].Config()
     if name in ("eagle3", "peagle", "dflash"):
         config.capture_layers = [0, 1]
-    return build_head(replace(config, ttt_steps=DEPTHS), target.config).eval().requires_grad_(False)
+    head = build_head(replace(config, ttt_steps=DEPTHS), target.config).eval().requires_grad_(False)
+    draw_norms(head)
+    return head
 
 
 def answers(target: Target, head: Head) -> list[Generation]:
