@@ -115,12 +115,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         require_draft_vocab(config.stage_dir("draft_vocab"))
     identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)
     parts = load_frozen_parts(target_dir)
-    if config.head.start_from_target:
-        start_from_target(head, target_dir)
-    if config.head.init_from is None and not isinstance(head, DraftModelHead):
-        initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), identity.prompts_sha256)
-    elif config.head.init_from is not None:
-        head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
+    initialise(config, head, parts, target_dir, identity.prompts_sha256)
     # 3. Open the hidden states, and find the checkpoint to resume from.
     store = open_hidden_states(config, identity, prompts_file)
     check_document_lengths(int(store.document_lengths.max()), head)
@@ -157,6 +152,16 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     if releases is not None:
         releases.release(progress.step, progress.step == num_steps, ranks.is_first)
     return Run(schedule, num_steps, trainer, meter, validation, progress, facts, head_facts, releases)
+
+
+def initialise(config: PipelineConfig, head: Head, parts: FrozenParts, target_dir: Path, prompts_sha256: str) -> None:
+    """Give a random head the weights that it starts from, if its settings name any."""
+    if config.head.start_from_target:
+        start_from_target(head, target_dir)
+    if config.head.init_from is not None:
+        head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
+    elif not isinstance(head, DraftModelHead):
+        initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), prompts_sha256)
 
 
 def open_hidden_states(config: PipelineConfig, identity: StoreIdentity, prompts_file: Path) -> HiddenStore:
@@ -310,8 +315,7 @@ def validate(
     acceptance = validated.acceptance
     is_best = acceptance.acceptance_length > progress.best_acceptance_length
     if tracking is not None:
-        measured = validated.record()
-        tracking.write(progress.step, measured)
+        tracking.write(progress.step, measured := validated.record())
         tqdm.write(
             f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} ({acceptance.prompts} "
             f"held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"

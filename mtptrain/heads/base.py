@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.flops import StepFlops
-from mtptrain.heads.packing import PackedTokens
+from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
@@ -32,7 +31,27 @@ class FirstStates:
     """The states that `Head.logits` reads [B, P, H]: those of depth 0 (P = 1), or those of all depths (P = K) from a
     head that drafts all tokens in one forward."""
     fed_back: torch.Tensor
-    """What depth 1 reads [B, H], or wider if the head feeds more than one state back; not used if P = K."""
+    """The states that depth 1 reads [B, H], or wider if the head feeds more than one state back; not used if P = K."""
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of the weight matmuls and attention in forward, loss and backward. Recomputation does not count."""
+
+    per_token: int
+    """For each of N tokens: its input projection, and its key and value at depth 0."""
+    per_row: int
+    """For each of M rows: all other weights at T depths, including the draft logits, and the teacher's logits."""
+    per_pair: int
+    """For each pair of a row and a token that it attends to, at all depths."""
+    per_document_pair: int = 0
+    """For each pair of a token and a token of its document up to itself, in heads where all tokens attend."""
+
+    def of(self, packing: Packing) -> float:
+        """Returns the FLOPs of a step over a packed batch."""
+        num_tokens, num_rows = len(packing.positions), len(packing.rows)
+        attention = self.per_pair * packing.num_pairs + self.per_document_pair * packing.num_document_pairs
+        return self.per_token * num_tokens + self.per_row * num_rows + attention
 
 
 class Head(nn.Module, ABC):

@@ -14,10 +14,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.attention.draft_blocks import block_attention
-from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.base import FirstStates, Head, StepFlops
 from mtptrain.heads.config import LayerConfig
 from mtptrain.heads.eagle3 import check_capture_layers
-from mtptrain.heads.flops import StepFlops
 from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise, rotate
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.heads.peagle import mask_token_id

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.heads.attention.documents import DOCUMENTS_OR_CACHE, longer_documents
-from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.base import FirstStates, Head, StepFlops
 from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.flops import StepFlops
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.families import head_rope_parameters, read_target_config, sliding_window
 from mtptrain.target.frozen_parts import FrozenParts

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import FirstStates, Head
-from mtptrain.heads.flops import StepFlops
+from mtptrain.heads.base import FirstStates, Head, StepFlops
 from mtptrain.heads.medusa import MlpConfig, ResidualMlp, add_silu, check_num_drafts, last_states
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts

@@ -10,8 +10,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads.attention.decoding import cached_attention
 from mtptrain.heads.attention.training import depth_attention
-from mtptrain.heads.base import FirstStates, Head
-from mtptrain.heads.flops import StepFlops
+from mtptrain.heads.base import FirstStates, Head, StepFlops
 from mtptrain.heads.layers import Attention, RmsNorm
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.base import FirstStates, Head, StepFlops
 from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.flops import StepFlops
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified

@@ -62,9 +62,9 @@ class Packing:
     key_indices: torch.Tensor
     """i64[N], index of each token in the order of the keys: draft positions first, then prompt tokens."""
     segments: tuple[Segments, ...]
-    """Of spans, the first `Segments` holds every span with its own tokens, causally. The others hold spans with the
+    """With spans, the first `Segments` holds every span with its own tokens, causally. The others hold spans with the
     tokens before them in their document. None has two spans of the same document, so no kernel reads more than N keys.
-    Of single draft positions, see `of_single`."""
+    For single draft positions, see `of_single`."""
     document_lengths: tuple[int, ...]
     document_offsets: torch.Tensor  # i64[documents + 1], first token of each document, then N
 

@@ -109,7 +109,6 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     head_type.check_trainable(config.head, target_config)
     captured = head_type.layers_to_capture(config.head, target_config)
     check_store_dtype(settings.store_dtype, captured)
-
     # 2. Extraction: disk, memory and time.
     workload, target = read_workload(config), target_costs(target_config)
     dtypes = [dtype for dtype in StoreDtype if captured or dtype is not StoreDtype.fp8_aux]
@@ -117,7 +116,6 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     weights = target_weights_bytes(config, target_dir, target_config, target)
     per_gpu, is_spread = extraction_bytes(config, weights)
     extraction = extraction_speed(config, target_config, target, workload, captured, is_spread)
-
     # 3. Training: memory and time.
     num_parameters = head_parameters(config.head, target_config)
     costs_by_length = {

@@ -1,4 +1,4 @@
-"""What a program reads of an export, and gives to the engine that serves it."""
+"""Reads the facts of an export, and turns them into the settings of the engine that serves it."""
 
 import json
 from pathlib import Path

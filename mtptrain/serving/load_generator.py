@@ -62,7 +62,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Latencies:
-    """What a client of the server saw, by the definitions of `vllm bench serve`."""
+    """The latencies and rates that a client of the server saw, by the definitions of `vllm bench serve`."""
 
     requests: int
     output_tokens: int

@@ -12,7 +12,7 @@ import torch
 import wandb
 
 from mtptrain.config import PipelineConfig, Tracker
-from mtptrain.heads.flops import StepFlops
+from mtptrain.heads.base import StepFlops
 from mtptrain.training.batches import Batch
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks

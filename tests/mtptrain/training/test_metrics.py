@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.heads.flops import StepFlops
+from mtptrain.heads.base import StepFlops
 from mtptrain.training.metrics import StepMeter, Tracking, track_report
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
