@@ -10,6 +10,7 @@ commands that use them in `README.md`. Prints a table.
     python -m eval.serving_bench recipe=quickstart serving.url=http://localhost:8000
 """
 
+import itertools
 import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.prompts import read_prompts
 from mtptrain.run_dir import write_provenance
-from mtptrain.serving.bench_rows import Row, speeds_of, warn_of_unequal_work
+from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
 from mtptrain.serving.depth_choice import best_depths
 from mtptrain.serving.exports import cache_bytes, read_serving_facts, speculative_config
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
@@ -164,7 +165,7 @@ def measure(bench: Bench, generator: LoadGenerator) -> list[Row]:
     write_json(bench.prompts_path, bench.prompts)
     depths: list[int | None] = [*bench.depths] if bench.server is None else [None]
     rows: list[Row] = []
-    total = len(depths) * len(settings.concurrency) * bench.num_requests
+    total = len(depths) * len(settings.concurrency) * settings.repeats * bench.num_requests
     with tqdm(total=total, desc="serving bench", unit="request") as bar:
         for depth in depths:
             name = "server" if depth is None else f"K{depth}"
@@ -173,11 +174,12 @@ def measure(bench: Bench, generator: LoadGenerator) -> list[Row]:
                 if settings.warmup_requests:
                     load = make_load(bench, server, f"{name}_warmup", max(settings.concurrency))
                     send(server, generator, replace(load, num_requests=settings.warmup_requests))
-                for concurrency in settings.concurrency:
+                runs: list[Row] = []
+                for repeat, concurrency in itertools.product(range(settings.repeats), settings.concurrency):
                     bar.set_description(f"{name}, {concurrency} in flight")
-                    load = make_load(bench, server, f"{name}_concurrency{concurrency}", concurrency)
-                    latencies, counts = send(server, generator, load, advance(bar))
-                    rows.append(Row(depth, concurrency, latencies, counts))
+                    load = make_load(bench, server, f"{name}_concurrency{concurrency}_run{repeat + 1}", concurrency)
+                    runs.append(Row(depth, concurrency, *send(server, generator, load, advance(bar))))
+                rows += fastest(runs)
     warn_of_unequal_work(rows)
     return rows
 
@@ -263,6 +265,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         "head_sha256": bench.head_sha256,
         "prompts": len(bench.prompts),
         "requests": bench.num_requests,
+        "repeats": config.serving_bench.repeats,
         "max_new_tokens": settings.max_new_tokens,
         "temperature": settings.temperature,
         "dtype": str(settings.dtype) if bench.server is None else None,
@@ -291,7 +294,17 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str) -> None:
         title=f"vLLM {version}: {what}",
         caption="TTFT and TPOT: medians of requests. ITL: time between two messages of a stream.",
     )
-    for column in ("K", "in flight", "TTFT ms", "TPOT ms", "ITL P50", "P99", "tokens/s", "speed-up", "accepted length"):
+    for column in (
+        "K",
+        "in flight",
+        "TTFT ms",
+        "TPOT ms",
+        "ITL P50",
+        "P99",
+        "tokens/s",
+        "speed-up",
+        "acceptance length",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         seen, depth = row.latencies, row.num_speculative_tokens

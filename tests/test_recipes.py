@@ -64,6 +64,7 @@ OUT_OF_RANGE = {
         "[2,1]": "must rise, but is [2, 1]; sort it",
         "[1,1]": "must rise, but is [1, 1]; sort it and name each number once",
     },
+    "serving_bench.repeats": {"0": "at least 1, but is 0"},
     "serving_bench.warmup_requests": {"-1": "at least 0, but is -1"},
     "serving_bench.start_timeout_s": {"0": "at least 1, but is 0.0"},
     "serving_bench.output_dir": {"README.md": "must name a directory, but is 'README.md'"},

@@ -46,6 +46,14 @@ class Row:
         }
 
 
+def fastest(rows: Sequence[Row]) -> list[Row]:
+    """Returns the row with the most tokens/s at each concurrency, in order."""
+    found: dict[int, Row] = {}
+    for row in sorted(rows, key=lambda row: row.latencies.output_tokens_per_s):
+        found[row.concurrency] = row
+    return [found[concurrency] for concurrency in sorted(found)]
+
+
 def speeds_of(rows: Sequence[Row]) -> dict[int, dict[int, float]]:
     """Returns output tokens/s by concurrency and K, without a running server's."""
     speeds: dict[int, dict[int, float]] = {}

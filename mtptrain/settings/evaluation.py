@@ -164,6 +164,8 @@ class ServingBenchConfig:
     num_requests: int | None = None
     """Requests at each concurrency. Prompts repeat where there are fewer; null sends each prompt once, and at least as
     many requests as the largest concurrency."""
+    repeats: int = at_least(1, default=1)
+    """Runs of each row; the fastest counts. An engine runs all concurrencies, then all of them again."""
     warmup_requests: int = at_least(0, default=8)
     """Requests to each engine before the first measured one, at the largest concurrency."""
     ignore_eos: bool = False

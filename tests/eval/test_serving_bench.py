@@ -12,7 +12,7 @@ import pytest
 from eval.serving_bench import check_device, is_same_model
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
-from mtptrain.serving.bench_rows import Row, speeds_of, warn_of_unequal_work
+from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
 from mtptrain.serving.depth_choice import adaptive_steps, best_depths, best_fixed_depth, per_batch_size, why_fixed
 from mtptrain.serving.load_generator import Latencies, Spread
 from tests.conftest import make_config, make_target, run_program
@@ -135,9 +135,14 @@ def test_a_vllm_for_cpus_is_refused_on_a_machine_with_gpus(monkeypatch: pytest.M
         check_device(OnCpus())  # type: ignore[arg-type]
 
 
-def row(depth: int, output_tokens: int) -> Row:
+def row(depth: int, output_tokens: int, duration_s: float = 2.0, concurrency: int = 1) -> Row:
     spread = Spread(1.0, 1.0, 1.0)
-    return Row(depth, 1, Latencies(2, output_tokens, 2.0, spread, spread, spread), None)
+    return Row(depth, concurrency, Latencies(2, output_tokens, duration_s, spread, spread, spread), None)
+
+
+def test_the_fastest_run_of_each_concurrency_counts() -> None:
+    rows = [row(0, 100, 2.0, 1), row(0, 100, 3.0, 4), row(0, 100, 1.0, 1), row(0, 100, 4.0, 4)]
+    assert fastest(rows) == [rows[2], rows[1]]
 
 
 def test_engines_that_wrote_different_numbers_of_tokens_are_pointed_out() -> None:

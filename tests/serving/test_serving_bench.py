@@ -58,7 +58,10 @@ def run(
     return directory, overrides
 
 
-STARTED = ("serving_bench.num_speculative_tokens=[3]", "serving_bench.server_args=[--enforce-eager]")
+STARTED = (
+    *("serving_bench.num_speculative_tokens=[3]", "serving_bench.server_args=[--enforce-eager]"),
+    "serving_bench.repeats=2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +86,12 @@ def test_every_engine_and_concurrency_has_a_complete_row(
         plain = next(each for each in rows if each["concurrency"] == row["concurrency"])
         assert row["speed_up"] == pytest.approx(row["output_tokens_per_s"] / plain["output_tokens_per_s"])
         assert f"{row['output_tokens_per_s']:,.0f}" in result.stdout
+        name = f"load_K{row['num_speculative_tokens']}_concurrency{row['concurrency']}_run"
+        runs = [json.loads((run[0] / f"serving_bench/{name}{number}.json").read_text()) for number in (1, 2)]
+        assert row["output_tokens_per_s"] == pytest.approx(max(each["output_throughput"] for each in runs))
     assert report["version"].startswith("0.32") and report["prompts"] == NUM_PROMPTS
     assert report["best_num_speculative_tokens"].keys() == {"1", "2"}
-    for name in ("plot.svg", "load.log", "server_K0.log", "server_K3.log", "load_K3_concurrency2.json"):
+    for name in ("plot.svg", "load.log", "server_K0.log", "server_K3.log", "load_K3_concurrency2_run2.json"):
         assert (run[0] / "serving_bench" / name).stat().st_size > 0
 
 
@@ -103,7 +109,7 @@ def test_the_counts_agree_with_the_tokens_that_clients_received(
         assert row["acceptance_length"] == pytest.approx(1 + sum(row["accepted_at"]) / row["rounds"])
         assert 0 < row["accepted_at"][0] < row["rounds"]
         # `vllm bench serve` reads the same counters, but right after the last answer, before its last step is counted.
-        name = f"load_K3_concurrency{row['concurrency']}.json"
+        name = f"load_K3_concurrency{row['concurrency']}_run1.json"
         early = json.loads((run[0] / "serving_bench" / name).read_text())["spec_decode_num_drafts"]
         assert row["rounds"] - 2 <= early <= row["rounds"]
 
