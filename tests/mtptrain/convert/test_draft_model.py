@@ -172,7 +172,7 @@ BAD_MODELS = {
     ),
     "quantised weights": (
         lambda path: change_config(make_target(path), quantization_config={"quant_method": "fp8"}),
-        r"head\.init_from: must be an unquantised model, whose weights can be trained, but .* has a quantization_config",
+        r"head\.init_from: must be an unquantised model, whose weights can be trained, but .* a quant",
     ),
     "a missing tensor": (
         without_a_norm,
