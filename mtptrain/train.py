@@ -33,11 +33,17 @@ from mtptrain.data.draft_vocab import read_draft_vocab, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.decoding.prompts import check_document_lengths
-from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
-from mtptrain.heads.files import CHOICE, TARGET_WEIGHTS, build_head, kept_head, remove_later_heads, save_head
+from mtptrain.heads.files import (
+    CHOICE,
+    TARGET_WEIGHTS,
+    build_trainable_head,
+    kept_head,
+    remove_later_heads,
+    save_head,
+)
 from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
 from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
 from mtptrain.run_dir import require, write_provenance
@@ -106,9 +112,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     # 2. Build the head and initialise its weights.
     torch.manual_seed(config.seed)
     target_dir = resolve_target(config.target.path, config.target.revision)
-    target_config = read_target_config(target_dir)
-    HEADS[config.head.name].check_trainable(config.head, target_config)
-    head = build_head(config.head, target_config)
+    head = build_trainable_head(config.head, read_target_config(target_dir))
     require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts")
     prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
     if config.head.init_from is None and head.d2t is not None:

@@ -11,10 +11,17 @@ from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
 from mtptrain.heads.files import build_head, fill_head
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import _refuse_quantised
 from mtptrain.target.hub import load_tokenizer, resolve_target, weight_files
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Tensors with one row for each token."""
+COPIED_SIZES = (
+    "model_type",
+    *(size for size in SIZES if size != "num_hidden_layers"),
+    "head_dim",
+    "tie_word_embeddings",
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -149,17 +156,16 @@ def copy_first_layers(head: DraftModelHead, target_dir: Path) -> None:
         ValueError: the model has another family, other sizes or more layers than the target.
     """
     target = read_target_config(target_dir)
-    names = ("model_type", *SIZES, "tie_word_embeddings", "head_dim")
-    ours, theirs = ({name: getattr(each, name, None) for name in names} for each in (head.config, target))
-    num_layers = int(ours.pop("num_hidden_layers") or 0), int(theirs.pop("num_hidden_layers") or 0)
-    different = [name for name in ours if ours[name] != theirs[name]]
-    if different or num_layers[0] > num_layers[1]:
-        name = different[0] if different else "num_hidden_layers"
-        wanted = theirs[name] if different else f"at most {num_layers[1]}"
+    ours, theirs = ({name: getattr(each, name, None) for name in COPIED_SIZES} for each in (head.config, target))
+    wrong = [(name, str(theirs[name]), ours[name]) for name in ours if ours[name] != theirs[name]]
+    if head.config.num_hidden_layers > target.num_hidden_layers:
+        wrong.append(("num_hidden_layers", f"at most {target.num_hidden_layers}", head.config.num_hidden_layers))
+    for name, wanted, found in wrong:
         raise ValueError(
-            f"head.{name}: must be {wanted}, as in the target, with head.start_from_target=true, but is "
-            f"{ours[name] if different else num_layers[0]}; leave it out, or set head.start_from_target=false"
+            f"head.{name}: must be {wanted}, as in the target, with head.start_from_target=true, but is {found}; leave "
+            "it out, or set head.start_from_target=false"
         )
     state = head.state_dict()
+    _refuse_quantised(target_dir, tuple(name.removesuffix("weight") for name in state))
     tensors = _read(weight_files(target_dir), {name: tuple(x.shape) for name, x in state.items()})
     head.load_state_dict(tensors)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.heads.config import HeadConfig
@@ -244,7 +245,7 @@ class VllmDraftModel(VllmFormat):
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)
         self.model_config = model_config(self.head, target)
-        self.architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING[type(self.model_config)].__name__)  # type: ignore[attr-defined]
+        self.architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_config.model_type])
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         config = self.model_config.to_dict() | {"architectures": [self.architecture], "dtype": dtype}

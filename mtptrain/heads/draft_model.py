@@ -238,6 +238,11 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
             f"{setting}: must be a language model that mtptrain can run, but {directory} is not: "
             f"{str(error).removeprefix('target.path: ')}"
         ) from error
+    if getattr(found, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{setting}: must be an unquantised model, whose weights can be trained, but {directory} has a "
+            "quantization_config; choose the unquantised checkpoint"
+        )
     if found.vocab_size > target_config.vocab_size:
         raise ValueError(
             f"{setting}: the vocabulary must have at most {target_config.vocab_size} rows, as many as the target's, "

@@ -26,6 +26,16 @@ def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
     return HEADS[config.name](config, target_config)
 
 
+def build_trainable_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
+    """As `build_head`, but refuse a head that cannot be trained.
+
+    Raises:
+        ValueError: the head cannot be trained, or does not fit the target.
+    """
+    HEADS[config.name].check_trainable(config, target_config)
+    return build_head(config, target_config)
+
+
 def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, object]) -> None:
     """Write a head to a directory. `head.json` comes last, so a directory that has one is complete.
 

@@ -105,9 +105,8 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     target_config = read_target_config(target_dir)
     if settings.backend is Backend.vllm:
         check_vllm_can_extract(target_config)
-    head_type = HEADS[config.head.name]
-    head_type.check_trainable(config.head, target_config)
-    captured = head_type.layers_to_capture(config.head, target_config)
+    HEADS[config.head.name].check_trainable(config.head, target_config)
+    captured = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     check_store_dtype(settings.store_dtype, captured)
     # 2. Extraction: disk, memory and time.
     workload, target = read_workload(config), target_costs(target_config)

@@ -170,6 +170,10 @@ BAD_MODELS = {
         lambda path: change_config(make_target(path), model_type="bert"),
         r"head\.init_from: must be a language model that mtptrain can run, but .* is not: the target's family must",
     ),
+    "quantised weights": (
+        lambda path: change_config(make_target(path), quantization_config={"quant_method": "fp8"}),
+        r"head\.init_from: must be an unquantised model, whose weights can be trained, but .* a quant",
+    ),
     "a missing tensor": (
         without_a_norm,
         r"head\.init_from: model\.norm\.weight of .* must be of shape \(64,\), as its config\.json describes, but is "

@@ -25,7 +25,9 @@ from mtptrain.heads.packing import PackedTokens
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import make_batch
+from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings, draft_losses
+from mtptrain.utils.clock import PhaseClock
 from tests.mtptrain.heads.test_contract import CASES, LAYER_CASES, draw_norms, tiny_config
 
 H, V = 128, 50
@@ -244,3 +246,23 @@ def test_losses_and_gradients_equal_the_plain_formula(
         if plain_grad is not None:
             assert our_grad is not None
             torch.testing.assert_close(our_grad, plain_grad, atol=1e-5, rtol=1e-5)
+
+
+def test_training_on_data_takes_the_next_tokens_of_the_documents() -> None:
+    """The trainer's own pass, which finds these tokens in the batch."""
+    torch.manual_seed(0)
+    name, head_settings = CASES["draft_model"]
+    head = build_head(HEADS[name].Config(**head_settings), tiny_config())
+    documents: list[Document] = [(list(range(3, 20)), [0] * 5 + [1] * 12), (list(range(30, 40)), [0, 0, *[1] * 8])]
+    states = [torch.randn(len(ids), H) for ids, _ in documents]
+    frozen = FrozenParts(torch.randn(V, H), torch.ones(H), 1e-6, torch.randn(V, H))
+    loss = LossSettings(LossKind.data_ce)
+    stored = [
+        StoredDocument(i, torch.tensor(ids), torch.tensor(mask, dtype=torch.uint8), states[i], None)
+        for i, (ids, mask) in enumerate(documents)
+    ]
+    batch = make_batch(stored, 1)
+    found = training_losses(head, frozen, batch, torch.ones(1), loss, PhaseClock(torch.device("cpu")))
+    _, sums = plain_step(head, 1, documents, states, states, frozen, loss)
+    assert found.losses.tolist() == pytest.approx(sums, rel=1e-5)
+    assert found.kl.tolist() != pytest.approx(sums, rel=1e-2)
