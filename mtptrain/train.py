@@ -29,7 +29,7 @@ from tqdm import tqdm
 from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.convert.warm_start import load_init, start_from_target
-from mtptrain.data.draft_vocab import read_draft_vocab, require_draft_vocab
+from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.decoding.prompts import check_document_lengths
@@ -206,24 +206,6 @@ def check_one_start(config: HeadConfig) -> None:
             "head.start_from_target: must be false when head.init_from is set, but is true and head.init_from is "
             f"{config.init_from}; unset one of them"
         )
-
-
-def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: Path, prompts_sha256: str) -> None:
-    """Copy the target's lm_head rows into the head's own lm_head: all of them, or only those of its draft vocabulary.
-
-    The draft vocabulary, if the head has one, is read from `draft_vocab_dir` first.
-
-    Raises:
-        FileNotFoundError: the draft vocabulary has not been chosen.
-        ValueError: the draft vocabulary was chosen for other prompts or sizes.
-    """
-    if head.d2t is not None:
-        vocab_size = len(parts.lm_head)
-        head.d2t.copy_(read_draft_vocab(draft_vocab_dir, len(head.d2t), vocab_size, prompts_sha256))
-    if head.lm_head is not None:
-        ids = head.draft_token_ids
-        with torch.no_grad():
-            head.lm_head.weight.copy_(parts.lm_head if ids is None else parts.lm_head[ids])
 
 
 def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Progress:

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from mtptrain.data.identity import refuse_different_facts
+from mtptrain.heads.base import Head
 from mtptrain.run_dir import require
+from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.utils.files import file_sha256, read_json, save_tensors, write_json
 
 DRAFT_VOCAB = "draft_vocab.safetensors"
@@ -96,3 +98,21 @@ def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, pr
 def d2t_sha256(d2t: torch.Tensor | None) -> str | None:
     """Returns the hash that identifies a draft vocabulary; None for the target's whole vocabulary."""
     return None if d2t is None else hashlib.sha256(d2t.cpu().numpy().tobytes()).hexdigest()
+
+
+def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: Path, prompts_sha256: str) -> None:
+    """Copy the target's lm_head rows into the head's own lm_head: all of them, or only those of its draft vocabulary.
+
+    The draft vocabulary, if the head has one, is read from `draft_vocab_dir` first.
+
+    Raises:
+        FileNotFoundError: the draft vocabulary has not been chosen.
+        ValueError: the draft vocabulary was chosen for other prompts or sizes.
+    """
+    if head.d2t is not None:
+        vocab_size = len(parts.lm_head)
+        head.d2t.copy_(read_draft_vocab(draft_vocab_dir, len(head.d2t), vocab_size, prompts_sha256))
+    if head.lm_head is not None:
+        ids = head.draft_token_ids
+        with torch.no_grad():
+            head.lm_head.weight.copy_(parts.lm_head if ids is None else parts.lm_head[ids])
