@@ -18,8 +18,9 @@ SLOW = {
     r"tests/serving/test_vllm_streams\.py::test_the_engine_ends",
     # Responses by a server: stays the equality of vLLM and transformers.
     r"tests/serving/test_responses\.py::test_(sampled|a_killed)",
-    # Checks of an export: stays that it counts as we do, and that a wrong one is refused.
+    # Checks of an export: stays that it counts as we do, and that a wrong one is refused. Its speed: stays every row.
     r"tests/serving/test_serving_check\.py::test_(a_tensor_parallel|in_bfloat16|a_running_server|a_server)",
+    r"tests/serving/test_serving_bench\.py::test_(a_running_server|a_server|an_engine)",
     r"tests/serving/test_baselines\.py",
     # The MTP layer of a checkpoint: stays its files and settings, without an engine.
     r"tests/serving/test_native_mtp\.py",
