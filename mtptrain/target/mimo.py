@@ -25,7 +25,7 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
     """Qwen2's model, which leaves the MTP layers of a checkpoint unread."""
 
     config_class = MiMoConfig
-    _keys_to_ignore_on_load_unexpected = (rf"^{MTP_LAYERS}",)
+    _keys_to_ignore_on_load_unexpected = [rf"^{MTP_LAYERS}"]  # noqa: RUF012 (never changed)
 
 
 AutoConfig.register(MiMoConfig.model_type, MiMoConfig)
