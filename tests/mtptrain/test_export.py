@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.config import PipelineConfig
-from mtptrain.convert import sglang
+from mtptrain.convert import mimo
 from mtptrain.convert.export_proof import (
     DRAFTS,
     ROUNDS,
@@ -304,6 +304,7 @@ def test_an_export_holds_all_that_serving_needs(tmp_path: Path, target_of_four_l
         "method": method,
         "hf_overrides": None,
         "speculative_settings": {},
+        "holds_target": False,
         "head_sha256": file_sha256(tmp_path / "run/train/best/head.safetensors"),
     }
     readme = (directory / "README.md").read_text()
@@ -340,7 +341,7 @@ def test_a_head_that_comes_back_different_is_not_exported(
     tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained(tmp_path / "run", target_of_four_layers, "export.engine=sglang")
-    monkeypatch.setattr(sglang, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
+    monkeypatch.setattr(mimo, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
     with pytest.raises(RuntimeError, match="the exported head must propose what the trained one does, but differs"):
         export(config)
     assert not (tmp_path / "run/export/sglang").exists()

@@ -271,3 +271,9 @@ def test_each_norm_of_mtp_can_be_the_only_one(norm: RestoredNorm) -> None:
     head = build_head(HEADS["mtp"].Config(norms=[norm]), tiny_config())
     norms = {name.removesuffix(".weight") for name, parameter in head.named_parameters() if parameter.ndim == 1}
     assert norms == {norm, "post_attention_layernorm"}
+
+
+def test_biases_of_attention_start_at_zero() -> None:
+    head = build_head(HEADS["mtp"].Config(attention_bias=True), tiny_config())
+    biases = [parameter for name, parameter in head.named_parameters() if name.endswith(".bias")]
+    assert len(biases) == 3 and not any(bias.any() for bias in biases)
