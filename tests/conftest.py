@@ -26,8 +26,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
-from mtptrain.convert.draft_model import load_draft_model
 from mtptrain.heads.base import Head
+from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.files import build_head
 from mtptrain.target.model import Target
 from tests.programs import run_ranks
 from tests.slow import is_slow
@@ -166,9 +167,11 @@ def make_target(
 
 
 def as_draft_model(target: Target) -> Head:
-    """A copy of the target from its directory, as a head that drafts for it."""
-    directory = Path(target.config.name_or_path)
-    return load_draft_model(str(directory), directory, torch.float32, torch.device("cpu"), "acceptance.draft_model")
+    """A copy of the target, as a head that drafts for it."""
+    head = build_head(DraftModelHead.Config(init_from=target.config.name_or_path), target.config).eval()
+    weights = target.model.state_dict()
+    head.load_state_dict({name: weights[name] for name in head.state_dict()})
+    return head
 
 
 PLAIN = ("train.compile=false", "head.start_from_target=false")

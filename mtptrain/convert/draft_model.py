@@ -1,9 +1,12 @@
 """Loads the weights of small language models that draft: published ones, and copies of the target's first layers."""
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 from mtptrain.convert.base import Tensors
 from mtptrain.heads.config import HeadConfig
@@ -69,7 +72,7 @@ def initial_weights(
         directory = resolve_target(config.init_from, setting=setting)
         check_tokenizer(directory, target_dir, setting)
         check_weights(directory)
-        tensors = _read(weight_files(directory), expected)
+        tensors = _load(directory, expected)
     tensors = {name: _padded(x, expected[name]) if name in VOCABULARY else x for name, x in tensors.items()}
     wrong = next(
         (name for name in expected if name not in tensors or tuple(tensors[name].shape) != expected[name]), None
@@ -98,11 +101,19 @@ def check_start(config: HeadConfig, target_dir: Path) -> None:
         check_weights(directory)
 
 
-def _read(files: list[Path], names: dict[str, tuple[int, ...]]) -> Tensors:
+def _load(directory: Path, names: Collection[str]) -> Tensors:
+    """Returns a published model's weights under the names of transformers, which joins the experts of some families."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    model, loading = loaded
+    there = set(names) - set(loading["missing_keys"])  # transformers initialises missing tensors at random
+    return {name: tensor for name, tensor in model.state_dict().items() if name in there}
+
+
+def _read(files: list[Path], names: Collection[str]) -> Tensors:
     tensors: Tensors = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in names.keys() & set(file.keys())}
+            tensors |= {name: file.get_tensor(name) for name in set(names) & set(file.keys())}
     return tensors
 
 
@@ -167,5 +178,5 @@ def copy_first_layers(head: DraftModelHead, target_dir: Path) -> None:
         )
     state = head.state_dict()
     _refuse_quantised(target_dir, tuple(name.removesuffix("weight") for name in state))
-    tensors = _read(weight_files(target_dir), {name: tuple(x.shape) for name, x in state.items()})
+    tensors = _read(weight_files(target_dir), state)
     head.load_state_dict(tensors)

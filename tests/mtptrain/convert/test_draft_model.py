@@ -80,6 +80,17 @@ def test_a_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_pat
         assert generations[0].tokens == plain[0, 3:].tolist()
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "deepseek_v2"])
+def test_a_model_that_is_not_trained_here_drafts_as_it_is(family: str, tmp_path: Path) -> None:
+    """As its own draft, so all drafts are accepted."""
+    directory = make_target(tmp_path, *FAMILIES[family])
+    target = load_target(directory, torch.float32, CPU)
+    drafter = HeadDrafter(load(directory, directory), target.parts, 3)
+    settings: dict[str, Any] = {"num_speculative_tokens": 3, "max_new_tokens": 12, "sampler": Sampler()}
+    (generation,) = speculate(target, drafter, [[1, 2, 3]], **settings)
+    assert generation.accepted_at == [generation.rounds] * 3
+
+
 def test_a_row_that_pads_the_vocabulary_has_the_mean_logit(tmp_path: Path) -> None:
     target, small = make_target(tmp_path / "target", vocab_size=300), make_target(tmp_path / "small", seed=1)
     head = load(small, target)
