@@ -17,7 +17,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
-from tests.serving.cases import BF16_CASES, CASES, HEAD_CONFIGS, IN_TABLE, NOT_HERE, PROMPTS, is_served_here
+from tests.serving.cases import BF16_CASES, CASES, HEAD_CONFIGS, IN_TABLE, NOT_HERE, PROMPTS, TARGETS, is_served_here
 from tests.serving.conftest import OnDisk, Served
 
 FAMILIES = {
@@ -37,7 +37,8 @@ dtype of vLLM's CPU kernels there; acceptance lengths are within 2 %. *{CHECKED}
 checked, but not served. *{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves
 it. Llama and Qwen3 are tested with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with
 its own lm_head and with the flags of EAGLE-3.1; the others with K = 3. `peagle` and `medusa` are
-tested with K = 1 and 5 too on a Llama that repeats tokens, `medusa` also on such a Qwen3.
+tested with K = 1 and 5 too on targets that repeat tokens, and `dflash` with K = 1, 3 and 5, with a
+draft vocabulary and with three layers of equal `k_norm`.
 """
 
 
@@ -61,7 +62,7 @@ def cell(
 
 
 def served_by_vllm(served: dict[str, Served], head: str, family: str) -> str:
-    exact = [case for case in CASES if (case.head, case.target) == (head, family)]
+    exact = [case for case in CASES if (case.head, TARGETS[case.target].model_type) == (head, family)]
     for case in exact:
         ours, theirs = summarise(served[str(case)].ours), served[str(case)].theirs
         assert theirs.counts is not None, theirs.error
