@@ -130,6 +130,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         for family in families
         if family != "gemma3_text"
     }
+    expected |= {("vllm", "draft_model", family) for family in families}
     assert served == expected | {("transformers", "mtp", "llama")}, "mistral's default has a sliding window"
 
 
