@@ -166,7 +166,7 @@ def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
 def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[Path, Tensors]:
     """Returns the directory of a published head or language model, and the `state_dict`."""
     if isinstance(config, DraftModelHead.Config):
-        return initial_weights(config, target_dir)
+        return initial_weights(replace(config, init_from=path), target_dir)
     target_config = read_target_config(target_dir)
     published = read_published(path, target_config)
     check_settings(published, config, target_config)

@@ -171,6 +171,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         if family != "gemma3_text"
     }
     expected |= {("vllm", "medusa", family) for family in families}
+    expected |= {("vllm", "draft_model", family) for family in SUPPORTED_MODEL_TYPES}
     assert served == expected | {("transformers", "mtp", "llama")}, "mistral's default has a sliding window"
 
 
