@@ -16,19 +16,13 @@ from mtptrain.convert.warm_start import load_init, relative_difference, start_fr
 from mtptrain.export import write_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
-<<<<<<< HEAD
 from mtptrain.heads.dflash import DflashHead
-=======
 from mtptrain.heads.draft_model import DraftModelHead
->>>>>>> h/draft_model
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.layer_head import LayerHead
-<<<<<<< HEAD
 from mtptrain.heads.medusa import MedusaHead
-=======
->>>>>>> h/draft_model
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.peagle import PeagleHead
 from mtptrain.target.families import read_target_config
@@ -102,16 +96,13 @@ def test_every_exported_format_gives_back_the_weights_that_went_in(tmp_path: Pat
     target_dir = make_target(tmp_path / "target", num_hidden_layers=4)
     eagle3 = Eagle3Head.Config(capture_layers=[1, 3], draft_vocab_size=48)
     peagle = PeagleHead.Config(capture_layers=[1, 3], draft_vocab_size=48, mask_token_id=7)
-<<<<<<< HEAD
     medusa = MedusaHead.Config(num_layers=2, fc_bias=True)
     dflash = DflashHead.Config(
         capture_layers=[1, 3], draft_vocab_size=48, mask_token_id=7, num_layers=2, head_dim=64, ttt_steps=5
     )
-    config = {"mtp": MTP, "eagle": EAGLE, "eagle3": eagle3, "peagle": peagle, "medusa": medusa, "dflash": dflash}[name]
-=======
-    draft_model = DraftModelHead.Config(num_hidden_layers=2)
-    config = {"mtp": MTP, "eagle": EAGLE, "eagle3": eagle3, "peagle": peagle, "draft_model": draft_model}[name]
->>>>>>> h/draft_model
+    configs: dict[str, HeadConfig] = {"mtp": MTP, "eagle": EAGLE, "eagle3": eagle3, "peagle": peagle, "dflash": dflash}
+    configs |= {"medusa": medusa, "draft_model": DraftModelHead.Config(num_hidden_layers=2)}
+    config = configs[name]
     state = write(tmp_path / "head", engine, config, target_dir)
     if name in ("eagle3", "peagle"):
         (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
@@ -417,7 +408,7 @@ def test_a_missing_tensor_that_is_taken_apart_is_refused(
 def test_biases_that_an_engine_wants_are_refused_unless_they_are_zero(tmp_path: Path, tiny_target: Path) -> None:
     write(tmp_path / "head", "sglang", EAGLE, tiny_target)
     rewrite(tmp_path / "head", lambda tensors: {**tensors, "fc.bias": tensors["fc.bias"] + 1})
-    with pytest.raises(ValueError, match=r"fc\.bias of .* must be zero, because this head has no biases"):
+    with pytest.raises(ValueError, match=r"fc\.bias of .* must be zero, because the head has no such bias"):
         load_init(str(tmp_path / "head"), EAGLE, tiny_target)
 
 
@@ -539,7 +530,6 @@ def test_training_starts_from_the_published_head_and_acceptance_measures_it_befo
     assert again["head"] == str(run_dir / "train/best") and again["accepted_at"] == report["accepted_at"]
 
 
-<<<<<<< HEAD
 def test_a_block_drafter_of_another_block_size_or_without_its_settings_is_refused(tmp_path: Path) -> None:
     target_dir = make_target(tmp_path / "target", num_hidden_layers=4)
     config = DflashHead.Config(capture_layers=[1, 3], mask_token_id=7, ttt_steps=5)
@@ -558,8 +548,6 @@ def test_a_head_that_cannot_start_as_the_targets_last_layer_is_refused() -> None
     check_one_start(DflashHead.Config())
 
 
-=======
->>>>>>> h/draft_model
 @pytest.mark.parametrize("name", [name for name, head in HEADS.items() if issubclass(head, LayerHead)])
 def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: str, tiny_target: Path) -> None:
     target = load_target(tiny_target, torch.float32, torch.device("cpu"))
