@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ),
     ("vllm", "eagle", {}, "mimo", {}, r"target\.path: must be of another family .* but is mimo: vLLM passes .*; train "
                                       r"head=mtp with head\.prenorm_states=true"),
-    ("vllm", "medusa", {}, "mimo", {}, r"head medusa for vllm, but is mimo: vLLM passes .* before the .*; train head=mtp"),
+    ("vllm", "medusa", {}, "mimo", {}, r"head medusa for vllm, but is mimo: vLLM passes .* before .*; train head=mtp"),
     ("vllm", "eagle3", {}, "mimo", {}, r"head eagle3 for vllm, but is mimo: vLLM's class does not return"),
     (
         "sglang", "mtp", {"prenorm_states": True}, "mimo", {},
