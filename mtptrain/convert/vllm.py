@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, sliding_window
 
 EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
 EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}
+NO_OTHER_NAMES: dict[str, str] = {}
 MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
 
 
@@ -154,7 +155,7 @@ class VllmDflash(VllmFormat):
 
     architecture = "DFlashDraftModel"
     method = "dflash"
-    names: ClassVar[dict[str, str]] = {}
+    names = NO_OTHER_NAMES
     head: DflashHead.Config
 
     def config_json(self, dtype: str) -> dict[str, Any]:
