@@ -25,6 +25,7 @@ from mtptrain.utils.files import save_tensors
 
 EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
 EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}
+NO_OTHER_NAMES: dict[str, str] = {}
 MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
 
 
@@ -202,7 +203,7 @@ class VllmDflash(VllmFormat):
 
     architecture = "DFlashDraftModel"
     method = "dflash"
-    names: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    names = NO_OTHER_NAMES
     head: DflashHead.Config
 
     def config_json(self, dtype: str) -> dict[str, Any]:

@@ -149,7 +149,9 @@ class DflashHead(Head):
         for layer, num_unread in self._layers():
             key, value = self._run(layer.keys_values_of_tokens, context, context_positions)
             query, block_key, block_value = self._run(layer.project, x, positions, num_unread)
-            attended = block_attention(query, key, value, block_key, block_value, packing)  # [R, M, heads, head_dim]
+            attended = block_attention(  # [R, M, heads, head_dim]
+                query, key, value, block_key, block_value, packing
+            )
             x = self._run(layer.finish, x[num_unread:], attended)
         return self._run(self._normed, x)
 
@@ -172,10 +174,8 @@ class DflashHead(Head):
         mask = cache.begin(positions.T)
         assert mask is not None
         for index, (layer, num_unread) in enumerate(self._layers()):
-            query, block_key, block_value = (
-                part.permute(1, 2, 0, 3) for part in layer.project(x, positions, num_unread)
-            )
-            keys, values = cache.update(block_key, block_value, index)  # [B, kv heads, slots, head_dim]
+            query, key, value = (part.permute(1, 2, 0, 3) for part in layer.project(x, positions, num_unread))
+            keys, values = cache.update(key, value, index)  # [B, kv heads, slots, head_dim]
             attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask[:, :, -1:], enable_gqa=True)
             x = layer.finish(x[num_unread:], attended.permute(2, 0, 1, 3))
         states = self._normed(x).transpose(0, 1)  # [B, K, H]

@@ -64,8 +64,8 @@ TARGETS = {
     "llama": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}),
     "llama_repeating": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}, step=0),
     "qwen3_repeating": TargetKind("qwen3", 1.5, {"head_dim": 128}, step=0),
-    "llama_shared": TargetKind("llama", 3.0, {"rope_parameters": LLAMA3_ROPE}, shared=1.0, step=0),
-    "qwen3_shared": TargetKind("qwen3", 3.0, {"head_dim": 128}, shared=1.0, step=0),
+    "llama_shared": TargetKind("llama", 1.0, {"rope_parameters": LLAMA3_ROPE}, shared=0.5, step=0),
+    "qwen3_shared": TargetKind("qwen3", 1.0, {"head_dim": 128}, shared=0.5, step=0),
     "llama_8_layers": TargetKind("llama", 0.8, {"num_hidden_layers": 8}),
     "mistral": TargetKind("mistral", 1.5, {"sliding_window": None}),
     "qwen2": TargetKind("qwen2", 1.5, {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 256}}),
@@ -334,7 +334,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         draft_ids = torch.full((target.config.vocab_size,), -100).index_copy_(0, ids, torch.arange(len(ids)))
         labels = torch.where(labels < 0, labels, draft_ids[labels])
     optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
-    for _ in range(num_steps):
+    for _ in range(num_steps * 2 if head.drafts_all_depths else num_steps):
         logits = head.logits(head(packed, target.parts, depths), target.parts)
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()

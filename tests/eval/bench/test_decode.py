@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.bench.decode import Spent, describe, recommended
+from eval.bench.decode import Spent, check, describe, recommended
 from mtptrain.decoding.speculate import Generation
 from tests.conftest import run_program
+from tests.test_recipes import make_config
 
 
 def test_every_batch_size_and_depth_is_measured_and_written(
@@ -63,3 +64,9 @@ def test_the_prediction_uses_the_cost_of_random_rounds_and_the_acceptance_on_oth
     assert both["predicted_speed_up"] == pytest.approx(
         150 / (100 + 1 / 3) * 20 / 25
     )  # a batch waits for its slowest answer
+
+
+def test_a_block_drafter_is_measured_only_with_the_number_of_drafts_that_it_was_trained_for() -> None:
+    check(make_config("head=dflash", "head.ttt_steps=3", "bench.draft_depths=[3]"))
+    with pytest.raises(ValueError, match=r"bench\.draft_depths: must equal head\.ttt_steps=3 .* but is 2;"):
+        check(make_config("head=dflash", "head.ttt_steps=3", "bench.draft_depths=[3,2]"))
