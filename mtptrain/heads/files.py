@@ -27,7 +27,7 @@ def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
 
 
 def build_trainable_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
-    """As `build_head`, but refuse a head that cannot be trained.
+    """Build a new head like `build_head`, but refuse one that cannot be trained.
 
     Raises:
         ValueError: the head cannot be trained, or does not fit the target.
