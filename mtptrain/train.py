@@ -8,8 +8,8 @@ measured acceptance length, or the newest head as long as none has been measured
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
 
-On SIGTERM or SIGUSR1 it finishes the current step, saves a checkpoint and exits with code 75 (torchrun itself exits
-with 1). The same command resumes from there.
+On SIGTERM or SIGUSR1, training finishes the current step, saves a checkpoint and exits with code 75 (torchrun itself
+exits with 1). The same command resumes from there.
 """
 
 import os
@@ -18,8 +18,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# Sizes differ from step to step, which fragments GPU memory. Torch reads this variable at the first allocation on a
-# GPU. Only this program sets it: vLLM's workers would inherit it, and they cannot share such memory with each other.
+# Tensor sizes differ from step to step, which fragments GPU memory. Torch reads this variable at the first allocation
+# on a GPU. Only training sets it: vLLM's workers would inherit it, and they cannot share memory in expandable segments.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
 
 import torch
@@ -86,7 +86,7 @@ def main(cfg: DictConfig) -> None:
 
 @dataclass
 class Run:
-    """Everything that a run needs, with every input checked."""
+    """Everything that a run needs, after every input has been checked."""
 
     schedule: BatchSchedule
     num_steps: int
@@ -97,7 +97,7 @@ class Run:
     progress: Progress
     resume_facts: dict[str, object]
     head_facts: dict[str, object]
-    """Saved with every head: the target that it belongs to."""
+    """Facts saved with every head: the sha256 of its target's weights."""
     releases: Releases | None = None
     """Frees disk space if the store is streamed."""
 
@@ -160,7 +160,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
 
 
 def initialise(config: PipelineConfig, head: Head, parts: FrozenParts, target_dir: Path, prompts_sha256: str) -> None:
-    """Give a random head the weights that it starts from, if its settings name any."""
+    """Replace a head's random weights with those that its settings start from, if any."""
     if config.head.start_from_target:
         start_from_target(head, target_dir)
     if config.head.init_from is not None:
@@ -254,7 +254,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
             if run.releases is not None:
                 run.releases.release(progress.step, is_last, ranks.is_first)
             run.meter.restart()
-        # 7. Wait for the next step's states. Wait only after the release: extraction may itself be waiting for it.
+        # 7. Wait for the next step's states. Do so after the release, because extraction may need the freed disk space.
         stopped_by = stopped_by or wait_for_states(run, progress.step, ranks, stop)
         if stopped_by and not is_saved:
             run.trainer.check_weights(progress.step, batches)
@@ -271,7 +271,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
 
 
 def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-    """Wait for the states of step `step` (from 0) if they are streamed; return a signal that a rank has received."""
+    """Wait for the states of step `step` (from 0) if they are streamed. Returns a stop signal that a rank received."""
     if run.releases is None or step >= run.num_steps:
         return None
     return run.releases.wait_for(step, ranks, stop)
@@ -294,7 +294,7 @@ def validate(
     Rank 0 saves the head as `last`, and also as `best` if its acceptance length is the highest so far.
 
     Returns:
-        The run's progress, and what the progress bar shows.
+        The run's progress, and the entries for the progress bar.
     """
     assert run.validation is not None
     stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()

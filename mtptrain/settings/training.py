@@ -22,9 +22,8 @@ class LossKind(StrEnum):
     kl = "kl"
     """Forward KL from the target's distribution to the head's."""
     lk = "lk"
-    """w KL + (1 - w) TV with w = exp(-eta a) (arXiv 2602.23881). a = sum min(target_probs, draft_probs) is the
-    acceptance
-    probability of a sampled draft."""
+    """w KL + (1 - w) TV, where w = exp(-lk_eta a) and a = sum min(target_probs, draft_probs) is the probability that a
+    sampled draft is accepted (arXiv 2602.23881)."""
     ce = "ce"
     """Cross-entropy with the target's most likely token; tokens outside the head's vocabulary are skipped."""
     data_ce = "data_ce"
@@ -34,58 +33,59 @@ class LossKind(StrEnum):
 
 @dataclass
 class TrainConfig:
-    """Stage 3: the head in a DeepSpeed engine."""
+    """Settings of stage 3, which trains the head in a DeepSpeed engine."""
 
     lr: float = at_least(0.0, default=1e-3)
-    """Peak of the schedule: linear warm-up, then cosine."""
+    """Peak learning rate. The schedule is linear warm-up, then cosine decay."""
     min_lr_ratio: float = at_least(0.0, default=0.1)
     """Final learning rate divided by the peak."""
     warmup_steps: int = at_least(0, default=50)
     max_steps: int = at_least(0, default=0)
-    """0: as many as `epochs` need."""
+    """Number of steps; 0 trains for `epochs` epochs."""
     epochs: int = at_least(1, default=1)
     batch_tokens: int = at_least(1, default=16_384)
-    """Tokens of one packed micro-batch of whole documents."""
+    """Maximum number of tokens in one packed micro-batch of whole documents."""
     micro_batches_per_step: int = at_least(1, default=1)
-    """Over all ranks. Must be a multiple of the world size; the quotient is the number of accumulation steps."""
+    """Number of micro-batches per step over all ranks, a multiple of the world size. Each rank runs an equal share."""
     weight_decay: float = at_least(0.0, default=0.0)
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = at_least(0.0, default=1.0)
     """0 disables clipping."""
     ttt_loss_decay: float = at_least(0.0, default=0.8)
-    """The loss weight of depth k is ttt_loss_decay ** k; weights are normalised to sum to one."""
+    """The loss weight of depth k is ttt_loss_decay ** k; the weights are normalised to sum to one."""
     loss: LossKind = LossKind.kl
     lk_eta: float = at_least(0.0, default=3.0)
-    """`loss=lk`: how fast the weight moves from KL to total variation as acceptance rises."""
+    """With `loss=lk`: how fast the weight moves from KL to total variation as acceptance rises."""
     feature_weight: float = at_least(0.0, default=0.0)
     """Weight of an additional smooth L1 loss between the head's states and the target's post-norm states (EAGLE-1)."""
     stream: bool = False
-    """Train while data_prep.hidden_states extracts, started at the same time with the same settings. Shards are deleted
-    after they are trained on, so that only a few are on disk. One epoch."""
+    """Train on shards while data_prep.hidden_states, started at the same time with the same settings, extracts them.
+    Shards are deleted after use, so that only a few are on disk at once. Only one epoch is possible."""
     stream_shards: int = at_least(1, default=16)
-    """`stream`: shards per window. Documents are shuffled within a window, and at most three windows are on disk."""
+    """With `stream`: number of shards per window. Documents are shuffled within a window. At most three windows are on
+    disk."""
     loss_chunk_rows: int = at_least(1, default=1536)
-    """Rows of one [rows, V] block of logits, all depths of the same target tokens together."""
+    """Maximum number of rows in one [rows, V] block of logits, which holds all depths of its target tokens."""
     compile: bool | None = None
-    """torch.compile the elementwise work of the step; takes about half a minute at the start. null compiles on GPUs
-    only. The loss moves about 9 bytes per logit when compiled, and 128 otherwise."""
+    """Compile the elementwise operations of the step with torch.compile, which takes about half a minute at the start.
+    null compiles on GPUs only. The loss moves about 9 bytes per logit with compilation, and 128 without."""
     activation_checkpointing: bool = False
-    """Recompute most activations in the backward pass: fits longer documents, takes about a quarter more time."""
+    """Recompute most activations in the backward pass: longer documents fit, but training takes a quarter longer."""
     profile: bool = False
     """Write a trace of three steps to `run_dir/train/trace_<rank>.json`, for chrome://tracing or Perfetto."""
     log_every: int = at_least(1, default=10)
-    """Steps between lines of metrics.jsonl."""
+    """Number of steps between lines of metrics.jsonl."""
     validate_every: int = at_least(0, default=0)
-    """Steps between measurements of acceptance; 0 measures at the end only. With `validation_prompts=0` the heads of
-    these steps and of the last one are kept in `run_dir/train/heads` instead; each takes as much disk space as the
-    export."""
+    """Number of steps between measurements of acceptance; 0 measures at the end only. With `validation_prompts=0`, the
+    heads of these steps and of the last step are kept in `run_dir/train/heads` instead. Each takes as much disk space
+    as an export."""
     validation_prompts: int = at_least(0, default=32)
-    """Prompts to measure, from the quarter of the held-out files or conversations that reports leave out. 0 measures
-    nothing during training, for a target that does not fit in memory next to the head. The last head is then the best
-    one until `eval.choose_head` has measured those that `validate_every` keeps."""
+    """Number of prompts to measure, from the quarter of the held-out files or conversations that reports leave out.
+    0 measures nothing during training, for a target that does not fit in memory together with the head. `best` is then
+    the newest head until `eval.choose_head` has measured the heads that `validate_every` keeps."""
     validation_new_tokens: int = at_least(1, default=64)
     save_every: int = at_least(0, default=0)
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Number of steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: int = at_least(1, default=2)
     """Number of newest checkpoints to keep; the best head by acceptance is kept separately."""
     resume: Resume = Resume.auto

@@ -8,22 +8,22 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 CAUSAL_OR_MASKED = "mtptrain_causal_or_masked"
 """The name under which `causal_or_masked_attention` is registered with transformers.
 
-No mask function is registered for it, so that transformers passes the mask of `PositionCache`, or None, through
-unchanged."""
+No mask function is registered under this name, so transformers passes the mask of `PositionCache`, or
+None, through unchanged."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None = None, window: int | None = None
 ) -> torch.Tensor:
-    """Returns causal attention: each token of a sequence attends to itself and to the tokens before it.
+    """Computes causal attention: each token attends to itself and to the tokens before it in its sequence.
 
     Args:
         query: [B, heads, S, head_dim], without padding.
         key: [B, kv heads, S, head_dim].
         value: [B, kv heads, S, value head_dim].
         scaling: scale of the scores; 1 / sqrt(head_dim) by default.
-        window: number of tokens that each token sees, itself included; None for all.
+        window: number of tokens that each token sees, including itself; None for all.
 
     Returns:
         The attention output [B, heads, S, value head_dim].
@@ -33,7 +33,8 @@ def causal_attention(
     has_grouped_kernel = (
         is_whole and query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
     )
-    # On CUDA, only the flash kernel supports grouped keys. With others, SDPA would store scores [B, heads, S, S].
+    # On CUDA, only the flash kernel supports grouped keys. Repeat them for the others: SDPA would otherwise store the
+    # scores [B, heads, S, S].
     if not has_grouped_kernel:
         key, value = (_repeat_for_query_heads(x, query.shape[1]) for x in (key, value))
     if window is None or length <= window:
@@ -66,10 +67,10 @@ def causal_or_masked_attention(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Applies the mask if there is one and causal attention otherwise, with the signature that transformers expects.
+    """Computes masked attention if there is a mask, otherwise causal attention, as transformers calls it.
 
     Args:
-        module: the layer's attention.
+        module: the layer's attention module.
         query: [B, heads, S, head_dim].
         key: [B, kv heads, slots, head_dim]. Without a mask there must be S slots.
         value: [B, kv heads, slots, value head_dim].

@@ -20,7 +20,7 @@ FAMILIES_WITH_MTP = (
     *("deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "glm4_moe"),
     *("exaone_moe", "ernie4_5_moe", "mimo_v2_flash"),
 )
-"""Families that are not supported and whose checkpoints have MTP layers."""
+"""Unsupported families whose checkpoints have MTP layers."""
 
 OFFSET_NORM_MODEL_TYPES = ("gemma3_text",)
 """Families whose RMSNorm multiplies by 1 + weight, in fp32."""
@@ -45,7 +45,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     """Returns the target's config.
 
     Raises:
-        ValueError: the model family, or one of its settings, is not supported, or a config of the target is damaged.
+        ValueError: the model family or one of its settings is not supported, or one of the config files is damaged.
     """
     config, path = _read_config(target_dir), target_dir / "config.json"
     family = config.model_type
@@ -94,7 +94,7 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
 
 
 def _rope_thetas(config: PreTrainedConfig) -> list[float]:
-    """Returns every rope_theta of a config: one, or one for each type of layer."""
+    """Returns every rope_theta of a config: a single one, or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     sections = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
     return [section["rope_theta"] for section in sections if section.get("rope_theta") is not None]
@@ -126,7 +126,7 @@ def read_generation_config(target_dir: Path) -> GenerationConfig | None:
 
 
 def eos_token_ids(config: PreTrainedConfig, generation_config: GenerationConfig | None = None) -> tuple[int, ...]:
-    """Returns the target's end-of-sequence tokens, from the generation config if it has any, as engines do."""
+    """Returns the target's end-of-sequence tokens. Those of the generation config take precedence, as in engines."""
     for source in (generation_config, config):
         ids = None if source is None else source.eos_token_id
         if ids not in (None, []):
@@ -135,7 +135,7 @@ def eos_token_ids(config: PreTrainedConfig, generation_config: GenerationConfig 
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
-    """Returns the size of the sliding window in tokens, the query itself included; None if no layer has one."""
+    """Returns the size of the sliding window in tokens, including the query itself; None if no layer has one."""
     is_used = config.model_type in WINDOW_IN_ALL_LAYERS or (
         config.model_type in WINDOW_BY_LAYER_TYPE and "sliding_attention" in config.layer_types
     )
@@ -152,13 +152,13 @@ def _ignores_windows(config: PreTrainedConfig) -> bool:
 
 
 def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the RoPE parameters of full-attention layers, in one flat dict with `rope_type` and `rope_theta`."""
+    """Returns the RoPE parameters of full-attention layers as one flat dict with `rope_type` and `rope_theta`."""
     rope_parameters = target_config.rope_parameters
     return dict(rope_parameters.get("full_attention", rope_parameters))
 
 
 def check_static_rope(config: PreTrainedConfig) -> None:
-    """Refuse RoPE that depends on the length of the text, which differs between a packed forward and a cache.
+    """Refuse RoPE that depends on the length of the text: a packed forward and a cache would rotate differently.
 
     Raises:
         ValueError: the target's RoPE depends on the length of the text.

@@ -28,11 +28,11 @@ class FrozenParts:
     has_offset_norm: bool = False
     """Whether the norm multiplies by 1 + weight."""
     logit_softcap: float | None = None
-    """Soft cap c of the target's own logits, c * tanh(logits / c); None if the target has none."""
+    """Soft cap c of the target's own logits, which become c * tanh(logits / c); None if the target has none."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, weights: Mapping[str, torch.Tensor]) -> "FrozenParts":
-        """Returns the parts from the target's tensors by name. LM_HEAD is not needed if it is tied."""
+        """Builds the parts from the target's tensors, keyed by name. LM_HEAD may be missing if it is tied."""
         embed_tokens = weights[EMBED_TOKENS]
         return cls(
             embed_tokens,
@@ -70,7 +70,7 @@ class FrozenParts:
 
 
 def load_frozen_parts(target_dir: Path) -> FrozenParts:
-    """Read embeddings, final norm and lm_head from the target's safetensors, and no other tensor.
+    """Read only the embeddings, final norm and lm_head from the target's safetensors files.
 
     Raises:
         ValueError: a tensor is missing or quantised, the weights do not belong to the config, or the family is not
@@ -92,13 +92,13 @@ def refuse_quantised_parts(target_dir: Path) -> None:
     """Refuse a checkpoint with quantised embeddings, final norm or lm_head. Reads only the headers of its files.
 
     Raises:
-        ValueError: one of them is quantised.
+        ValueError: one of these tensors is quantised.
     """
     _refuse_quantised(target_dir, tuple(name.removesuffix("weight") for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD)))
 
 
 def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
-    """Refuse quantised tensors of these modules, and their scales."""
+    """Refuse quantised tensors, and scales of quantisation, in modules with one of these prefixes."""
     for path in weight_files(target_dir):
         for name, (dtype, _) in sorted(tensor_shapes(path).items()):
             module, _, parameter = name.rpartition(".")
@@ -111,9 +111,9 @@ def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
 
 
 def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
-    """Returns the target's last decoder layer: fp32 tensors by their names inside the layer.
+    """Returns the tensors of the target's last decoder layer in fp32, by their names inside the layer.
 
-    For families whose norms multiply by 1 + weight, the 1 is already added.
+    For families whose norms multiply by 1 + weight, the returned norm weights include the 1.
 
     Raises:
         ValueError: a tensor is quantised, or the family is not supported.

@@ -1,4 +1,4 @@
-"""Compares a target's weight files with the hashes that the hub has for them."""
+"""Compares a target's weight files with the hub's hashes of them."""
 
 import re
 from pathlib import Path
@@ -12,12 +12,12 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def verify_weights(target_dir: Path) -> None:
-    """Compare every weight file with its sha256 on the hub, which huggingface_hub wrote down at the download.
+    """Compare every weight file with its sha256 on the hub, which huggingface_hub recorded at the download.
 
-    Reads the whole files: minutes for a large target.
+    Reads every file completely, which takes minutes for a large target.
 
     Raises:
-        ValueError: no file has a known hash, or a file differs from the hub's.
+        ValueError: no file has a known hash, or the hash of a file differs from the hub's.
     """
     known = {path: sha256 for path in weight_files(target_dir) if (sha256 := hub_sha256(path))}
     if not known:
@@ -31,10 +31,10 @@ def verify_weights(target_dir: Path) -> None:
 
 
 def hub_sha256(path: Path) -> str | None:
-    """Returns the sha256 that the hub has for a downloaded file; None if it is not known.
+    """Returns the hub's sha256 of a downloaded file, or None if it is not known.
 
-    In the hub's cache the file is a link to a blob named by its etag; beside a download to a directory of one's own,
-    the second line of a metadata file holds it. The etag of a large file is its sha256.
+    The etag of a large file is its sha256. In huggingface_hub's cache, the file is a link to a blob named by its etag.
+    After a download to another directory, the second line of a metadata file in that directory holds the etag.
     """
     metadata = path.parent / ".cache/huggingface/download" / f"{path.name}.metadata"
     etags = [path.resolve().name, *(metadata.read_text().splitlines()[1:2] if metadata.is_file() else [])]

@@ -1,7 +1,7 @@
-"""The family MiMo of Xiaomi for transformers: Qwen2's decoder, with an MTP layer beside it in the checkpoint.
+"""Xiaomi's MiMo family for transformers: Qwen2's decoder, and an MTP layer that only the checkpoint holds.
 
-transformers has no class for it, and the code that comes with a checkpoint is never run. Importing this module makes
-`AutoConfig` and `AutoModelForCausalLM` read these checkpoints.
+transformers has no class for MiMo, and mtptrain never runs the code that comes with a checkpoint. Importing this
+module makes `AutoConfig` and `AutoModelForCausalLM` read these checkpoints.
 """
 
 from collections.abc import Mapping
@@ -10,19 +10,19 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 ARCHITECTURE = "MiMoForCausalLM"
-"""The engines' model class, which `config.json` names."""
+"""The model class in engines, as named in `config.json`."""
 MTP_LAYERS = "model.mtp_layers."
-"""Prefix of the tensors of MTP layers, which the target itself does not have."""
+"""Prefix of the tensors of MTP layers, which the target does not load."""
 
 
 class MiMoConfig(Qwen2Config):
-    """Qwen2's config under the name of the family."""
+    """Qwen2's config under MiMo's model type."""
 
     model_type = "mimo"
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """Qwen2's model, which leaves the MTP layers of a checkpoint unread."""
+    """Qwen2's model, which ignores the MTP layers of a checkpoint."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected = [rf"^{MTP_LAYERS}"]  # noqa: RUF012 (never changed)
@@ -33,5 +33,5 @@ AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 
 def is_mimo(config: Mapping[str, Any]) -> bool:
-    """Returns whether a `config.json` is that of a MiMo model, published or exported (see `VllmMimo`)."""
+    """Returns whether a `config.json` belongs to a MiMo model, published or exported (see `VllmMimo`)."""
     return config.get("model_type") == MiMoConfig.model_type or config.get("architectures") == [ARCHITECTURE]

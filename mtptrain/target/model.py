@@ -1,4 +1,4 @@
-"""The whole frozen target, which extraction and acceptance run.
+"""The whole frozen target, used by extraction and acceptance.
 
 Training reads only its frozen parts (`load_frozen_parts`).
 """
@@ -28,7 +28,7 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Freeze a model, which is then used in place.
+        """Freeze a model and use it without a copy.
 
         Raises:
             ValueError: accelerate has offloaded a part that drafting needs.
@@ -36,7 +36,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
         self.window = sliding_window(model.config)
-        weights = dict(model.named_parameters(remove_duplicate=False))  # a tied weight under both names
+        weights = dict(model.named_parameters(remove_duplicate=False))  # lists a tied weight under both names
         parts = FrozenParts.of(model.config, weights)
         device = parts.embed_tokens.device
         if "meta" in (device.type, parts.norm_weight.device.type, parts.lm_head.device.type):
@@ -44,7 +44,7 @@ class Target:
                 "target.path: embeddings, final norm and lm_head of the target must fit the GPUs of one machine, but "
                 "accelerate has offloaded some of them; use more GPUs, or a smaller dtype"
             )
-        # With several devices, this copies an untied lm_head from the last one to the first.
+        # With several devices, this copies an untied lm_head from the last device to the first.
         self.parts = replace(parts, norm_weight=parts.norm_weight.to(device), lm_head=parts.lm_head.to(device))
 
     @property
@@ -62,7 +62,7 @@ class Target:
     ) -> "TargetStates":
         """Returns the states of tokens [B, S] at positions [B, S], and updates the cache.
 
-        The tokens may form a tree.
+        With `tree`, the tokens form a tree of drafts.
         """
         mask = family_mask(self.config.model_type, self.window, cache.begin(positions, tree), positions, tree)
         with self.capturing(capture_layers) as streams, self._causal_or_masked_attention():
@@ -74,7 +74,7 @@ class Target:
 
     @contextmanager
     def _causal_or_masked_attention(self) -> Iterator[None]:
-        """Replaces the model's attention inside this context."""
+        """Makes the model use `causal_or_masked_attention` inside this context."""
         before = self.model.config._attn_implementation
         self.model.config._attn_implementation = CAUSAL_OR_MASKED
         try:
@@ -84,9 +84,9 @@ class Target:
 
     @contextmanager
     def capturing(self, after_layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """Record residual streams of the model's forward, by the number of decoder layers before them.
+        """Record residual streams of the model's forward, keyed by the number of decoder layers before them.
 
-        0 is the input of the first layer; the number of layers is the state before the final norm.
+        Key 0 is the input of the first layer. The key equal to the number of layers is the input of the final norm.
         """
         readers = [
             *self.model.model.layers,
@@ -153,11 +153,11 @@ class Verified:
     """The rows that the target has just read: the prompts, or the tokens of a round."""
 
     tokens: torch.Tensor
-    """All tokens so far, one row per sequence [B, slots]; valid below `num_tokens`."""
+    """All tokens so far, one row per sequence [B, slots]; only those before `num_tokens` are valid."""
     num_tokens: torch.Tensor
-    """Length of each sequence, including the newest token, which the target has not read [B]."""
+    """Length of each sequence [B], including the newest token, which the target has not read yet."""
     positions: torch.Tensor
-    """Positions of the rows [B, S]. Those from `num_tokens` - 1 on were rejected or are padding."""
+    """Positions of the rows [B, S]. Rows at `num_tokens` - 1 and later were rejected or are padding."""
     states: TargetStates
     """The target's states at the rows [B, S, H], and the streams that the drafter captures [B, S, L, H]."""
 
@@ -172,17 +172,18 @@ class Verified:
         return self.tokens.gather(1, self.positions + 1)
 
     def from_row(self, first: torch.Tensor) -> "Verified":
-        """Returns the rows from index `first` [B] on, [B, S] as before: the last row is repeated to fill the shape."""
+        """Returns the rows from index `first` [B] on. The last row is repeated to keep the shape [B, S]."""
         num_rows = self.positions.shape[1]
         index = (first[:, None] + torch.arange(num_rows, device=first.device)).clamp(max=num_rows - 1)
         return replace(self, positions=self.positions.gather(1, index), states=self.states.of_rows(index))
 
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
-    """Returns the whole target, on one device if it fits there, otherwise spread over several by accelerate.
+    """Returns the whole target on one device, or spread over several by accelerate if it does not fit.
 
     Raises:
-        ValueError: the family is not supported, a tensor is missing, or several ranks would share several devices.
+        ValueError: the family is not supported, a tensor is missing, or the target needs several devices but several
+                ranks share the machine.
     """
     config = read_target_config(target_dir)
     check_placement(target_dir, dtype, device)
@@ -202,11 +203,12 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
 
 
 def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse, before any long work, a target that `load_target` could not place.
+    """Refuse a target that `load_target` could not place, before any long work.
 
     Raises:
         FileNotFoundError: the target has no weights.
-        ValueError: the weights do not belong to the config, or several ranks would share several devices.
+        ValueError: the weights do not belong to the config, or the target needs several devices but several ranks share
+                the machine.
     """
     check_weights(target_dir)
     if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:

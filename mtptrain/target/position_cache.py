@@ -1,4 +1,4 @@
-"""A cache of keys and values for decoding that stores position p in slot p."""
+"""A key-value cache for decoding that stores position p in slot p."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 @dataclass(frozen=True)
 class TreeRows:
-    """A tree of drafts that continues a sequence: where the rows of a forward are stored, and what they see.
+    """The slots in which a forward over a tree of drafts stores its rows, and the slots that each row sees.
 
-    Several rows may have the same position, but each has its own slot.
+    The tree continues a sequence. Several rows may have the same position, but each has its own slot.
     """
 
     root: torch.Tensor
@@ -29,7 +29,7 @@ class PositionCache(Cache):
     its own length. A tree occupies the slots after the sequence until `keep` copies the accepted branch to the slots
     of its positions.
 
-    Each layer's keys and values are on the device of that layer; slot indices are copied to a device once per forward.
+    Each layer's keys and values are on its device. Slot indices are copied to each device once per forward.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -97,7 +97,7 @@ class PositionCache(Cache):
 
     @property
     def values_per_slot(self) -> int:
-        """The number of values that the cache holds for a token of a sequence, over all layers so far."""
+        """Number of elements that the cache holds for one token of a sequence, over all layers written so far."""
         tensors = (*self._keys.values(), *self._values.values())
         return sum(tensor.shape[1] * tensor.shape[3] for tensor in tensors)
 
