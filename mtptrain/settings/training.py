@@ -67,10 +67,10 @@ class TrainConfig:
     loss_chunk_rows: int = at_least(1, default=1536)
     """Maximum number of rows in one [rows, V] block of logits, which holds all depths of its target tokens."""
     compile: bool | None = None
-    """Compile the elementwise operations of the step with torch.compile, which takes about half a minute at the start.
+    """Use torch.compile for the elementwise operations of the step. Compiling takes about half a minute at the start.
     null compiles on GPUs only. The loss moves about 9 bytes per logit with compilation, and 128 without."""
     activation_checkpointing: bool = False
-    """Recompute most activations in the backward pass: longer documents fit, but training takes a quarter longer."""
+    """Recompute most activations in the backward pass: longer documents fit, but steps take about a quarter longer."""
     profile: bool = False
     """Write a trace of three steps to `run_dir/train/trace_<rank>.json`, for chrome://tracing or Perfetto."""
     log_every: int = at_least(1, default=10)

@@ -67,7 +67,7 @@ def causal_or_masked_attention(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Computes masked attention if there is a mask, otherwise causal attention, as transformers calls it.
+    """Computes masked attention if there is a mask, otherwise causal attention; called by transformers.
 
     Args:
         module: the layer's attention module.

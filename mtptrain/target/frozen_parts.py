@@ -98,7 +98,7 @@ def refuse_quantised_parts(target_dir: Path) -> None:
 
 
 def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
-    """Refuse quantised tensors, and scales of quantisation, in modules with one of these prefixes."""
+    """Refuse quantised tensors and their scales in modules with one of these prefixes."""
     for path in weight_files(target_dir):
         for name, (dtype, _) in sorted(tensor_shapes(path).items()):
             module, _, parameter = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Xiaomi's MiMo family for transformers: Qwen2's decoder, and an MTP layer that only the checkpoint holds.
+"""Xiaomi's MiMo family for transformers: Qwen2's decoder. Its checkpoints also hold an MTP layer, which is not loaded.
 
 transformers has no class for MiMo, and mtptrain never runs the code that comes with a checkpoint. Importing this
 module makes `AutoConfig` and `AutoModelForCausalLM` read these checkpoints.
@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 ARCHITECTURE = "MiMoForCausalLM"
-"""The model class in engines, as named in `config.json`."""
+"""The engines' model class for MiMo, as named in `config.json`."""
 MTP_LAYERS = "model.mtp_layers."
 """Prefix of the tensors of MTP layers, which the target does not load."""
 

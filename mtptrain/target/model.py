@@ -28,7 +28,7 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Freeze a model and use it without a copy.
+        """Freeze a model, without copying it.
 
         Raises:
             ValueError: accelerate has offloaded a part that drafting needs.
@@ -183,7 +183,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
 
     Raises:
         ValueError: the family is not supported, a tensor is missing, or the target needs several devices but several
-                ranks share the machine.
+            ranks share the machine.
     """
     config = read_target_config(target_dir)
     check_placement(target_dir, dtype, device)
@@ -208,7 +208,7 @@ def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) 
     Raises:
         FileNotFoundError: the target has no weights.
         ValueError: the weights do not belong to the config, or the target needs several devices but several ranks share
-                the machine.
+            the machine.
     """
     check_weights(target_dir)
     if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:

@@ -29,7 +29,7 @@ class PositionCache(Cache):
     its own length. A tree occupies the slots after the sequence until `keep` copies the accepted branch to the slots
     of its positions.
 
-    Each layer's keys and values are on its device. Slot indices are copied to each device once per forward.
+    A layer's keys and values are on that layer's device. Slot indices are copied to each device once per forward.
     """
 
     def __init__(self, num_slots: int) -> None:
