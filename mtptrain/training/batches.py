@@ -1,7 +1,7 @@
 """Packed batches for training: the aligned tensors of one batch, and the batches of every step.
 
 The documents of a step depend only on the seed and the epoch, never on the number of ranks: a step has
-`micro_batches_per_step` batches of about equal cost, and rank r of W computes those with index r, r + W, ...
+`micro_batches_per_step` batches of about equal cost, and rank r of W computes those with indices r, r + W, ...
 """
 
 import math
@@ -33,7 +33,7 @@ class Batch:
     """Captured residual streams [N, L, H], for heads that read them; in the store's dtype until `to` decodes it."""
     input_ids: torch.Tensor  # i64[N]
     next_ids: torch.Tensor
-    """i64[N]: the token after each token. Depth k of row i reads the one at row i + k."""
+    """i64[N]: the token that follows each token. Depth k of row i reads the one that follows token i + k."""
     is_draft: torch.Tensor
     """bool[T, M]: whether depth k of a row is a supervised draft position."""
     num_drafts: torch.Tensor
@@ -41,11 +41,11 @@ class Batch:
     packing: Packing
     document_ids: tuple[int, ...]
     document_tokens: int
-    """Tokens of the whole documents, including those that were cut off."""
+    """Number of tokens of the whole documents, including those that were cut off."""
     hidden_states_scales: torch.Tensor | None = None
-    """Scales of e4m3 states f32[N], otherwise None."""
+    """f32[N]: scales of the states if they are e4m3, otherwise None."""
     aux_hidden_states_scales: torch.Tensor | None = None
-    """Scales of e4m3 states f32[N, L], otherwise None."""
+    """f32[N, L]: scales of the states if they are e4m3, otherwise None."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +56,7 @@ class Batch:
         return self.is_draft.shape[1]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """Returns the batch on a device with states decoded to `dtype`. e4m3 states are copied before decoding."""
+        """Returns the batch on `device` with states decoded to `dtype`. e4m3 states are decoded on the device."""
         moved = map_tensors(self, lambda x: x.to(device, non_blocking=True))
         aux_hidden_states = moved.aux_hidden_states
         return replace(
@@ -88,7 +88,7 @@ def map_tensors(x: X, function: Callable[[torch.Tensor], torch.Tensor]) -> X:
 
 
 class StateBuffers:
-    """Reuses the memory of finished batches: on a CPU, the page faults of new memory cost more than the copy.
+    """Reuses the memory of finished batches: on a CPU, the page faults of new memory cost more than filling it.
 
     For a GPU the memory is pinned, and torch itself reuses it once the copies from it are done.
     """
@@ -114,7 +114,7 @@ class StateBuffers:
         return self._free.pop(found)[:num_tokens]
 
     def give_back(self, batch: Batch) -> None:
-        """Free the states of a batch, which must not be read from now on."""
+        """Free the states of a batch for reuse. They must not be read afterwards."""
         if self._for_gpu:
             return
         states = (batch.hidden_states, batch.aux_hidden_states)
@@ -136,7 +136,7 @@ def make_batch(
         documents: documents of one store.
         ttt_steps: number of depths T.
         decode_states: decode e4m3 states now, for a batch that stays on the CPU.
-        buffers: memory for the states; None allocates it.
+        buffers: memory to reuse for the states; None allocates new memory.
         anchors: which draft positions to use; None uses all of them.
     """
     kept: list[StoredDocument] = []
@@ -147,14 +147,14 @@ def make_batch(
         if counts:
             spans += [(len(kept), first, count) for first, count in zip(first_rows, counts, strict=True)]
             of_document = np.concatenate([np.arange(first, first + count) for _, first, count in spans[-len(counts) :]])
-            left = np.concatenate([np.arange(count, 0, -1) for count in counts])  # in the span, with the row itself
+            left = np.concatenate([np.arange(count, 0, -1) for count in counts])  # rows left, including itself
             if anchors is not None:
                 chosen = anchors.draw(document.document_id, len(of_document))
                 of_document, left = of_document[chosen], left[chosen]
             kept.append(document)
             rows.append(of_document)
             rows_left.append(left)
-            # The teacher of a row's last depth is the last token that is needed.
+            # The last token needed is the target token of a row's last depth.
             used.append(int((of_document + np.minimum(left, ttt_steps)).max()) + 1)
     assert kept, "no document has a draft"
     packing = Packing.of(used, spans) if anchors is None else Packing.of_single(used, rows)
@@ -178,13 +178,13 @@ def make_batch(
 
 
 def _token_ids(documents: Sequence[StoredDocument], used: Sequence[int], first: int) -> torch.Tensor:
-    """Returns `used` tokens of each document from its token `first` on, i64[N]."""
+    """Returns `used` token ids of each document, starting at its token `first`, i64[N]."""
     ids = [document.input_ids[first : first + count] for document, count in zip(documents, used, strict=True)]
     return torch.cat(ids).long()
 
 
 def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the first row and length of each span of drafts: row t drafts if tokens t + 1, t + 2 are generated."""
+    """Returns the first row and length of each span of drafts: row t drafts if tokens t + 1 and t + 2 are generated."""
     drafts = (loss_mask[1:-1] & loss_mask[2:]).astype(np.int8)
     edges = np.diff(drafts, prepend=0, append=0)
     first_rows = np.flatnonzero(edges == 1)
@@ -198,7 +198,7 @@ def pack_states(
     decode_states: bool,
     buffers: StateBuffers | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the states [N, ..., H] of each document's first `used` tokens, and scales [N, ...] of e4m3 states."""
+    """Returns the states [N, ..., H] of each document's first `used` tokens, and scales [N, ...] if they stay e4m3."""
     states, scales = (
         [
             part[:count]
@@ -223,7 +223,7 @@ def pack_states(
 class BatchSchedule:
     """The batches of every step. They are fixed from the start, so that resuming only needs the step number.
 
-    Steps must be requested in rising order."""
+    Steps must be requested in increasing order."""
 
     def __init__(
         self,
@@ -241,13 +241,13 @@ class BatchSchedule:
         Args:
             store: the hidden states.
             ttt_steps: number of depths T.
-            batch_tokens: maximum tokens of one micro-batch.
+            batch_tokens: maximum number of tokens in one micro-batch.
             micro_batches_per_step: number of micro-batches over all ranks.
             seed: shuffles the documents of each epoch.
             for_gpu: read ahead in a thread, into pinned memory.
             order: document indices of the only epoch of a streamed store; None shuffles every epoch.
-            drafts_per_document: number of draft positions of each document that a step uses, drawn at random in every
-                epoch; None for all.
+            drafts_per_document: number of draft positions that a step uses of each document, drawn at random in
+                every epoch; None for all.
         """
         self.store = store
         self.order = order
@@ -283,7 +283,7 @@ class BatchSchedule:
         return self._packed if self._epoch == 0 else self._pack(0)
 
     def documents_of(self, step: int) -> Step:
-        """Returns the document indices of each micro-batch of a step. Steps count over all epochs."""
+        """Returns the document indices of each micro-batch of a step. Step numbers continue across epochs."""
         while step >= self._first_step + len(self._packed):
             self._first_step += len(self._packed)
             self._epoch += 1
@@ -317,7 +317,7 @@ class BatchSchedule:
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
         """Yields this rank's batches of steps first_step .. last_step - 1.
 
-        For a GPU, each is read while the step before it runs. On a CPU nothing is read ahead: a concurrent reader slows
+        For a GPU, they are read during the previous step. On a CPU, nothing is read ahead: a concurrent reader slows
         the step by a third, while reading between steps slows it by 1 %. The states of a step's batches are overwritten
         when the next step is requested.
         """

@@ -1,9 +1,9 @@
-"""Checkpoints of a training run: head, optimizer, RNG and step, which determines the schedule and the next batch.
+"""Checkpoints of a training run: head, optimizer, RNG and step. The step determines the learning rate and next batch.
 
 `checkpoints/step_00000100/state.safetensors` holds each weight and its two Adam moments as unpartitioned fp32 tensors,
-whatever the number of ranks and the ZeRO stage. Rank 0 writes `complete.json` last, with the size and sha256 of the
-state. A checkpoint without that file is ignored. If the state does not match that file, the checkpoint is torn, and
-the run resumes from the one before. The head with the best acceptance is in `best/` and is never deleted.
+for any number of ranks and any ZeRO stage. Rank 0 writes `complete.json` last, with the size and sha256 of the
+state. A checkpoint without that file is ignored. If the state does not match `complete.json`, the checkpoint is torn,
+and the run resumes from the previous one. The head with the best acceptance is in `best/` and is never deleted.
 """
 
 import json
@@ -28,7 +28,7 @@ STATE = "state.safetensors"
 STATE_FILE = "state_file"
 """Key in the marker whose value is the size and sha256 of the state."""
 TORN = "torn_"
-"""Prefix that the folder of a torn checkpoint gets."""
+"""Prefix added to the folder name of a torn checkpoint."""
 RUN = ("run.rng", "run.step", "run.best_acceptance_length")
 
 
@@ -52,9 +52,9 @@ def save_checkpoint(
 
     Args:
         engine: the engine to save.
-        directory: the folder of all checkpoints.
+        directory: the folder that contains all checkpoints.
         progress: the step that has just finished, and the best acceptance length so far.
-        facts: settings, by name, that must not change when the run resumes.
+        facts: settings and other facts, by name, that must not change when the run resumes.
         keep: number of checkpoints to keep.
         ranks: the rank of this process, and the number of ranks.
     """
@@ -118,9 +118,10 @@ def _newest_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def find_fault(folder: Path) -> str | None:
-    """Returns what is wrong with the files of a checkpoint, or None. It reads every byte.
+    """Returns what is wrong with the files of a checkpoint, or None if nothing is. Reads every byte.
 
-    Markers of older versions have no hash. For those, only the file's length is compared with its header.
+    Older versions wrote no hash to the marker. For their checkpoints, only the length of the state file is compared
+    with its header.
     """
     path = folder / STATE
     try:

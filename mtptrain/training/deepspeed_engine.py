@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
-"""Suffixes of a parameter's name: the weight itself and its Adam moments."""
+"""Suffixes that a parameter's name gets for the weight itself and for its Adam moments."""
 
 REFUSED_ZERO_SETTINGS = {
     "offload_optimizer": "the trainer computes the gradient norm itself (compute_grad_norm=false), which DeepSpeed "
@@ -103,10 +103,10 @@ def build_engine(
 
     Args:
         head: the trained module.
-        optimizer: an optimizer of the head's parameters.
+        optimizer: an optimizer for the head's parameters.
         schedule: the learning rate schedule of the optimizer.
         config: DeepSpeed's config as the user wrote it, accepted by `check_deepspeed`.
-        num_accumulated: micro-batches per rank and step.
+        num_accumulated: number of micro-batches per rank and step.
         ranks: the rank of this process, and the number of ranks.
     """
     prepare_single_process()
@@ -141,13 +141,13 @@ def build_engine(
 
 
 def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = True) -> dict[str, Any]:
-    """Returns DeepSpeed's config changed so that a rank accumulates gradients in fp32, which works with ZeRO 2 only.
+    """Returns DeepSpeed's config with gradients accumulated in fp32 on each rank, which only ZeRO 2 supports.
 
     Args:
         config: DeepSpeed's config.
-        num_accumulated: micro-batches per rank and step.
-        warn: whether to warn that ZeRO 1 accumulates in bf16. It cannot accumulate in fp32, because DeepSpeed then
-            gives `GradientClipper` no gradients.
+        num_accumulated: number of micro-batches per rank and step.
+        warn: whether to warn that ZeRO 1 accumulates in bf16. ZeRO 1 cannot accumulate in fp32, because DeepSpeed then
+            passes no gradients to `GradientClipper`.
     """
     if num_accumulated == 1 or not config.get("bf16", {}).get("enabled"):
         return config
@@ -164,9 +164,9 @@ def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = Tr
 
 
 class GradientClipper:
-    """Clips gradients right before the optimizer reads them: all of them, or with ZeRO this rank's part in fp32.
+    """Clips gradients just before the optimizer step: with ZeRO this rank's part in fp32, otherwise all of them.
 
-    DeepSpeed's own norm copies every gradient into fp64, and is lost when neither ZeRO nor bf16 is used.
+    DeepSpeed's own norm copies every gradient into fp64, and is discarded if neither ZeRO nor bf16 is used.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float, is_partitioned: bool, ranks: Ranks) -> None:
@@ -189,13 +189,13 @@ class GradientClipper:
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the 2-norm f32[] of all values together, accurate to fp32 rounding.
 
-    Summing 10^8 squares in one piece on a CPU would lose two percent.
+    A single sum of 10^8 squares on a CPU would lose two percent.
     """
     return torch.nn.utils.get_total_norm([piece for tensor in tensors for piece in tensor.flatten().split(2**17)])
 
 
 def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
-    """Returns fp32 weights and Adam moments on the CPU, by name; {} unless `keep_here`. All ranks must call it."""
+    """Returns fp32 weights and Adam moments on the CPU, by name; {} unless `keep_here`. All ranks must call this."""
     state: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         whole = _parameter_state(engine, parameter)
@@ -224,23 +224,23 @@ def _has_fp32_master(parameter: torch.nn.Parameter) -> bool:
 
 @torch.no_grad()
 def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tensor], step: int) -> None:
-    """Load weights and moments into the engine, of which each rank keeps its part, and set the schedule to `step`.
+    """Load weights and moments into the engine, where each rank keeps its part, and set its schedule to `step`.
 
     Args:
-        engine: an engine that has not made a step.
+        engine: an engine that has not made a step yet.
         stored: returns a whole tensor by its name in `gather_state`. It is called for one tensor at a time,
             because a rank may not have room for all of them.
-        step: number of optimizer steps that the state has seen.
+        step: number of optimizer steps already made.
     """
-    # 1. Create the optimizer's state, which it would otherwise create in its first step. With ZeRO its parameters are
-    # flat: this rank's part of all parameters, concatenated.
+    # 1. Create the optimizer's state, which it would otherwise create in its first step. With ZeRO, the optimizer's
+    # parameters are flat: this rank's part of all parameters, concatenated.
     optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
     for group in optimizer.param_groups:
         for flat in group["params"]:
             zeros = {key: torch.zeros_like(flat) for key in MOMENTS}
             optimizer.state[flat] = {"step": torch.tensor(float(step), device=flat.device), **zeros}
-    # 2. Map parameters to their part of that state, which the safe_set_* functions below need. DeepSpeed would
-    # otherwise do this in its first step.
+    # 2. Map parameters to their part of that state. The safe_set_* functions below need this mapping, which DeepSpeed
+    # would otherwise create in its first step.
     if engine.optimizer is not optimizer:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     # 3. Copy weights and moments.

@@ -1,4 +1,4 @@
-"""The measured matmul peak of a device."""
+"""Measures the peak matmul rate of a device."""
 
 import time
 from functools import cache
@@ -10,8 +10,8 @@ import torch
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Returns the FLOP/s of the fastest of ten products of [2048, 2048] matrices, or [8192, 8192] on a GPU.
 
-    A CPU without bf16 instructions may need a minute for one such product. It is measured with [256, 256] matrices,
-    which it multiplies at the same rate.
+    A CPU without bf16 instructions may need a minute for one such product. Its rate is the same with [256, 256]
+    matrices, so those are used instead.
     """
     if device.type == "cuda":
         return _rate_of_products(8192, device, dtype)

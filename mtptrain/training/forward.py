@@ -1,4 +1,4 @@
-"""The forward pass of training: from stored states to losses, as the trainer runs it and the planner measures it."""
+"""The forward pass of training, from stored states to losses, used by the trainer and the planner."""
 
 from collections.abc import Callable
 
@@ -27,15 +27,15 @@ def training_losses(
     Args:
         head: the trained head.
         parts: the target's frozen parts.
-        batch: on the head's device, with decoded states.
+        batch: a batch on the head's device, with decoded states.
         scale: weight of each depth's sum in the loss [T].
-        settings: which loss, and how it is computed.
+        settings: which loss to compute, and how.
         clock: accumulates the seconds of the phases `forward` and `loss`.
         call_head: called in place of the head, for example the engine that wraps it.
     """
     with clock.phase("forward"):
-        # 1. Apply the target's final norm to the states at the target tokens [M, H]. A head that reads streams gets
-        # those [N, L, H], any other head the post-norm states of all tokens [N, H].
+        # 1. Apply the target's final norm to the states at the target tokens [M, H]. A head that reads residual
+        # streams gets them [N, L, H]; other heads get the post-norm states of all tokens [N, H].
         target_tokens = batch.packing.rows + 1  # [M]
         if head.read_layers:
             last_stream = batch.hidden_states[:, None]  # [N, 1, H]
@@ -74,7 +74,7 @@ def _losses_by_depth(
     settings: LossSettings,
     draft_token_ids: torch.Tensor | None,
 ) -> LossSums:
-    """Compute the losses of each depth by itself: single draft positions do not share the tokens that they predict."""
+    """Compute the losses of each depth separately: single draft positions share no target tokens across depths."""
     by_depth, last = [], batch.num_tokens - 1
     for depth, depth_states in enumerate(states.unbind()):
         target_tokens = (batch.packing.rows + 1 + depth).clamp(max=last)

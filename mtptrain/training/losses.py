@@ -1,7 +1,7 @@
 """Losses of a head against the target's distribution, as sums and counts; the trainer divides once.
 
 The teacher's logits are recomputed from the target's hidden states, once per target token for all depths. The forward
-pass also computes the gradient with respect to the head's states, so that the logits of a block can be freed at once.
+pass also computes the gradient with respect to the head's states, so each block of logits can be freed immediately.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ CROSS_ENTROPIES = (LossKind.ce, LossKind.data_ce)
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Which loss, and how it is computed."""
+    """Settings of the loss: which one to compute, and how."""
 
     kind: LossKind = LossKind.kl
     lk_eta: float = 3.0
     feature_weight: float = 0.0
-    """Weight in the loss of the smooth L1 distance between the post-norm states of head and target, mean over H."""
+    """Loss weight of the smooth L1 distance between the head's and the target's post-norm states, averaged over H."""
     chunk_rows: int = 1536
-    """Maximum rows of one block of logits [rows, V], which holds all depths of the same target tokens."""
+    """Maximum number of rows in one block of logits [rows, V], which holds all depths of its target tokens."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "LossSettings":
@@ -61,7 +61,7 @@ def draft_losses(
 
     Depth k of row i has the same target token as depth 0 of row i + k, because the rows of a span are consecutive.
 
-    If the head has its own vocabulary, the target's probabilities are not renormalised to it: the probability mass
+    If the head has its own vocabulary, the target's probabilities are not renormalised over it. The probability mass
     outside it is added to the KL, and a target token outside it counts as a wrong top-1 prediction.
 
     Args:
@@ -72,9 +72,9 @@ def draft_losses(
         is_draft: whether depth k of row i counts, bool [T, M]. If a row counts at a depth, it counts at all smaller
             depths.
         scale: weight of each depth's sum in the loss [T].
-        settings: which loss, and how it is computed.
-        draft_token_ids: the target's token ids of the head's own vocabulary i64[D], rising; None if it has none.
-        data_tokens: the data's token that depth 0 of each row predicts i64[M]; needed for `LossKind.data_ce` only.
+        settings: which loss to compute, and how.
+        draft_token_ids: increasing target token ids i64[D] that form the head's own vocabulary; None if it has none.
+        data_tokens: the data's token that depth 0 of each row should predict i64[M]; only for `LossKind.data_ce`.
     """
     if data_tokens is not None and draft_token_ids is not None:
         data_tokens = draft_ids_of(data_tokens, draft_token_ids)
@@ -85,7 +85,7 @@ def draft_losses(
 
 
 def draft_ids_of(tokens: torch.Tensor, draft_token_ids: torch.Tensor) -> torch.Tensor:
-    """Returns the index of each token [M] in the draft vocabulary i64[D], which must rise; -1 if it is not there."""
+    """Returns the index of each token [M] in the sorted draft vocabulary i64[D]; -1 for tokens outside it."""
     index = torch.searchsorted(draft_token_ids, tokens).clamp(max=len(draft_token_ids) - 1)
     return torch.where(draft_token_ids[index] == tokens, index, -1)
 
@@ -107,7 +107,7 @@ class _ChunkedLoss(torch.autograd.Function):
         num_depths, num_rows, _ = states.shape
         num_positions = max(1, settings.chunk_rows // num_depths)
         if num_positions > 4:
-            num_positions -= num_positions % 4  # products with other numbers of rows take 5 to 8 % longer on a CPU
+            num_positions -= num_positions % 4  # matmuls with other numbers of rows take 5 to 8 % longer on a CPU
         grad_states = torch.zeros_like(states)  # stays zero for rows that have no teacher at a depth
         grad_lm_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
         sums = states.new_zeros(4, num_depths, dtype=torch.float32)
@@ -182,7 +182,7 @@ def compare(
         counts: whether each row counts, bool [T * C].
         teacher: the distributions of C target tokens, the same for every depth.
         scale: weight of each depth in the loss [T].
-        kind: which loss.
+        kind: the kind of loss.
         lk_eta: `train.lk_eta`, for `LossKind.lk`.
         data_tokens: the data's own tokens [C] for `LossKind.data_ce`, -1 if outside the head's vocabulary.
 
@@ -241,7 +241,7 @@ def _rows_and_grad(
     kind: LossKind,
     lk_eta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes what `compare` needs from the full width of the logits, in one compiled function.
+    """Computes, in one compiled function, everything that `compare` needs from whole rows of logits.
 
     With e = exp(logits - largest logit), it returns for each row f32[T * C]: the largest logit, sum e, the sum of
     target_probs * log e (or of target_probs * (log e - log target_probs) if the teacher holds logits), and the overlap.
@@ -281,11 +281,11 @@ def _rows_and_grad(
 def compare_features(
     states: torch.Tensor, counts: torch.Tensor, target_states: torch.Tensor, scale: torch.Tensor, weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare the head's states [T, C, H] with the target's states [C, H] by smooth L1 distance, mean over H.
+    """Compare the head's states [T, C, H] with the target's states [C, H] by smooth L1 distance, averaged over H.
 
     Returns:
-        The distances of each depth, summed over rows and times `weight` [T], and the gradient with respect to the
-        head's states, in which each depth is also multiplied by its `scale`.
+        The distances of each depth [T], summed over rows and multiplied by `weight`, and the gradient with respect to
+        the head's states, in which each depth is also multiplied by its `scale`.
     """
     difference = states.float() - target_states.float()
     distance = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").mean(-1)  # [T, C]

@@ -66,7 +66,7 @@ def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb
 
 
 def curves(metrics: dict[str, object]) -> dict[str, object]:
-    """Returns the metrics with every list over depths split into single numbers, because wandb cannot plot lists."""
+    """Returns the metrics with lists over depths split into one number per depth: wandb cannot plot lists."""
     numbers: dict[str, object] = {}
     for name, value in metrics.items():
         if isinstance(value, list):
@@ -82,7 +82,7 @@ def track_report(directory: Path, config: PipelineConfig, figures: dict[str, obj
     Args:
         directory: where wandb keeps its own files.
         figures: metrics by name, as in `Tracking.write`.
-        files: logged as one artifact of type "report".
+        files: files to log as one artifact of type "report".
     """
     run = start_wandb(directory, config, "acceptance")
     run.log(curves(figures))
@@ -115,11 +115,11 @@ class StepMeter:
         self._step_ended = time.perf_counter()
 
     def read(self, ranks: Ranks) -> dict[str, float]:
-        """Returns the figures since the last call, over all ranks, and restarts.
+        """Sums the measurements since the last call over all ranks, then restarts.
 
         Returns:
             `tokens` of whole documents, `tokens_per_s`, `supervised_tokens_per_s`; the shares of time spent waiting for
-            data and in each phase; `mfu`, the required FLOPs divided by what the matmul peak allows in that time;
+            data and in each phase; `mfu`, the required FLOPs divided by those possible at the matmul peak;
             `peak_bytes` of the rank with the highest memory use.
         """
         phases = self.clock.read()

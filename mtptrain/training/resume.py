@@ -40,7 +40,7 @@ def check_resume(config: PipelineConfig, checkpoint_dir: Path) -> None:
 
 
 def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict[str, object]:
-    """Returns what a checkpoint requires to be unchanged: the head, the optimization and the order of the data."""
+    """Returns the facts that must not change when a run resumes: its head, optimization and order of the data."""
     return {
         "head": asdict(config.head),
         "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),

@@ -1,8 +1,8 @@
 """Chooses the documents and draft positions of each training step, and divides them among its micro-batches.
 
-The loss of a step is divided by the number of drafts in that step, so a token of a small step weighs more than one of a
+The loss of a step is divided by the number of drafts in that step, so a token in a small step weighs more than one in a
 large step. Steps are therefore filled evenly. A document that does not fit waits for the next step while shorter ones
-fill this one, and the last steps of an epoch divide their documents evenly.
+fill the current step. The documents of an epoch's last steps are spread evenly over those steps.
 """
 
 import heapq
@@ -20,13 +20,13 @@ _Document = tuple[int, int, float]
 """Index, number of tokens, and cost."""
 
 PACKING_VERSION = 2
-"""Increase this when the order of documents changes: a step of an older checkpoint then has different documents."""
+"""Increase this when the order of documents changes, so that runs do not resume from checkpoints with another order."""
 LOOK_AHEAD = 8
-"""Maximum documents per micro-batch that wait for the next step, which limits the work and the reordering."""
+"""Maximum number of waiting documents per micro-batch. It limits the packing work and the reordering."""
 FULL_SHARE = 0.99
 """A step is full once its documents fill this share of its token budget."""
 EVENED_STEPS = 8
-"""The number of steps at the end of an epoch whose documents are redistributed evenly."""
+"""Number of steps at the end of an epoch whose documents are redistributed evenly."""
 
 
 TOKEN_COST = 1 / 16
@@ -37,14 +37,14 @@ PAIR_COST = 1 / 32_768
 
 @dataclass(frozen=True)
 class Anchors:
-    """The draft positions that a step uses, if not all: some of each document, drawn at random."""
+    """Draws at random the draft positions that a step uses of each document, if it does not use all of them."""
 
     per_document: int
     seed: tuple[int, ...]
-    """Seed of the draw, for example of the run and the epoch. Each document adds its id."""
+    """Seed of the draw, for example the seed of the run and the epoch. The document id is appended to it."""
 
     def draw(self, document_id: int, num_rows: int) -> NDArray[np.int64]:
-        """Returns the indices of the chosen rows of a document, in rising order."""
+        """Returns the indices of the chosen rows of a document, in increasing order."""
         generator = np.random.default_rng([*self.seed, document_id])
         return np.sort(generator.choice(num_rows, min(self.per_document, num_rows), replace=False))
 
@@ -54,7 +54,7 @@ def document_costs(store: HiddenStore, most_drafts: float = math.inf) -> NDArray
 
     Args:
         store: the documents.
-        most_drafts: the most rows of a document that a step uses.
+        most_drafts: maximum number of drafting rows that a step uses per document.
     """
     return np.concatenate([shard_costs(mask, offsets, most_drafts) for mask, offsets in store.loss_masks()])
 
@@ -64,7 +64,7 @@ def shard_costs(
 ) -> NDArray[np.float64]:
     """Returns the costs [D] of documents with concatenated loss masks [N], where document i begins at `offsets[i]`.
 
-    The computation is vectorised over documents: a store may have millions.
+    The computation is vectorised over documents, because a store may have millions.
     """
     drafts = np.zeros(len(loss_mask) + 2, np.uint8)  # padded at both ends with a token that does not draft
     drafts[1:-3] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
@@ -79,7 +79,7 @@ def shard_costs(
     last_ends[document] = ends  # later spans overwrite earlier ones
     rows_and_pairs = counts + PAIR_COST * (counts * (first_rows + counts / 2))
     num_rows = np.bincount(document, counts, num_documents)
-    share = np.minimum(1, most_drafts / np.maximum(num_rows, 1))  # of the rows
+    share = np.minimum(1, most_drafts / np.maximum(num_rows, 1))  # share of the rows that a step uses
     return TOKEN_COST * last_ends + np.bincount(document, rows_and_pairs, num_documents) * share
 
 
@@ -98,19 +98,18 @@ def pack_documents(
 ) -> list[Step]:
     """Returns the document indices of every micro-batch of every step of an epoch.
 
-    Documents are taken in the given order, which is that of `shuffled` or of a streamed store. Each goes to the
-    cheapest micro-batch of the step that has room. A document that does not fit waits, and the next step takes waiting
-    documents first. Documents that cost nothing are left out, and so is the last step if one of its micro-batches stays
-    empty.
+    Documents are taken in the given order, from `shuffled` or from a streamed store. Each goes to the cheapest
+    micro-batch of the step that has room. A document that does not fit waits, and the next step takes waiting documents
+    first. Documents with cost 0 are left out. So is the last step if one of its micro-batches stays empty.
 
     Args:
-        lengths: tokens of each document [D].
+        lengths: number of tokens of each document [D].
         costs: cost of each document [D].
-        batch_tokens: the most tokens of one micro-batch.
+        batch_tokens: maximum number of tokens in one micro-batch.
         micro_batches: number of micro-batches of a step.
         order: document indices in the order in which they are taken.
-        evens_last_steps: whether to spread documents evenly over the last steps. A streamed store cannot do so,
-            because it does not hold the documents of all these steps at once.
+        evens_last_steps: whether to spread documents evenly over the last steps. This is impossible for a
+            streamed store, which does not hold the documents of all these steps at once.
 
     Raises:
         ValueError: a document is longer than `batch_tokens`.
@@ -197,7 +196,7 @@ def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.flo
 def balance(
     step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64
 ) -> Step:
-    """Returns the step after swapping documents between micro-batches as long as that evens out their costs."""
+    """Returns the step with documents swapped between micro-batches to even out their costs."""
     parts = [list(indices) for indices in step]
     for _ in range(swaps):
         costly, *others = sorted(parts, key=lambda part: -costs[part].sum())

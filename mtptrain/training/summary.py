@@ -1,4 +1,4 @@
-"""The progress bar of a training run, and the table at its end."""
+"""The progress bar of a training run, and the summary table printed at its end."""
 
 import json
 import statistics
@@ -38,7 +38,7 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
 
 
 def speed_rows(metrics: Path) -> list[tuple[str, str]]:
-    """Returns the table's rows about speed: medians over the records of the run, and the phase that takes longest."""
+    """Returns the rows about speed: medians over the records of the run, and the phase that takes longest."""
     records = [record for line in metrics.read_text().splitlines() if "tokens_per_s" in (record := json.loads(line))]
     median = {name: statistics.median(record[name] for record in records) for name in records[-1] if name in MEASURED}
     shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}

@@ -10,8 +10,8 @@ from mtptrain.utils.compile import fused, mark_width_static, uses_gpu_kernels
 class Teacher(NamedTuple):
     """The target's distribution over the head's vocabulary for a block of target tokens, shared by all depths.
 
-    On a GPU memory bandwidth limits the loss, so the teacher holds logits: every depth reads them in their own dtype,
-    and no fp32 probabilities are written. On a CPU computing exponentials is the bottleneck, so the teacher holds
+    On a GPU, memory bandwidth limits the loss, so the teacher holds logits: every depth reads them in their own dtype,
+    and no fp32 probabilities are written. On a CPU, computing exponentials is the bottleneck, so the teacher holds
     probabilities.
     """
 
@@ -19,11 +19,11 @@ class Teacher(NamedTuple):
     log_total: torch.Tensor | None  # [C], the log of the sum of exp(logit) over the target's whole vocabulary
     negative_entropy: torch.Tensor | None  # [C], the sum of p log p over the head's vocabulary; None with logits
     tokens: torch.Tensor  # [C], the most likely tokens, as indices into the head's vocabulary; -1 if outside it
-    mass: torch.Tensor | None  # [C], the target's mass in the head's vocabulary; None if it is the whole one
+    mass: torch.Tensor | None  # [C], the target's mass in the head's vocabulary; None if the head uses the target's
 
 
 def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
-    """Returns the teacher for the target's logits [C, V]: with logits on a GPU, with probabilities on a CPU."""
+    """Returns the teacher for the target's logits [C, V]. It holds logits on a GPU, and probabilities on a CPU."""
     return (
         teach_by_logits(logits, draft_token_ids)
         if uses_gpu_kernels(logits)
@@ -34,7 +34,7 @@ def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher
 def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
     """Returns a teacher that holds logits."""
     largest, total, smallest, tokens = _totals(mark_width_static(logits))
-    # The last term turns a logit of -inf into NaN. The sum of exponentials would hide it.
+    # The last term turns a logit of -inf into NaN. The sum of exponentials would hide such a logit.
     log_total = largest + total.log() + 0 * smallest
     if draft_token_ids is None:
         return Teacher(logits, log_total, None, tokens, None)
@@ -87,17 +87,17 @@ def _own_probs(
 
 @fused
 def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns for rows [C, V], with e = exp(x - max x): fp32 probabilities, the sums [C] of e and of e log e, and the
+    """Returns the fp32 probabilities of rows [C, V], the sums [C] of e and of e log e for e = exp(x - max x), and the
     most likely tokens i32[C].
 
     A row stays in a CPU core's cache from the first pass over it to the last. Computing one more number per row here,
-    such as the log of a sum, would break that: the compiler would then split the work into one loop over all rows
-    before it and another after it.
+    such as the log of a sum, would break that: the compiler would split the function into one loop over all rows
+    before that number, and another after it.
     """
     wide, last = logits.float(), logits.shape[-1] - 1
     shifted = wide - wide.amax(-1, keepdim=True)
     exps = shifted.exp()
     total = exps.sum(-1, keepdim=True)
     ids = torch.arange(last + 1, device=logits.device, dtype=torch.int32)
-    tokens = torch.where(shifted >= 0, ids, last).amin(-1)  # argmax, which is not vectorised on a CPU
+    tokens = torch.where(shifted >= 0, ids, last).amin(-1)  # the argmax; torch.argmax is not vectorised on a CPU
     return exps / total, total[:, 0], (exps * shifted).sum(-1), tokens

@@ -23,7 +23,7 @@ from mtptrain.utils.distributed import Ranks
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Sums over ranks of one step, on the device: reading them waits for the device."""
+    """Metrics of one step, summed over ranks and kept on the device. Reading them waits for the device."""
 
     losses: torch.Tensor  # f32[T]
     kl: torch.Tensor  # f32[T]
@@ -143,7 +143,7 @@ class Trainer:
         )
 
     def _refuse(self, bad: list[tuple[int, int, tuple[int, ...]]], what: str) -> None:
-        """Raise on all ranks if any rank has bad steps, given as step, rank and documents."""
+        """Raise on all ranks if any rank has bad steps, each given as (step, rank, document ids)."""
         bad_of_all = sorted(chain.from_iterable(self.ranks.gather(bad)))
         if bad_of_all:
             step, rank, document_ids = bad_of_all[0]
@@ -157,7 +157,7 @@ class Trainer:
         """Returns the record of step `step` (from 1) for `metrics.jsonl`.
 
         Raises:
-            RuntimeError: the loss of this step, or of one since the last record, is not finite.
+            RuntimeError: a loss or a gradient norm since the last record is not finite.
         """
         self.check_finite(step)
         losses = metrics.by_depth("losses")
@@ -174,7 +174,7 @@ class Trainer:
 
 
 def is_compiled(setting: bool | None, device: torch.device) -> bool:
-    """Returns whether `fused` functions are compiled, by default on a GPU, where memory bandwidth limits them."""
+    """Returns whether to compile `fused` functions: by default only on GPUs, where memory bandwidth limits them."""
     return device.type == "cuda" if setting is None else setting
 
 
@@ -183,7 +183,7 @@ def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Returns the share of the peak learning rate at `step` (from 0): linear warmup, cosine decay to `min_ratio`."""
+    """Returns the learning rate at `step` (from 0) over its peak: linear warm-up, then cosine decay to `min_ratio`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))

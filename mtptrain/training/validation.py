@@ -1,4 +1,4 @@
-"""Measures the acceptance by which the best head is chosen, and its losses, during training or in `eval.choose_head`.
+"""Measures a head's losses and its acceptance, by which the best head is chosen, in training and `eval.choose_head`.
 
 It uses the `choosing` part of the held-out prompts, and drafts and verifies with the code of `eval.acceptance`.
 """
@@ -30,11 +30,11 @@ from mtptrain.utils.distributed import Ranks
 
 @dataclass(frozen=True)
 class Validated:
-    """One validation of a head."""
+    """The results of validating a head once."""
 
     acceptance: Acceptance
     held_out: HeldOutLosses | None
-    """Losses over the target's answers to the same prompts; None where the device cannot compute them."""
+    """Losses over the target's answers to the same prompts; None if the device cannot compute them."""
 
     def record(self) -> dict[str, object]:
         """Returns the figures for `metrics.jsonl`."""
@@ -47,7 +47,7 @@ class Validated:
 
 
 class Validation:
-    """Measures acceptance in greedy decoding with the full target; each rank takes its share of the prompts."""
+    """Measures greedy acceptance and losses with the full target. Each rank takes its share of the prompts."""
 
     def __init__(self, config: PipelineConfig, num_prompts: int, target_dir: Path, ranks: Ranks) -> None:
         """Choose the prompts; the target is loaded when it is first needed.
@@ -79,12 +79,12 @@ class Validation:
         self._target: Target | None = None
 
     def measure(self, head_state: dict[str, torch.Tensor]) -> Validated:
-        """Returns the figures of the head with these weights, over the prompts of all ranks."""
+        """Validates the head with these weights on the prompts of all ranks."""
         head = build_head(self.config.head, read_target_config(self.target_dir))
         return self.measure_head(fill_head(head, head_state, self.dtype, self.ranks.device))
 
     def measure_head(self, head: Head, description: str | None = None) -> Validated:
-        """Returns the figures of a head that is ready to draft, over the prompts of all ranks.
+        """Validates a head that is ready to draft on the prompts of all ranks.
 
         Args:
             description: the label of the progress bar; None shows none.
