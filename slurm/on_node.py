@@ -21,7 +21,7 @@ def own_address(addresses: list[str], index: int) -> str:
     """Returns the address from which this node reaches another node of the job.
 
     Args:
-        addresses: host name or IP address of every node of the job, at least two.
+        addresses: host name or IP address of every node of the job; there are at least two.
         index: index of this node in `addresses`.
     """
     peer = addresses[1 if index == 0 else 0]
@@ -55,7 +55,7 @@ def main(addresses: list[str], arguments: list[str]) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault(
             "NCCL_SOCKET_IFNAME", f"={interface}"
-        )  # "=": this name, not every name that begins with it
+        )  # "=" matches only this name, not every name that begins with it
     # torchrun would compare the head node's address with this node's host name, which may resolve to a loopback
     # address. `is_host` tells it instead whether this node hosts the rendezvous store.
     own = ["--local-addr", address, "--rdzv-conf", f"is_host={int(index == 0)}"]

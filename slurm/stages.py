@@ -1,7 +1,7 @@
-"""The folder of a run, then the stages that its settings ask for, in order: each with its module, and what runs it:
-`ranks`, one `process`, or one process that asks a `server`.
+"""Prints the folder of a run, then its stages in order, one per line: the stage, its module, and what runs it.
 
-Checks the settings on the way, so that a wrong one is found before anything is queued.
+A stage is run by `ranks`, by one `process`, or by one process that queries a `server`. The settings are checked first,
+so that a wrong one is found before anything is queued.
 
     python slurm/stages.py recipe=llama3_1_8b_mtp train.lr=1e-4
 """
@@ -32,12 +32,12 @@ def stages(config: PipelineConfig) -> list[tuple[str, str, str]]:
 
 
 def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -> None:
-    """Raises ValueError if a number of nodes that the training job may get gives ranks that cannot share a step.
+    """Raises ValueError if the training job may get a number of ranks that cannot divide a step evenly.
 
     Args:
         config: the settings of the run.
-        nodes: the option of sbatch: a number, or a range such as `1-2`.
-        ranks_per_node: ranks on each node.
+        nodes: the `--nodes` option of sbatch: a number, or a range such as `1-2`.
+        ranks_per_node: number of ranks on each node.
     """
     first, _, last = nodes.partition("-")
     for number in range(int(first), int(last or first) + 1):

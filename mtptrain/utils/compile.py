@@ -1,4 +1,4 @@
-"""Functions that torch.compile fuses when the trainer asks for it, and that run eagerly otherwise.
+"""Functions that torch.compile fuses when the trainer enables it, and that run eagerly otherwise.
 
 The switch is a module variable, because these functions are called deep inside autograd functions, some of them on
 autograd's own threads. A context variable would not reach those threads, and an argument would have to be in every
@@ -52,12 +52,12 @@ def fused_through(call: Callable[..., Any]) -> Iterator[None]:
 
 
 def uses_gpu_kernels(x: torch.Tensor) -> bool:
-    """Return whether x is computed by GPU kernels. Fake bf16 tensors count, because they belong to plans for GPUs."""
+    """Return whether x is computed by GPU kernels. Fake bf16 tensors count: in plans they stand for GPU tensors."""
     return x.is_cuda or (isinstance(x, FakeTensor) and x.dtype == torch.bfloat16)
 
 
 def mark_width_static(x: torch.Tensor) -> torch.Tensor:
-    """Mark the last size of x as a constant for functions compiled for a GPU, and return x.
+    """Mark the last dimension of x as static for functions compiled for a GPU, and return x.
 
     Inductor computes the maximum and the sum of exponentials of a row in one pass only if it knows the row's length.
     """

@@ -17,5 +17,5 @@ def keep_freed_memory() -> None:
     m_trim_threshold, m_mmap_threshold = -1, -3  # from malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(m_mmap_threshold, 2**30) or mallopt(m_mmap_threshold, 2**25)  # the maximum of older versions
+        mallopt(m_mmap_threshold, 2**30) or mallopt(m_mmap_threshold, 2**25)  # the maximum of older glibc versions
         mallopt(m_trim_threshold, 2**31 - 1)

@@ -24,7 +24,7 @@ TIMEOUT_HOURS = 24.0
 """Default of `distributed_timeout_hours`: extraction may finish hours earlier on one rank than on another."""
 
 _waiting_group: dist.ProcessGroup | None = None
-"""A gloo group of all ranks. Ranks that wait in it sleep, while NCCL's barrier would keep the GPU busy."""
+"""A gloo group of all ranks. Ranks sleep while they wait in it; NCCL's barrier would keep the GPU busy."""
 
 _SINGLE_PROCESS = {
     "RANK": "0",
@@ -37,7 +37,7 @@ _SINGLE_PROCESS = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those started by torchrun; rank 0 of 1 without torchrun."""
+    """The rank of this process among those started by torchrun; rank 0 of 1 without torchrun."""
 
     rank: int
     world_size: int
@@ -57,7 +57,7 @@ class Ranks:
             dist.barrier(group=_waiting_group)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks on every rank. Values travel through the CPU."""
+        """Return the values of all ranks on every rank. Values are sent through the CPU."""
         if self.world_size == 1:
             return [value]
         gathered: list[T] = [value] * self.world_size
@@ -76,7 +76,7 @@ def device_name(device: torch.device) -> str:
 
 
 class StopSignal:
-    """Remembers a SIGTERM or SIGUSR1 to any rank until all ranks ask for it together."""
+    """Records SIGTERM or SIGUSR1 until all ranks check together whether any of them has received one."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._received = 0
@@ -88,7 +88,7 @@ class StopSignal:
         self._received = number
 
     def agreed(self) -> signal.Signals | None:
-        """Return a signal that any rank has received, or None. All ranks must call this together and agree."""
+        """Return a signal that any rank received, or None; equal on all ranks. All ranks must call this together."""
         received = torch.tensor([self._received])
         if self._has_others:  # on the CPU, so that it does not wait for work queued on the GPU
             dist.all_reduce(received, dist.ReduceOp.MAX, group=_waiting_group)
@@ -99,7 +99,7 @@ def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
     """Join the process groups if torchrun started more than one rank.
 
     Args:
-        timeout_hours: how long ranks wait for each other, in all groups.
+        timeout_hours: how long ranks wait for each other before they fail, in all groups.
     """
     global _waiting_group
     ranks = Ranks(
@@ -136,7 +136,7 @@ def _close_at_exit(group: dist.ProcessGroup | None) -> None:
 
 
 def prepare_single_process() -> None:
-    """Set torchrun's variables in a process started without it; DeepSpeed looks for MPI if they are missing."""
+    """Set the variables of torchrun in a process started without it. If they are missing, DeepSpeed looks for MPI."""
     for name, value in _SINGLE_PROCESS.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))

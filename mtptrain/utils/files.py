@@ -1,6 +1,6 @@
-"""Reads and writes files: a file that cannot be read is refused by name, and writes are atomic.
+"""Reads and writes files. Errors name the file that cannot be read, and writes are atomic.
 
-After a kill or a lost node, the path holds either the old file or the complete new one.
+If the process is killed or the node fails, the path holds either the old file or the complete new one.
 """
 
 import hashlib
@@ -55,11 +55,11 @@ def write_json(path: Path, content: object, temporary: Path | None = None) -> No
 
 
 def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> Any:
-    """Returns the value of a JSON text.
+    """Returns the value parsed from a JSON text.
 
     Args:
-        content: the text, of a file or of one line.
-        where: the file, or file and line, for errors.
+        content: the text of a file or of one line.
+        where: the file, or file and line, for error messages.
         advice: what to do about a text that is not JSON.
 
     Raises:
@@ -76,7 +76,7 @@ def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> 
 
 
 def refuse_lone_surrogates(value: Any, where: str) -> None:
-    """Raises ValueError if a text in a JSON value has half a surrogate pair, which JSON allows but UTF-8 does not."""
+    """Raises ValueError if a string in a JSON value has half a surrogate pair, which JSON allows but UTF-8 does not."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -87,7 +87,7 @@ def read_json(path: Path, advice: str = "correct it") -> dict[str, Any]:
     """Returns the object that a JSON file holds.
 
     Raises:
-        ValueError: the file is not JSON, or holds something else than an object.
+        ValueError: the file is not JSON, or does not hold an object.
     """
     content = parse_json(path.read_bytes(), str(path), advice)
     if not isinstance(content, dict):
@@ -96,10 +96,10 @@ def read_json(path: Path, advice: str = "correct it") -> dict[str, Any]:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns dtype and shape of every tensor of a safetensors file by name. Reads only the header.
+    """Returns the dtype and shape of every tensor in a safetensors file, by name. Reads only the header.
 
     Raises:
-        ValueError: the header is damaged, or does not fit the length of the file.
+        ValueError: the header is damaged, or does not match the length of the file.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -119,7 +119,7 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file with the permissions that the umask gives; safetensors lets only the owner read it."""
+    """Write a safetensors file with permissions from the umask. safetensors would let only the owner read it."""
     path.touch()
     mode = path.stat().st_mode
     save_file(

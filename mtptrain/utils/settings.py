@@ -1,6 +1,6 @@
-"""Bounds of settings, which are declared in the dataclass fields and checked by `check_bounds`.
+"""Bounds of settings, declared in dataclass fields, such as `epochs: int = at_least(1, default=1)`.
 
-epochs: int = at_least(1, default=1)
+`check_bounds` checks them.
 """
 
 import math
@@ -27,7 +27,7 @@ class Bound:
 
 
 def at_least(least: float, *, default: T) -> T:
-    """Declare a finite number that is at least `least`."""
+    """Declare a setting that is a finite number of at least `least`."""
     return _bounded(
         lambda value: least <= value < math.inf,
         f"be a number of at least {least}",
@@ -37,7 +37,7 @@ def at_least(least: float, *, default: T) -> T:
 
 
 def at_least_or_none(least: int) -> int | None:
-    """Declare a number that is at least `least`, or None, which is the default."""
+    """Declare a setting that is a number of at least `least`, or None (the default)."""
     bounded: int | None = _bounded(
         lambda value: value is None or value >= least, f"be null or at least {least}", "correct it", None
     )
@@ -51,7 +51,7 @@ def each_at_least(least: int) -> dict[str, Bound]:
 
 
 def random_seed(default: int = 0) -> int:
-    """Declare a seed that both numpy and torch take."""
+    """Declare a seed that both numpy and torch accept."""
     return _bounded(_is_seed, "be at least 0 and below 2**63", "choose another seed", default)
 
 
@@ -66,7 +66,7 @@ def _is_seed(value: int) -> bool:
 
 
 def directory_path(*, default: T) -> T:
-    """Declare a path at which a directory is or can be made; None is allowed."""
+    """Declare the path of a directory that exists or can be created; None is allowed."""
     return _bounded(
         lambda path: path is None or (path.strip() != "" and not Path(path).is_file()),
         "name a directory",
@@ -102,7 +102,7 @@ def bounded_settings(settings: Any, prefix: str = "") -> dict[str, tuple[Bound, 
 
 
 def check_bounds(settings: Any) -> None:
-    """Raises ValueError if a setting is out of its bounds."""
+    """Raises ValueError if a setting is out of bounds."""
     for name, (bound, value) in bounded_settings(settings).items():
         if not bound.holds(value):
             raise ValueError(f"{name}: must {bound.requirement}, but is {value!r}; {bound.hint}")
