@@ -109,7 +109,7 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
     for name, quality in shown.items():
         positions = range(len(quality["overlap_at"]))
         colour = colours_of(drafters)[name]
-        label = f"{name}: sum min(p, q) at {quality['temperature']:g}"
+        label = f"{name}: overlap at temperature {quality['temperature']:g}"
         axes.plot(positions, quality["overlap_at"], marker="o", label=label, color=colour)
         axes.plot(
             positions,
