@@ -32,7 +32,7 @@ class Source(Protocol):
         """Returns where document `index` comes from, for messages."""
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
-        """Returns for each file or row its documents, usually one, or the reason for refusing it."""
+        """Returns, for each file or row, its documents, usually one, or the reason for refusing it."""
 
 
 class TextSource:
