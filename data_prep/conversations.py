@@ -45,7 +45,7 @@ class ConversationRefused(ValueError):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one file or hub data set, with their numbers in it."""
+    """The rows of one file or hub data set, with their line or row numbers."""
 
     path: str
     rows: Sequence[Row]
@@ -102,7 +102,7 @@ def read_conversations(
 
     Raises:
         FileNotFoundError: a path is neither a file nor a hub data set.
-        ValueError: a path is given twice, a file cannot be read, or the schema of its first row is unknown.
+        ValueError: a path is given twice, a file cannot be read, or its first row has an unknown schema.
     """
     refuse_duplicate_paths(paths)
     conversations = Conversations([], {}, schema, [], [])
@@ -207,7 +207,7 @@ def _reasoning(message: Row) -> dict[str, str]:
 
 
 def _check_schema(row: Row, schema: ConversationSchema, location: str) -> None:
-    """Raises ValueError if the first row of a file has an unknown format. Later rows like it are only refused."""
+    """Raises ValueError if the first row of a file has an unknown format. Any later such row is only refused."""
     listed = _message_column(row) if isinstance(row, Mapping) else None
     if listed is not None and (not listed or _schema_of(listed[0], schema) is not None):
         return

@@ -1,6 +1,6 @@
-"""Choose the draft vocabulary of a head with `head.draft_vocab_size`.
+"""Choose a draft vocabulary of `head.draft_vocab_size` tokens.
 
-It holds the special tokens and the tokens that occur most often in the training prompts where a draft can predict them.
+It holds the special tokens, and the tokens that drafts most often have to predict in the training prompts.
 
 Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft_vocab.py). Run it between
 `data_prep.prompts` and `mtptrain.train` for heads whose vocabulary is smaller than the target's.
@@ -78,8 +78,8 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
     """Returns the number of tokens to choose.
 
     Raises:
-        ValueError: the head drafts the target's whole vocabulary, starts from a head that has its own, or the size
-            exceeds the target's vocabulary.
+        ValueError: the head drafts the target's whole vocabulary, starts from a head with its own vocabulary, or the
+            size is out of range.
     """
     size = getattr(head, "draft_vocab_size", None)
     if size is None or size == vocab_size:
@@ -110,15 +110,15 @@ def special_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> set[
 
 
 def count_drafted(documents: Documents, vocab_size: int) -> NDArray[np.int64]:
-    """Returns how often each token occurs where a draft can predict it, i64[V]."""
+    """Returns how often each token occurs at a position that a draft can predict, i64[V]."""
     return np.bincount(documents.input_ids[is_drafted(documents)], minlength=vocab_size)
 
 
 def is_drafted(documents: Documents) -> NDArray[np.bool_]:
     """Returns which tokens the first draft of a round can predict, bool[N]; later drafts predict a subset of them.
 
-    As in `make_batch`, a token counts if the assistant generates it and the token before it, and if both follow a
-    token whose hidden state the draft can read.
+    As in `make_batch`, token t counts if the assistant generates tokens t - 1 and t, and if the document has a token
+    t - 2, whose hidden state the draft reads.
     """
     generated = documents.loss_mask.astype(bool)
     drafted = generated & np.roll(generated, 1)

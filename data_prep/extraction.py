@@ -54,7 +54,7 @@ class Extraction:
         return self.target_config.hidden_size, len(self.capture_layers), self.config.hidden_states.store_dtype
 
     def select(self, indices: Iterable[int]) -> list[range]:
-        """Returns the documents of the given shards."""
+        """Returns the range of documents in each of the given shards."""
         return [self.shards[index] for index in indices]
 
 

@@ -2,11 +2,11 @@
 
 Reads `run_dir/prompts/` and the target; writes `run_dir/hidden_states/` (see mtptrain/hidden_states/store.py). The
 backend is transformers in this process or vLLM in another; states are written while the next ones are computed. An
-interrupted run continues with any number of ranks, and the finished store is byte for byte the same as without the
-interruption.
+interrupted run continues with any number of ranks, and the finished store is byte-identical to that of an
+uninterrupted run.
 
     torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart
-    torchrun --nproc-per-node 4 -m data_prep.hidden_states recipe=quickstart train.stream=true  # while training reads
+    torchrun --nproc-per-node 4 -m data_prep.hidden_states recipe=quickstart train.stream=true  # alongside training
     python -m data_prep.hidden_states recipe=quickstart plan=true     # print the costs only
     torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart verify=true     # check every byte
 """
@@ -68,7 +68,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     """
     if ranks.device.type == "cpu":
         torch.set_num_threads(CPU_THREADS)
-    # 1. Check everything before the long work.
+    # 1. Check everything before the expensive work.
     extraction = prepare_extraction(config)
     if config.target.verify and ranks.is_first:
         verify_weights(extraction.target_dir)
@@ -108,7 +108,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
 
 
 def is_finished(extraction: Extraction, ranks: Ranks) -> bool:
-    """Returns whether the store is finished; otherwise prepares its directory."""
+    """Returns whether the store is finished, and prepares its directory if it is not."""
     store_dir, shard_tokens = extraction.store_dir, extraction.config.hidden_states.shard_tokens
     manifest = begin_store(store_dir, extraction.identity, shard_tokens, extraction.own) if ranks.is_first else None
     if manifest:
@@ -120,7 +120,7 @@ def is_finished(extraction: Extraction, ranks: Ranks) -> bool:
 
 
 def fill(extraction: Extraction, streams: Streams, indices: Sequence[int], ranks: Ranks) -> None:
-    """Compute and write some shards on this rank."""
+    """Compute and write the given shards on this rank."""
     shards = dict(zip(indices, extraction.select(indices), strict=True))
     who, num_threads = f"rank {ranks.rank} of {ranks.world_size}", extraction.config.hidden_states.writer_threads
     fill_shards(
@@ -159,7 +159,7 @@ def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> N
 
 
 def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager[Streams]:
-    """Load the target in the backend, which returns the captured layers, then the last layer before the final norm."""
+    """Load the target in the backend, to extract the captured layers, then the last layer before the final norm."""
     config, target_dir = extraction.config, extraction.target_dir
     settings = config.hidden_states
     layers = (*extraction.capture_layers, int(extraction.target_config.num_hidden_layers))
@@ -189,7 +189,7 @@ def scratch_prefix(config: PipelineConfig) -> str:
 
 
 def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
-    """Returns the most bytes that temporary files take on the store's disk: two shards of the largest size per rank."""
+    """Returns the maximum size in bytes of temporary files on the store's disk: two of the largest shards per rank."""
     settings = extraction.config.hidden_states
     if settings.backend is not Backend.vllm or settings.scratch_dir is not None:
         return 0
@@ -200,7 +200,7 @@ def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
 
 
 def remove_scratch(config: PipelineConfig) -> None:
-    """Remove the temporary files that killed runs of this part left, or of all parts if there is only one now."""
+    """Remove temporary files left by killed runs of this part, or of all parts if `num_parts` is now 1."""
     prefix = scratch_prefix(config)
     if config.hidden_states.num_parts == 1:
         prefix = prefix.removesuffix(f"{config.hidden_states.part}_")
@@ -209,7 +209,7 @@ def remove_scratch(config: PipelineConfig) -> None:
 
 
 def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:
-    """Returns the shards of this part that are still to be computed. Ranks divide the search for finished shards."""
+    """Returns the shards of this part that are not computed yet. Ranks share the search for finished shards."""
     complete = [index for index in list(own)[ranks.rank :: ranks.world_size] if has_shard(store_dir, index)]
     everyone = {index for indices in ranks.gather(complete) for index in indices}
     return [index for index in own if index not in everyone]
@@ -225,8 +225,8 @@ def fullest_windows(extraction: Extraction) -> list[int]:
 def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> None:
     """Print how much will be written, and refuse if that and the backend's temporary files exceed the free disk space.
 
-    While streaming, training deletes the shards that it has read. So only the fullest windows must fit, and the space
-    of shards already on the disk counts as free.
+    With streaming, training deletes the shards that it has read, so only the fullest windows must fit. The space of
+    shards already on the disk counts as free.
 
     Raises:
         ValueError: too little space is free.

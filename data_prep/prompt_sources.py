@@ -26,13 +26,13 @@ class Source(Protocol):
     groups: list[str]
     """Split group of each document; a group is never divided between splits."""
     refused: dict[str, str]
-    """Reason for each file or row that is not in `names`, by location."""
+    """Why a file or row is not in `names`, by location."""
 
     def location(self, index: int) -> str:
         """Returns where document `index` comes from, for messages."""
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
-        """Returns the documents of each file or row, usually one, or the reason why it is refused."""
+        """Returns, for each file or row, its documents, usually one, or the reason for refusing it."""
 
 
 class TextSource:
@@ -129,9 +129,9 @@ def answer_prompts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
 
 
 def as_generated(rendering: Rendering, prompts: Sequence[str], is_kept: Sequence[bool]) -> Rendering:
-    """Returns the rendering with only the spans of responses that are kept.
+    """Returns the rendering with only the spans of responses to keep.
 
-    A span belongs to the response with the longest prompt that is a prefix of the text and ends before the span does.
+    A span belongs to the response whose prompt is the longest prefix of the text that ends before the span does.
     """
     starts = [(len(prompt), turn) for turn, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
     turns = [
@@ -156,8 +156,8 @@ def read_source(
 
     Raises:
         FileNotFoundError: a path does not exist, or data_prep.responses has not finished.
-        ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or another
-            target generated the responses.
+        ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or a
+            different target generated the responses.
     """
     if not prompts.paths:
         raise ValueError(

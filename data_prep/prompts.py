@@ -71,7 +71,7 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
 
 
 def check_names(source: Source, prompts: PromptsConfig) -> None:
-    """Raise before the long work if there is no document, or if a split would be empty."""
+    """Raise before the expensive work if there is no document, or if a split would be empty."""
     if not source.names:
         wanted = (
             f"file that matches {prompts.pattern!r}"

@@ -16,10 +16,10 @@ _BAR_WIDTH = 30
 @dataclass(frozen=True)
 class SplitReport:
     documents: int
-    """Windows written."""
+    """Number of windows written."""
     tokens: int
     supervised_tokens: int
-    """Tokens with loss mask 1."""
+    """Number of tokens with loss mask 1."""
     lengths: dict[int, int]
     """Histogram of lengths: key n counts documents of more than n / 2 and at most n tokens."""
 
@@ -35,16 +35,16 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class RewrittenReport:
-    """The cost of a chat template that renders earlier turns differently: Qwen3's, for example, strips reasoning."""
+    """The cost of a chat template that renders earlier turns differently, for example by stripping reasoning."""
 
     answers: int
-    """Assistant turns stored in an additional document with their history, before prompts.max_train_tokens applies."""
+    """Number of assistant turns that need an additional document, before prompts.max_train_tokens applies."""
     documents: int
-    """Windows written for them."""
+    """Number of windows written for these documents."""
     tokens: int
-    """Tokens of these windows."""
+    """Number of tokens in these windows."""
     history_tokens: int
-    """Unsupervised tokens of these windows: history that is stored again."""
+    """Number of unsupervised tokens in these windows, which repeat the history."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class DuplicatesReport:
     """Repeated questions. Conversations with the same question are never divided between splits."""
 
     questions: int
-    """Number of distinct questions. Each is a split group, as is each file."""
+    """Number of distinct questions or files. Each is a group, which stays in one split."""
     largest: int
-    """Conversations in the largest group."""
+    """Number of conversations in the largest group."""
     same_question: int
-    """Conversations beyond the first of each group."""
+    """Number of conversations that repeat the question of an earlier one."""
     dropped: int
-    """Conversations left out because they have the same tokens and loss mask as another one."""
+    """Number of conversations left out because an earlier one has the same tokens and loss mask."""
     kept: int
-    """Files with the same tokens as another one, which are kept."""
+    """Number of files that are kept although an earlier one has the same tokens."""
 
     @staticmethod
     def of(groups: Sequence[str], copies: int, are_kept: bool) -> "DuplicatesReport":
@@ -83,17 +83,17 @@ class PromptsReport:
     source: str
     splits: dict[Split, SplitReport]
     documents_cut: int
-    """Files or conversations longer than prompts.max_document_tokens."""
+    """Number of files or conversations longer than prompts.max_document_tokens."""
     windows_cut: int
-    """Windows that these files or conversations were cut into."""
+    """Number of windows that these files or conversations were cut into."""
     windows_unsupervised: int
-    """Windows left out because they have no supervised token."""
+    """Number of windows left out because they have no supervised token."""
     rewritten: RewrittenReport
     duplicates: DuplicatesReport
     answers_left_out: int
-    """Assistant turns that are not supervised, because the chat template does not render them after their prompt."""
+    """Number of unsupervised assistant turns, which the chat template does not render as generated."""
     beyond_max_train_tokens: int
-    """Files or conversations left out, in whole or in part, because of prompts.max_train_tokens."""
+    """Number of files or conversations left out, in whole or in part, because of prompts.max_train_tokens."""
     refused: list[Refusals]
 
 

@@ -1,4 +1,4 @@
-"""Renders conversations with the target's chat template into texts with the spans that the assistant generates.
+"""Renders conversations with the target's chat template, and marks the text that the assistant generates.
 
 A conversation with n assistant turns is usually one text with n spans. But some templates render a turn differently
 once the conversation continues; Qwen3's, for instance, strips reasoning from the history. Such a turn gets an
@@ -37,7 +37,7 @@ class Rendering:
     answers: int
     """Number of assistant turns that the spans belong to."""
     turn: int = 0
-    """0 for the first text of a conversation, otherwise the number, from 1, of its last message."""
+    """0 for the first text of a conversation; otherwise the number of the text's last message, counted from 1."""
     answers_left_out: int = 0
     """In the first text, the number of assistant turns that the template does not render after their prompt."""
 
@@ -54,9 +54,9 @@ class _Turn:
 
 
 def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Rendering]:
-    """Render a conversation into the fewest texts that contain every assistant turn once as generated.
+    """Render a conversation into the fewest texts in which every assistant turn is supervised once, as generated.
 
-    The first text contains the last of these turns.
+    The first text contains the last assistant turn that can be located.
 
     Raises:
         ConversationRefused: the template rejects the messages or fails, or no assistant turn can be located in the
@@ -84,7 +84,7 @@ def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
 def _render_all(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 ) -> tuple[str, list[Span], list[_Turn | None]]:
-    """Returns the whole conversation as `_render` does, and every assistant turn as generated."""
+    """Returns the rendered conversation with its generation blocks, and every assistant turn as generated."""
     text, blocks = _render(
         tokenizer, messages, return_assistant_tokens_mask=_has_blocks(require_chat_template(tokenizer))
     )
@@ -118,7 +118,7 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     """Returns where the last message begins in `text`, or None if that is ambiguous."""
     if text.startswith(prompt):
         return len(prompt)
-    # Templates may render messages differently once others follow, so find the text that turns a history into a prompt.
+    # Templates may render messages differently once others follow, so search `text` for the generation prompt.
     history, _ = _render(tokenizer, messages[:-1])
     cue = prompt.removeprefix(history)
     num_answers = sum(message["role"] == "assistant" for message in messages)
@@ -127,7 +127,7 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
 
 
 def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
-    """Returns texts that contain every assistant turn once as generated.
+    """Returns texts in which every assistant turn is supervised once, as generated.
 
     The first text is the whole conversation if that contains the last turn. Each further text ends with the last turn
     that no earlier text contains.
@@ -157,7 +157,7 @@ def _contained_turns(tokenizer: PreTrainedTokenizerBase, text: str, turns: Seque
 
 
 def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, turn: _Turn) -> list[Span]:
-    """Returns the spans of a turn in `text`; none if the turn or anything before it is not rendered as generated."""
+    """Returns the spans of a turn in `text`, or [] if the turn or anything before it is not rendered as generated."""
     if text.startswith(turn.text):
         return turn.spans
     end = _end_without_closing(tokenizer, turn.text)
@@ -167,7 +167,7 @@ def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, turn: _Turn) -> lis
 
 
 def _end_without_closing(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    """Returns where the last turn ends if the template adds an end-of-text token to a conversation, as Phi-3's does."""
+    """Returns where the last turn ends if the template appends an end-of-text token, as Phi-3's does, else None."""
     eos = tokenizer.eos_token
     if not isinstance(eos, str) or not text.endswith(eos):
         return None
@@ -180,8 +180,8 @@ def _render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: bool
 ) -> tuple[str, list[Span]]:
     """Returns the text and, on request, the spans of its generation blocks."""
-    # apply_chat_template rejects an empty list of messages, the history of an assistant turn that comes first. Its mask
-    # also loses the last bytes of a span that ends inside a character of several tokens.
+    # apply_chat_template rejects an empty list of messages, which is the history of a leading assistant turn. Its mask
+    # also loses the last bytes of a span that ends inside a multi-token character.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
     with rendering(tokenizer, messages):
         rendered: Any = render_jinja_template(

@@ -108,7 +108,7 @@ def main(cfg: DictConfig) -> None:
 def held_out_losses_of(
     config: PipelineConfig, found: RunHead, target: Target, prompts: Prompts, measured: Measured, ranks: Ranks
 ) -> HeldOutLosses | None:
-    """Returns the head's losses over the target's answers to the prompts' first turns."""
+    """Returns the head's losses on the target's answers to the first turn of each prompt."""
     own = list(prompts.input_ids.items())[ranks.rank :: ranks.world_size]
     answered = [(list(prompt), measured.answers[prompt_id, 1].generation) for prompt_id, prompt in own]
     return held_out_losses(found.head, target, answered, config.head.ttt_steps, LossSettings.of(config.train), ranks)
@@ -215,7 +215,7 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 
 def write_generations(path: Path, measured: Measured) -> None:
-    """Write one line per answer, with its tokens and the counts behind every pooled acceptance figure of the report."""
+    """Write one line per answer, with its tokens and the counts that the report's pooled acceptance figures sum up."""
     with path.open("w") as file:
         for (prompt_id, turn), answer in measured.answers.items():
             loops = has_loop(answer.generation.tokens)
@@ -281,7 +281,7 @@ def print_held_out(losses: HeldOutLosses | None) -> None:
 
 
 def print_example(shown: list[dict[str, Any]]) -> None:
-    """Print the answer of middling acceptance. Colours show its accepted drafts, on a terminal only."""
+    """On a terminal, print the example with the middle acceptance length, with its accepted drafts coloured."""
     if shown and (console := Console()).is_terminal:
         example = shown[len(shown) // 2]
         console.rule(f"prompt {example['id']}, accepted drafts coloured: {example['acceptance_length']:.2f} per round")

@@ -1,9 +1,10 @@
 """After stage 3: chooses the best of the heads that training kept but did not measure.
 
 This is for targets too large for validation during training. With `train.validation_prompts=0`, training keeps a head
-every `train.validate_every` steps in `run_dir/train/heads/`. This program measures them, and `run_dir/train/best/` if
-training measured that head, on the prompts that validation would have used: `train.validation_prompts` of them, or the
-default number if that is 0. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
+every `train.validate_every` steps in `run_dir/train/heads/`. This program measures these heads on the prompts that
+validation would have used: `train.validation_prompts` of them, or the default number if that is 0. It also measures the
+head in `run_dir/train/best/` if training measured it. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and
+prints a table.
 
     python -m eval.choose_head recipe=llama3_3_70b_mtp
 """
@@ -35,7 +36,7 @@ def main(cfg: DictConfig) -> None:
     heads = heads_to_measure(stage_dir)
     measured = measure(config, heads, ranks)
     if ranks.is_first:
-        # If several are equal, max returns the first, which is also the one that training keeps.
+        # Among equal heads, max returns the first, which is also the one that training would keep.
         best_step = max(measured, key=lambda step: measured[step].acceptance.acceptance_length)
         keep_best(config, heads[best_step], measured[best_step])
         write_json(stage_dir / CHOICE, describe(config, measured, best_step))

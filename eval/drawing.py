@@ -1,4 +1,4 @@
-"""How pages and plots are drawn: after the figures are on disk, so one that cannot be drawn loses no measurement."""
+"""Draws pages and plots after the figures are on disk, so that a failure to draw loses no measurement."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from pathlib import Path
 
 @contextmanager
 def drawing(path: Path, figures: Path) -> Iterator[None]:
-    """Draws a page or plot and says where it is. If that fails, it only warns.
+    """Prints the path of a page or plot after the context has drawn it. If drawing fails, warns instead of raising.
 
     Args:
         path: the page or plot.
-        figures: the JSON file that holds the figures already.
+        figures: the JSON file that already holds the figures.
     """
     try:
         yield

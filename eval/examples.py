@@ -1,4 +1,4 @@
-"""Example answers whose text shows which tokens were accepted drafts."""
+"""Chooses example answers, and marks which of their tokens were accepted drafts."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,12 +13,12 @@ from mtptrain.decoding.speculate import Generation
 from .measurement import Measured
 
 NUM_EXAMPLES, PROMPT_TOKENS = 3, 48
-"""Examples of a report, and tokens of each prompt's end that they show."""
+"""Number of examples in a report, and number of tokens that they show from the end of each prompt."""
 ACCEPTED_STYLE = "black on #a6dfb4"
 
 
 def is_accepted(generation: Generation) -> list[bool]:
-    """Returns whether each token of an answer was an accepted draft, rather than chosen by the target alone.
+    """Returns, for each token of an answer, whether it was an accepted draft.
 
     The target chooses the first token, and one bonus token after the accepted drafts of each round.
     """
@@ -31,11 +31,11 @@ def is_accepted(generation: Generation) -> list[bool]:
 def examples(
     measured: Measured, prompts: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """Returns first answers at the quartiles of the acceptance length, without loops as far as there are such answers.
+    """Returns first-turn answers with low, median and high acceptance length, without loops if there are any such.
 
     Returns:
-        The prompt's id, the text of its end, the acceptance length of the answer, and the answer as pieces of text,
-        each with whether it was drafted and accepted.
+        For each example, the prompt's id, the end of its text, the answer's acceptance length, and the answer as pieces
+        of text, each with whether it was drafted and accepted.
     """
     firsts = {prompt_id: answer.generation for (prompt_id, turn), answer in measured.answers.items() if turn == 1}
     drafted = {prompt_id: each for prompt_id, each in firsts.items() if each.rounds}
@@ -61,7 +61,7 @@ def acceptance_length(generation: Generation) -> float:
 
 
 def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Returns the text of runs of tokens, and whether they were accepted drafts."""
+    """Returns the answer's text in pieces, each with whether its tokens were accepted drafts."""
     flagged = zip(generation.tokens, is_accepted(generation), strict=True)
     return [
         (decoded(tokenizer, [token for token, _ in run]), accepted)
@@ -74,7 +74,7 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
 
 def coloured(example: dict[str, Any]) -> Text:
-    """Returns an example for a terminal, with its accepted drafts on a coloured ground."""
+    """Returns an example for a terminal, with its accepted drafts highlighted."""
     text = Text(example["prompt"], style="dim")
     for piece, accepted in example["pieces"]:
         text.append(piece, style=ACCEPTED_STYLE if accepted else "not dim bold")

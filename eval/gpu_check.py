@@ -1,11 +1,11 @@
-"""Checks what CPU tests cannot show: that every stage runs on GPUs, that its results are right within the rounding of
-bf16, and how fast it is. Takes a few minutes and downloads nothing.
+"""Checks what CPU tests cannot show: that every stage runs on GPUs, that its results are correct within bf16
+rounding, and how fast it is. Takes a few minutes and downloads nothing.
 
 It runs the programs of the pipeline as users do, on a small amount of text, in `run_dir/gpu_check/`. It compares
 attention, loss and decoding with their definitions, and kills and resumes a training run. Then it runs the benchmarks
 at the dimensions of an 8B target with random weights. It prints a table and writes `run_dir/gpu_check/report.json`; the
 exit code is 1 if a check failed. A check that needs vLLM, vLLM Speculators, a second GPU or more GPU memory is skipped
-if that is missing, and its row says so.
+without it, and its row says so.
 
     make gpu-check
     python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check

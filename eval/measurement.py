@@ -30,7 +30,7 @@ from mtptrain.utils.distributed import Ranks
 from .draft_quality import DraftQuality, QualityFigures
 
 CONTEXT_BUCKETS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Prompt lengths in tokens at which a bucket begins."""
+"""Shortest prompt length of each bucket, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Measured:
     tokens_per_s: float
     """New tokens per second on the first rank."""
     cut_conversations: int
-    """Conversations whose next turn would have exceeded the target's context."""
+    """Number of conversations cut short because the next turn would have exceeded the target's context."""
     quality: QualityFigures | None
 
     @property
@@ -90,7 +90,7 @@ class Measured:
 
     @property
     def intervals(self) -> Intervals | None:
-        """None if all prompts are from one source."""
+        """Confidence intervals, or None if all prompts are from one source."""
         return intervals(list(self.sources.values()))
 
     def describe(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Share:
 
 
 def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> list[dict[str, list[int]]]:
-    """Returns prompts by id in the batches that `token_batches` forms."""
+    """Returns the prompts, by id, in the batches that `token_batches` forms."""
     ids = list(prompts)
     lengths = [len(prompt) for prompt in prompts.values()]
     batches = token_batches(lengths, settings.max_new_tokens, settings.batch_size, settings.batch_tokens)
@@ -204,7 +204,7 @@ class Measurement:
             share.answers[prompt_id, turn] = DecodedPrompt(generation, len(prompt), category, source)
 
     def _advance_turn(self, share: Share, turn: int) -> None:
-        """Set the prompts of the next turn, each the conversation so far and the user's next message."""
+        """Set the prompts of the next turn. Each is the conversation so far plus the user's next message."""
         following = {
             prompt_id: self._next_prompt(share, prompt_id, turn)
             for prompt_id in share.waiting

@@ -1,4 +1,4 @@
-"""The plots of a report page, as SVG."""
+"""Draws the plots of a report page as SVG."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from mtptrain.decoding.speculate import PHASES
 
 Drafters = Mapping[str, Mapping[str, Any]]
-"""The figures of each drafter, by the name to show."""
+"""The figures of each drafter, by its display name."""
 
 
 COLOURS = ("#2a6fbb", "#d9822b", "#4a9d5b", "#b0413e", "#7b5ea7", "#8c6d4f", "#c76aa8", "#6b7280", "#a3a13a", "#2b9aa8")
 PHASE_COLOURS = ("#37474f", "#78909c", "#b0bec5", "#8d6e63", "#bcaaa4", "#e0e0e0")
-"""Greys and browns, so that a phase is not taken for a drafter."""
+"""Greys and browns, so that a phase is not mistaken for a drafter."""
 
 
 def colours_of(drafters: Drafters) -> dict[str, str]:
@@ -25,7 +25,7 @@ def colours_of(drafters: Drafters) -> dict[str, str]:
 
 
 def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
-    """Returns the plots that have something to show, by their titles."""
+    """Returns the plots that have content, by title."""
     plots: dict[str, Callable[[Axes, Drafters], bool]] = {
         "Share of rounds that accept the draft at each position, with 95 % intervals": plot_positions,
         "Acceptance length by prompt length": lambda axes, each: plot_groups(axes, each, "by_prompt_tokens", "from"),
@@ -43,7 +43,7 @@ def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
 
 @matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name does not begin a formula
 def draw(plot: Callable[[Axes, Drafters], bool], drafters: Drafters) -> str:
-    """Returns a plot as SVG, or nothing if it has no content."""
+    """Returns a plot as SVG, or an empty string if it has no content."""
     figure, buffer = Figure(figsize=(6.4, 3.8), layout="constrained"), io.StringIO()
     has_content = plot(figure.subplots(), drafters)
     figure.savefig(buffer, format="svg")
@@ -52,7 +52,7 @@ def draw(plot: Callable[[Axes, Drafters], bool], drafters: Drafters) -> str:
 
 
 def put_legend(axes: Axes) -> None:
-    """Place the legend below the plot, unless there is only one thing to tell apart."""
+    """Place the legend below the plot if it has more than one entry."""
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
 
@@ -93,7 +93,7 @@ def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
 
 
 def plot_prompts(axes: Axes, drafters: Drafters) -> bool:
-    """Share of prompts with at least this acceptance length, as curves: bars of many drafters would hide each other."""
+    """Plots the share of prompts with at least each acceptance length, as curves, since bars would overlap."""
     for name, each in drafters.items():
         if lengths := sorted(each["acceptance_length_of_prompts"], reverse=True):
             shares = [(i + 1) / len(lengths) for i in range(len(lengths))]
@@ -104,7 +104,10 @@ def plot_prompts(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
-    """Solid: sum min(target_probs, draft_probs), the acceptance probability of sampled drafts. Dashed: accepted."""
+    """Plots the overlap, sum min(target_probs, draft_probs), and, dashed, the share of accepted drafts.
+
+    The overlap is the acceptance probability of a sampled draft.
+    """
     shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
     for name, quality in shown.items():
         positions = range(len(quality["overlap_at"]))
@@ -126,7 +129,7 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
-    """Acceptance against confidence. Greedy decoding takes the likeliest token and so accepts more than predicted."""
+    """Plots acceptance against confidence. Greedy decoding takes the likeliest token and so exceeds the prediction."""
     shown = {
         name: each["quality"]
         for name, each in drafters.items()
@@ -149,7 +152,7 @@ def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_costs(axes: Axes, drafters: Drafters) -> bool:
-    """Milliseconds per new token in each phase, on the first rank."""
+    """Plots milliseconds per new token in each phase, on the first rank."""
     names = list(drafters)[::-1]
     left = [0.0] * len(names)
     for phase, colour in zip((*PHASES, "rest"), PHASE_COLOURS, strict=True):
@@ -170,7 +173,7 @@ def plot_costs(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_serving(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns output tokens/s and time per output token against concurrency, a line for each K, as SVG."""
+    """Returns a plot of output tokens/s and time per output token against concurrency, one line per K, as SVG."""
     figure, buffer = Figure(figsize=(9, 3.8), layout="constrained"), io.StringIO()
     panels = figure.subplots(1, 2)
     values: tuple[Callable[[Mapping[str, Any]], float], ...] = (

@@ -1,10 +1,10 @@
-"""After stage 5: what a client of a serving engine feels, with and without the exported head.
+"""After stage 5: measures the speed of a serving engine as seen by a client, with and without the exported head.
 
-Starts `vllm serve` without drafts and with each K of `serving_bench.num_speculative_tokens`, or asks the running server
-of `serving.url`. Sends the prompts of `eval.acceptance` at every concurrency with vLLM's own `vllm bench serve`. Reads
+Starts `vllm serve` without drafts and with each K of `serving_bench.num_speculative_tokens`, or uses the server at
+`serving.url`. Sends the prompts of `eval.acceptance` at every concurrency with vLLM's own `vllm bench serve`. Reads
 `run_dir/export/vllm/` (or `serving.head_dir`). Writes to `run_dir/serving_bench/`: `report.json`, `plot.svg`, the
-files of `vllm bench serve`, every log, and the fastest K at each batch size as the engines' own settings, with the
-commands that use them in `README.md`. Prints a table.
+files of `vllm bench serve`, all logs, engine settings with the fastest K at each batch size, and in `README.md` the
+commands that use them. Prints a table.
 
     python -m eval.serving_bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
     python -m eval.serving_bench recipe=quickstart serving.url=http://localhost:8000
@@ -60,7 +60,7 @@ def main(cfg: DictConfig) -> None:
 
 @dataclass(frozen=True)
 class Bench:
-    """Everything that is known before an engine starts."""
+    """The inputs of the benchmark, checked before an engine starts."""
 
     config: PipelineConfig
     output_dir: Path
@@ -68,9 +68,9 @@ class Bench:
     prompts: list[list[int]]
     python: Path
     head_sha256: str | None
-    """None if a running server is asked: it does not tell its head."""
+    """None for a running server, which does not report its head."""
     facts: dict[str, Any]
-    """`serving.json` of the export; empty if a running server is asked."""
+    """Content of `serving.json` in the export; empty for a running server."""
     head_dir: Path
     server: VllmServer | None
     """The running server of `serving.url`."""
@@ -81,7 +81,7 @@ class Bench:
 
     @property
     def depths(self) -> list[int]:
-        """K of each engine, 0 first."""
+        """K of each engine, starting with 0."""
         settings = self.config.serving_bench
         return [0, *(settings.num_speculative_tokens or [self.config.acceptance.num_speculative_tokens])]
 
@@ -92,7 +92,7 @@ class Bench:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest prompt, its answer and 2 K more: near its end vLLM's drafts are useless."""
+        """Longest prompt and answer, plus 2 K tokens: vLLM's drafts near the end of the context are useless."""
         return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.depths)
 
 
@@ -101,8 +101,8 @@ def prepare(config: PipelineConfig, output_dir: Path) -> Bench:
 
     Raises:
         FileNotFoundError: the Python interpreter, the prompts or the exported head do not exist.
-        ConnectionError: no server answers.
-        ValueError: the interpreter has no vLLM, the export is of another head, or the server cannot be compared.
+        ConnectionError: the server does not respond.
+        ValueError: the interpreter has no vLLM, the export holds another head, or the server does not fit the settings.
     """
     serving, settings = config.serving, config.serving_bench
     target_dir = resolve_target(config.target.path, config.target.revision)
@@ -142,8 +142,8 @@ def check_server(bench: Bench) -> None:
 def is_same_model(root: str, target: str, target_dir: Path) -> bool:
     """Returns whether a server that was started with `root` serves the target.
 
-    A directory of this machine must hold the target's weights. For a path of another machine, or a name, the last
-    part of the name must be the target's.
+    A directory on this machine must hold the target's weights. For a name or a path on another machine, the last
+    component must match the target's.
     """
     if Path(root).is_dir():
         return weights_fingerprint(Path(root)) == weights_fingerprint(target_dir)
@@ -151,7 +151,7 @@ def is_same_model(root: str, target: str, target_dir: Path) -> bool:
 
 
 def check_device(generator: LoadGenerator) -> None:
-    """Refuse to measure a vLLM for CPUs on a machine with GPUs, which would not warn."""
+    """Refuse a CPU build of vLLM on a machine with GPUs, because it would run without a warning."""
     if torch.cuda.is_available() and generator.is_cpu:
         raise ValueError(
             f"serving.python: must have a vLLM that runs on GPUs, like this machine, but vLLM {generator.version} runs "
@@ -187,21 +187,21 @@ def measure(bench: Bench, generator: LoadGenerator) -> list[Row]:
 def send(
     server: VllmServer, generator: LoadGenerator, load: Load, finished: Callable[[int], None] = lambda _: None
 ) -> tuple[Latencies, EngineCounts | None]:
-    """Returns what the client saw of a load, and how much the server's drafting counters grew."""
+    """Sends a load, and returns the client's latencies and how much the server's drafting counters grew."""
     before = server.counters()
     latencies = generator.run(load, finished)
     return latencies, server.counts_since(before, load.num_requests)
 
 
 def advance(bar: Any) -> Callable[[int], None]:
-    """Returns a function that moves a bar from where it is by a number of finished requests."""
+    """Returns a function that sets a bar to its present position plus a number of finished requests."""
     start = bar.n
     return lambda finished: bar.update(start + finished - bar.n)
 
 
 @contextmanager
 def engine(bench: Bench, depth: int | None) -> Iterator[VllmServer]:
-    """Runs the engine with K drafts a round, or hands out the running server."""
+    """Runs an engine with K drafts per round, or yields the running server."""
     if bench.server is not None or depth is None:
         assert bench.server is not None
         yield bench.server
@@ -212,7 +212,7 @@ def engine(bench: Bench, depth: int | None) -> Iterator[VllmServer]:
 
 
 def server_arguments(bench: Bench, depth: int) -> list[str]:
-    """Returns the arguments of `vllm serve`. All engines differ in their drafts alone."""
+    """Returns the arguments of `vllm serve`. Engines differ only in their drafts."""
     config = bench.config
     model_dir = bench.head_dir if depth and bench.facts.get("holds_target", False) else bench.target_dir
     arguments = [str(model_dir), "--dtype", str(config.acceptance.dtype)]

@@ -139,7 +139,7 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
 
 
 def make_job(config: PipelineConfig) -> Job:
-    """Read and check everything except the target's weights."""
+    """Read and check all inputs except the target's weights."""
     settings = config.responses
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config, tokenizer = read_target_config(target_dir), load_tokenizer(target_dir)

@@ -20,15 +20,15 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class ResponsesIdentity:
-    """Everything that must be equal for responses to belong together."""
+    """Everything that must be equal for responses to share a directory."""
 
     program: ClassVar[str] = "data_prep.responses"
     target: TargetIdentity
     sources: dict[str, str]
-    """Hash of the conversations of each path or name."""
+    """Hash of the conversations in each file or hub data set, by its path or name."""
     backend: str
     model: str | None
-    """Name on the server; None with transformers."""
+    """Name of the model on the server; None with transformers."""
     settings: dict[str, int | float | str]
     """Sampling settings by their names in the config, and everything else that affects responses."""
 
@@ -45,20 +45,20 @@ class ResponsesIdentity:
 
 @dataclass
 class Counts:
-    """Counts over all conversations of the file."""
+    """Counts over all conversations of conversations.jsonl."""
 
     conversations: int = 0
     answers: int = 0
     answer_tokens: int = 0
-    """Generated tokens, including end-of-sequence tokens."""
+    """Number of generated tokens, including end-of-sequence tokens."""
     ended_by: dict[str, int] = field(default_factory=lambda: {ending.value: 0 for ending in Ending})
-    """Conversations by the reason they ended."""
+    """Number of conversations by the reason they ended."""
     unanswered: int = 0
-    """Conversations without any response."""
+    """Number of conversations without any response."""
     texts_changed: int = 0
-    """Responses that the chat template does not render as generated."""
+    """Number of responses that the chat template does not render as generated."""
     tokens_changed: int = 0
-    """Responses that are rendered as generated but tokenized differently."""
+    """Number of responses that are rendered as generated but tokenized differently."""
 
     def add(self, regenerated: RegeneratedConversation) -> None:
         self.conversations += 1
@@ -79,9 +79,9 @@ class ResponsesManifest:
     """Versions of all servers used, in the order of their first use."""
     counts: Counts
     failed: int
-    """Conversations that the next run retries."""
+    """Number of conversations that failed. The next run retries them."""
     refused: int
-    """Rows that cannot be used."""
+    """Number of rows that cannot be used."""
     schema_version: int = SCHEMA_VERSION
 
     @staticmethod
@@ -102,11 +102,11 @@ def identity_from_json(content: dict[str, Any]) -> ResponsesIdentity:
 
 
 def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdentity) -> Conversations:
-    """Reads the finished responses of a run; prints how many conversations are missing.
+    """Reads the responses of a finished run, and prints how many conversations are missing.
 
     Raises:
         FileNotFoundError: data_prep.responses has not finished.
-        ValueError: the target or `prompts.paths` differ from those of the responses, or a file has changed since.
+        ValueError: the target or `prompts.paths` differs from that of the responses, or a file has changed since.
     """
     refuse_duplicate_paths(prompts.paths)
     path = directory / MANIFEST

@@ -22,13 +22,13 @@ EARLY_ENDS = {
 
 @dataclass
 class ResponsesProgress:
-    """Counts of a run, or of one of its ranks."""
+    """Counts for a run, or for one of its ranks."""
 
     rows: int = 0
     tokens: int = 0
     seconds: float = 0.0
     failed: dict[int, str] = field(default_factory=dict)
-    """Reason by row."""
+    """Reason for each failure, by row."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -36,7 +36,7 @@ class ResponsesProgress:
 
     @staticmethod
     def merge(parts: list["ResponsesProgress"]) -> "ResponsesProgress":
-        """Returns the sums over all ranks, and the longest time."""
+        """Returns the sums over all ranks, with the time of the slowest rank."""
         failed = {row: reason for part in parts for row, reason in part.failed.items()}
         return ResponsesProgress(
             sum(part.rows for part in parts),
@@ -57,10 +57,10 @@ def print_report(
 
     Args:
         directory: the responses directory.
-        manifest: its manifest.
+        manifest: the manifest in `directory`.
         survey: survey of the input.
         progress: counts of this run.
-        left_out: reason by location.
+        left_out: why each conversation was left out, by location.
     """
     table = Table(title="data_prep.responses", show_header=False)
     for name, value in report_rows(manifest, survey, progress).items():

@@ -1,4 +1,4 @@
-"""Stores regenerated conversations in `run_dir/responses/`: appends each as it ends, then puts all into input order.
+"""Stores regenerated conversations in `run_dir/responses/`: appends each as it ends, then sorts all into input order.
 
 During a run, `plan.json` holds the identity of the responses, and each rank appends finished conversations to
 `answers_<rank>.jsonl`. At the end, `conversations.jsonl` holds all conversations in input order, and `failures.jsonl`
@@ -33,7 +33,7 @@ class Failure:
     place: str
     reason: str
     answers: int
-    """Responses that the conversation has."""
+    """Number of responses in the conversation."""
 
 
 class ResponsesStore:
@@ -53,10 +53,10 @@ class ResponsesStore:
         return (self.directory / MANIFEST).exists()
 
     def begin(self, identity: ResponsesIdentity, server_version: str | None) -> None:
-        """Find the rows that are done, and cut off the partial lines of a killed run. Only one process may call this.
+        """Find the finished rows, and truncate partial lines left by a killed run. Only one process may call this.
 
         Raises:
-            ValueError: the responses are from a different target, data or settings.
+            ValueError: the existing responses are from a different target, data or settings.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         versions: list[str] = []
@@ -91,8 +91,8 @@ class ResponsesStore:
         Only one process may call this, after all journals are closed.
 
         Args:
-            failed: reason by row, for conversations that the next run retries.
-            refused: reason by location, for rows that cannot be used.
+            failed: why a conversation failed, by row. The next run retries it.
+            refused: why a row cannot be used, by location.
             location: returns the location of a row, for messages.
         """
         for path in sorted(self.directory.glob(JOURNALS)):
@@ -113,7 +113,7 @@ class ResponsesStore:
             path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> None:
-        """Index the rows of a file, and cut off a partial last line that a killed run left."""
+        """Index the rows of a file, and truncate a partial last line left by a killed run."""
         end = 0
         with path.open("rb+") as file:
             for line in file:

@@ -12,19 +12,19 @@ from ..prompts_report import group_refusals
 from .dialogue import questions
 
 QUIET_ROWS = 10_000
-"""With fewer rows than this, no progress bar is shown."""
+"""Minimum number of rows for which a progress bar is shown."""
 
 
 @dataclass
 class Survey:
     turns: dict[int, int] = field(default_factory=dict)
-    """Responses to generate, by row."""
+    """Number of responses to generate, by row."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Characters before the first response, by row."""
+    """Number of characters before the first response, by row."""
     sources: dict[str, str] = field(default_factory=dict)
     """Hash of the conversations in each path of `prompts.paths`."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why a row cannot be used, by its location."""
+    """Why a row cannot be used, by location."""
 
     def batches(self, batch_size: int) -> list[list[int]]:
         """Returns batches of rows with the same number of turns and prompts of similar length.
@@ -49,10 +49,10 @@ def _line(name: str, messages: Sequence[Message]) -> bytes:
 
 
 def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> Survey:
-    """Reads all conversations once.
+    """Counts turns and hashes sources in one pass over all conversations.
 
     Raises:
-        ValueError: none of them can be used.
+        ValueError: no conversation can be used.
     """
     survey = Survey(refused=dict(conversations.refused))
     digests = {path: hashlib.sha256() for path in paths}

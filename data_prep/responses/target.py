@@ -35,7 +35,7 @@ def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> l
         input_ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids, device=device)
         attention_mask[row, width - len(prompt.token_ids) :] = 1
     torch.manual_seed(prompts[0].seed)
-    # Settings that are not given here, such as penalties, would come from the checkpoint's generation_config.json.
+    # Otherwise `generate` would take other settings, such as penalties, from the checkpoint's generation_config.json.
     target.model.generation_config = GenerationConfig()
     tokens = target.model.generate(
         input_ids, attention_mask=attention_mask, generation_config=generation_config(sampling)
@@ -55,7 +55,7 @@ def _response(token_ids: list[int], stop_token_ids: Sequence[int]) -> Response:
 def regenerate_with_target(
     target: Target, batches: Iterable[list[Dialogue]], sampling: Sampling
 ) -> Iterator[RegeneratedConversation]:
-    """Regenerate the conversations of each batch turn by turn; those that have ended leave the batch."""
+    """Regenerate the conversations of each batch turn by turn; finished ones drop out of the batch."""
     for batch in batches:
         while running := [(dialogue, prompt) for dialogue in batch if (prompt := dialogue.next_prompt()) is not None]:
             responses = generate(target, [prompt for _, prompt in running], sampling)

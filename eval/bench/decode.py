@@ -9,9 +9,9 @@ and the fastest of `bench.repeats` runs is reported. Tokens/s exclude the prompt
 `acceptance.max_new_tokens` tokens.
 
 The predicted speed-up does not use these measurements. The cost of a round is measured on prompts of random tokens. The
-number of rounds is computed from the acceptance rate at each position on prompts of other files, with the largest K. A
-batch takes as long as its slowest answer; `refilled` estimates the speed-up if new prompts replaced finished ones, as
-with an engine's continuous batching.
+number of rounds is computed from the acceptance rates at each position, measured with the largest K on prompts of other
+files. A batch takes as long as its slowest answer; `refilled` estimates the speed-up if new prompts replaced finished
+ones, as with an engine's continuous batching.
 
 Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `eval.acceptance` if that page
 is about the same head, prompts and settings.
@@ -49,11 +49,11 @@ from ..drawing import drawing
 from ..report_page import write_run_page
 
 DecodingRow = dict[str, Any]
-"""The figures of one batch size and K."""
+"""The figures for one batch size and K."""
 Batch = Sequence[Sequence[int]]
 """Prompts that are decoded together."""
 BATCHES_PER_COST = 4
-"""The cost of a round is measured on random tokens once for this many batches."""
+"""Number of batches per measurement of the cost of a round on random tokens."""
 
 
 @program
@@ -165,12 +165,12 @@ class Spent:
     """Tokens, rounds and seconds of decoding, summed over batches."""
 
     tokens: int = 0
-    """New tokens, without the first of each answer."""
+    """Number of new tokens, excluding the first of each answer."""
     rounds: int = 0
-    """Forwards of the target after the prompts, summed over batches."""
+    """Number of target forwards after the prompts, summed over batches."""
     answers: tuple[Generation, ...] = ()
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds by the names of `PHASES`."""
+    """Seconds of each phase, by its name in `PHASES`."""
 
     def __add__(self, other: "Spent") -> "Spent":
         phases = {name: self.phases.get(name, 0.0) + other.phases.get(name, 0.0) for name in self.phases | other.phases}
@@ -195,7 +195,7 @@ class Spent:
 
 
 def halves_of(prompts: Prompts) -> tuple[list[list[int]], list[list[int]]]:
-    """Splits prompts into two halves by source: files or conversations go to one half and the other in turn."""
+    """Splits prompts into two halves by source: files or conversations are assigned to the halves alternately."""
     source_index: dict[str, int] = {}
     halves: tuple[list[list[int]], list[list[int]]] = ([], [])
     for prompt_id, prompt in prompts.input_ids.items():
@@ -209,7 +209,7 @@ def full_batches(prompts: Batch, batch_size: int) -> list[Batch]:
 
 
 def random_tokens(batch: Batch, vocab_size: int, seed: int) -> Batch:
-    """Returns prompts of random tokens, as long as those of the batch."""
+    """Returns prompts of random tokens with the lengths of those in the batch."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (len(prompt),), generator=generator).tolist() for prompt in batch]
 
@@ -237,7 +237,7 @@ def num_rounds(answer: Generation) -> int:
 def needed_rounds(answer: Generation, depths: int) -> float:
     """Returns the expected number of rounds with `depths` drafts, given an answer's acceptance rate at each position.
 
-    If rounds give X tokens each, the last one exceeds the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
+    If a round gives X tokens, the last one overshoots the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
     """
     rates = [accepted / max(answer.rounds, 1) for accepted in answer.accepted_at[:depths]]
     mean = 1 + sum(rates)
@@ -264,7 +264,7 @@ def describe(
     other_rounds, other_plain_rounds = (
         sum(max(needed_rounds(answer, drafts) for answer in batch) for batch in other_answers) for drafts in (depths, 0)
     )
-    own_rounds = sum(map(num_rounds, spent.answers))  # rounds of each answer until it finished
+    own_rounds = sum(map(num_rounds, spent.answers))  # rounds until each answer finished, summed
     return {
         "batch_size": batch_size,
         "num_speculative_tokens": depths,

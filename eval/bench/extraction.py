@@ -9,7 +9,7 @@
 
 All candidates take turns, except vLLM, which needs its own process. Torch uses one thread, torchrun's default for each
 rank. The writer adds two threads, and reading fp8 without decoding adds one that reads ahead. Extraction runs over
-documents of random tokens with log-normal lengths; the stores that are read have documents of 2,048 tokens.
+documents of random tokens with log-normal lengths; the stores of *reading* have documents of 2,048 tokens.
 
     python -m eval.bench.extraction recipe=quickstart
     python -m eval.bench.extraction recipe=quickstart bench.target=8b bench.documents=256     # on a GPU, random weights
@@ -138,7 +138,7 @@ def fastest(candidates: Mapping[str, Callable[[], object]], repeats: int, device
             run()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 seconds[name] = min(seconds[name], time.perf_counter() - start)
     return seconds
 
@@ -190,7 +190,7 @@ def without_writer(
 
 @contextmanager
 def stubbed_writer() -> Iterator[None]:
-    """Drops states instead of writing them."""
+    """Discards states instead of writing them."""
     write = OverlappedWriter.write
     OverlappedWriter.write = lambda self, document, states: None  # type: ignore[method-assign]
     try:
@@ -220,7 +220,7 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
 def bench_vllm(
     config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path
 ) -> ExtractionFigures:
-    """Returns tokens/s of the vLLM backend, startup excluded; empty if vLLM or a checkpoint is missing."""
+    """Returns tokens/s of the vLLM backend, excluding startup; empty without vLLM, or with random weights."""
     if config.bench.target is not None:
         return {}
     try:
@@ -249,7 +249,7 @@ def bench_vllm(
 def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
     """Returns GB/s of reading states as training does, GB/s of copying mapped shards, and `bench_opening`'s figures.
 
-    All GB/s count the bytes that the states have in bf16, even for fp8 stores.
+    All GB/s count states as bf16, even for fp8 stores.
     """
     stores = {
         dtype: random_store(directory / dtype.value, dtype, bench.read_tokens, 2048, READ_HIDDEN_SIZE)
@@ -269,9 +269,9 @@ def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
 
 
 def bench_opening(num_tokens: int, directory: Path) -> ExtractionFigures:
-    """Returns the time and anonymous memory that it takes to open a store and read what training reads at startup.
+    """Returns the time and anonymous memory needed to open a store and read what training reads at startup.
 
-    Also returns the bytes per token that the store has beyond the states.
+    Also returns the number of bytes per token that the store needs in addition to the states.
     """
     random_store(directory, StoreDtype.bfloat16, num_tokens, 500, 64)
 

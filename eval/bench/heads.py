@@ -1,9 +1,9 @@
-"""Compares what the heads cost on a target: parameters, bytes of the store per token, and the time of a draft.
+"""Compares what the heads cost on a target: parameters, store bytes per token, and drafting time per round.
 
     python -m eval.bench.heads recipe=quickstart "bench.draft_depths=[1,3,5]"
 
-Random heads draft as fast as trained ones. All of them decode the same random prompts one at a time, in turns, and the
-fastest of `bench.repeats` counts.
+Heads have random weights, since these draft as fast as trained ones. They take turns to decode one prompt of random
+tokens, and the fastest of `bench.repeats` runs counts.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def head_config(name: str, target_config: PreTrainedConfig, ttt_steps: int) -> H
 def draft_times(
     target: Target, heads: dict[str, Head], draft_depths: Sequence[int], repeats: int
 ) -> dict[tuple[str, int], float]:
-    """Returns the milliseconds of a draft, by head and K."""
+    """Returns the drafting time per round in milliseconds, by head and K."""
     prompt = torch.randint(len(target.parts.embed_tokens), (PROMPT_TOKENS,)).tolist()
     times: dict[tuple[str, int], float] = {}
     for _ in tqdm(range(repeats), desc="drafts", unit="turn"):
@@ -106,7 +106,7 @@ def draft_times(
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a row for each head. Ratios are to the draft of head `eagle3` with the same K."""
+    """Print a row for each head. Ratios are relative to head `eagle3` with the same K."""
     reference = next(row for row in rows if row["head"] == REFERENCE)["draft_ms"]
     table = Table(title="What heads cost")
     for column in ("head", "parameters", "store bytes/token", *(f"draft ms, K={depths}" for depths in reference)):

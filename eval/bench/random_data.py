@@ -1,4 +1,4 @@
-"""Random documents, stores and streams for benchmarks."""
+"""Makes random documents, stores and streams for benchmarks."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """Runs EAGLE-3 training steps of vLLM Speculators. Requests on stdin and answers on stdout are JSON lines.
 
-`eval.bench.train` starts it with the Python of `bench.peer_python`, which has no mtptrain; only `step_memory` is
-shared. A request is `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or
+`eval.bench.train` starts this worker with `bench.peer_python`, a Python without mtptrain; both use `step_memory`.
+A request is `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or
 `{"steps": n}` to time n steps.
 """
 

@@ -1,6 +1,6 @@
 """Measures the memory of a step: the bytes of its tensors, and the resident memory of the process.
 
-Imports only torch and the standard library, because the peer's process, which has no mtptrain, imports it too.
+Imports only torch and the standard library, so that the peer's process, which has no mtptrain, can import this module.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def tensor_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Returns the peak bytes of tensors during a step, beyond those that exist before it."""
+    """Returns the peak size in bytes of tensors during a step, excluding those that exist before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -43,7 +43,7 @@ def resident_bytes(step: Callable[[], object]) -> int:
     twice the memory of the tensors; jemalloc holds about as much as the tensors.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # return freed memory, so that only the step counts
+    ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system, so that only the step counts
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     step()

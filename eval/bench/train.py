@@ -1,5 +1,6 @@
-"""Compares the training step with an unoptimised implementation of the same loss and with another trainer, and measures
-its MFU and the cost of prompts and long documents.
+"""Compares the training step with an unoptimised implementation of the same loss and with another trainer.
+
+Also measures the step's MFU and the cost of prompts and long documents.
 
     python -m eval.bench.train recipe=quickstart
     python -m eval.bench.train recipe=quickstart bench.target=8b          # on a GPU
@@ -13,9 +14,9 @@ fp32 master weights. Candidates take turns:
   all logits;
 - *peer*: EAGLE-3 of vLLM Speculators, eager on a CPU.
 
-Memory is the peak of the step's tensors beyond those that exist before it: activations, gradients and the optimizer's
-temporaries. RSS, on a CPU only, is the growth of the process's resident memory. `bench.out=FILE` writes the figures as
-JSON.
+Memory is the peak size of the step's tensors, excluding those that exist before it: activations, gradients and the
+optimizer's temporaries. RSS, on a CPU only, is the growth of the process's resident memory. `bench.out=FILE` writes the
+figures as JSON.
 """
 
 import json
@@ -85,7 +86,7 @@ def check(config: PipelineConfig) -> None:
 
 
 def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[TrainFigures]:
-    """Measures ours, the plain formula and the peer at every size, with all tokens supervised."""
+    """Measures our step, the plain one and the peer's at every size, with all tokens supervised."""
     has_peer = Path(config.bench.peer_python).exists()
     if not has_peer:
         print("*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators, but "
@@ -115,7 +116,7 @@ def full_documents(num_tokens: int) -> Shape:
 def in_turns(
     config: PipelineConfig, ranks: Ranks, case: Case, shape: Shape, peer: PeerProcess | None, peak: float
 ) -> TrainFigures:
-    """Measures speed and memory of all candidates on one batch."""
+    """Measures the speed and memory of all candidates on one batch."""
     candidates: dict[str, Callable[[], float]] = {}
     peaks: dict[str, int] = {}
     builders: dict[str, type[Ours]] = {"ours": Ours, "plain": Plain}
@@ -163,7 +164,7 @@ def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[st
     for turn in range(repeats + 1):
         for name, run in candidates.items():
             seconds = run()
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 best[name] = min(best[name], seconds)
     return best
 
@@ -179,7 +180,7 @@ def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2)
 
 
 def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
-    """Measures the cost of a prompt token relative to a supervised one, from steps with ever longer prompts.
+    """Measures the cost of a prompt token relative to a supervised one, from steps with increasingly long prompts.
 
     Also compares ours with the peer for prompts nine times as long as the answers."""
     hidden_size, vocab_size = config.bench.prompt_sizes
@@ -207,9 +208,9 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
 
 
 def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[TrainFigures]:
-    """Measures one document of each length with an answer of 1,024 tokens at its end.
+    """Measures a step on one document of each length, with the last 1,024 tokens supervised.
 
-    Documents of up to a quarter of the longest are also measured with all tokens supervised."""
+    Documents of up to a quarter of `bench.longest_tokens` are also measured with all tokens supervised."""
     measured = []
     case, longest = (
         case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths),
@@ -227,7 +228,7 @@ def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Tra
 
 
 GPU_CASES: tuple[tuple[str, int, int | None], ...] = (("mtp", 3, None), ("eagle3", 7, None), ("eagle3", 7, 32_000))
-"""Head, depths and draft vocabulary."""
+"""Head, number of depths, and draft vocabulary size (None for the target's whole vocabulary)."""
 
 
 def bench_gpu(

@@ -1,4 +1,4 @@
-"""The steps that `eval.bench.train` measures: the trainer's own, a plain version of it, and another trainer's."""
+"""Runs the steps that `eval.bench.train` measures: our trainer's, an unoptimised one, and another trainer's."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ from mtptrain.utils.distributed import Ranks
 
 WORKER = Path(__file__).with_name("speculators_worker.py")
 Shape = tuple[Sequence[int], Sequence[int]]
-"""Number of tokens in each document, and in the prompt of each."""
+"""Number of tokens in each document, and in each document's prompt."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Plain(Ours):
 
 
 def plain_losses(head: LayerHead, parts: FrozenParts, batch: Batch) -> torch.Tensor:
-    """Computes the mean KL over depths and rows by its definition."""
+    """Computes the mean KL over depths and rows directly from its definition."""
     attention, positions = head.self_attn, batch.packing.positions
     document = (positions == 0).cumsum(0)
     num_tokens = len(positions)
@@ -121,7 +121,7 @@ def plain_losses(head: LayerHead, parts: FrozenParts, batch: Batch) -> torch.Ten
 def dense_attention(
     query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], is_seen: torch.Tensor
 ) -> torch.Tensor:
-    """Computes the attention of one depth by its definition, with one mask over all pairs of rows and keys.
+    """Computes attention at one depth directly from its definition, with one mask over all pairs of rows and keys.
 
     Args:
         query: [M, heads, head_dim].

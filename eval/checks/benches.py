@@ -1,4 +1,4 @@
-"""Runs the benchmarks at the dimensions of an 8B target with random weights, or at tiny sizes. They have no bounds."""
+"""Runs the benchmarks at the dimensions of an 8B target with random weights, or at tiny sizes, without bounds."""
 
 import json
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ STEP_TINY = (
 
 
 NEEDED_GB = {"extraction": 30, "step": 60, "peer": 75}
-"""GPU memory in GB that each benchmark needs at the dimensions of 8B. `peer` also runs the unoptimised step."""
+"""GPU memory in GB that each benchmark needs at 8B dimensions. `peer` also runs the unoptimised step."""
 
 
 def too_small(bench: str) -> str:
-    """Returns why a benchmark at the dimensions of 8B cannot run on this GPU, or an empty string if it can."""
+    """Returns why a benchmark at 8B dimensions cannot run on this GPU, or an empty string if it can."""
     found = torch.cuda.get_device_properties(0).total_memory / 1e9
     return (
         "" if found >= NEEDED_GB[bench] else f"needs {NEEDED_GB[bench]} GB of GPU memory, but this GPU has {found:.0f}"

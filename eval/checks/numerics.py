@@ -69,7 +69,7 @@ def dense_depth_attention(
 
 
 def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:
-    """Returns a case with a small target, a head, the target's frozen parts with random weights, and a packed batch."""
+    """Returns a case with a small target, and its head, frozen parts and a packed batch, all with random values."""
     torch.manual_seed(0)
     case = case_of(hidden_size=256, vocab_size=512, depths=DEPTHS, head=head)
     settings = {"capture_layers": [2, 4, 6]} if head == "eagle3" else {}
@@ -98,16 +98,16 @@ def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding
 def drafted_states(
     head: Head, parts: FrozenParts, target_states: torch.Tensor, ids: torch.Tensor, row: int, num_drafts: int
 ) -> list[torch.Tensor]:
-    """Returns the states [H] of each depth that the head computes when it drafts from a row, as an engine runs it.
+    """Returns the head's state [H] at each depth when it drafts from a row with a cache, as in an engine.
 
-    Each depth is given the document's own next token instead of the drafted one.
+    Each depth reads the document's own next token instead of the drafted one.
 
     Args:
         head: the head.
         parts: the target's frozen parts.
-        target_states: what the head reads of the target, at the tokens of one document [S, H] or [S, L, H].
-        ids: the tokens of the document and the token after each, i64[S + 1] or more.
-        row: the draft position t.
+        target_states: the target's states that the head reads, for the tokens of one document, [S, H] or [S, L, H].
+        ids: the document's tokens and the one after the last, i64[S + 1] or more.
+        row: the position of the document to draft from.
         num_drafts: K.
     """
     cache, positions = PositionCache(row + 2 + num_drafts), torch.arange(row + 1, device=ids.device)[None]
@@ -144,7 +144,7 @@ def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
 def plain_kl(
     states: torch.Tensor, parts: FrozenParts, teacher_states: torch.Tensor, is_draft: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Computes the forward KL by its definition: depth k of row i has the same teacher as depth 0 of row i + k."""
+    """Computes the forward KL by definition: depth k of row i has the same teacher as depth 0 of row i + k."""
     teacher = parts.logits(teacher_states).log_softmax(-1)  # [M, V]
     total = torch.zeros((), device=states.device)
     for depth, counts in enumerate(is_draft):

@@ -1,4 +1,4 @@
-"""Defines the results of checks. Each check has one row with its measured figure and its bound."""
+"""Defines the results of checks. Each check gives one row with its measured figure and its bound."""
 
 import time
 from collections.abc import Callable

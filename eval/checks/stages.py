@@ -36,7 +36,7 @@ from .rows import Finding, Outcome, at_most, judged, measured, skipped
 RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
 """Runs `python -m module arguments` on a number of ranks, and returns when it has ended."""
 LIMIT_S = 600
-"""Time limit of one program, so that a check that hangs does not keep the others from running."""
+"""Time limit of one program in seconds, so that a hanging check does not block the others."""
 COMPARED_DOCUMENTS = 8
 STORE_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
 """Relative error allowed in stored states, by the dtype that they were computed in. They are stored in bf16."""
@@ -67,7 +67,7 @@ def run_in_process(module: str, arguments: list[str], num_ranks: int) -> subproc
 
 
 class Stages:
-    """Runs the programs of the pipeline one after the other, in their own run folder."""
+    """Runs the programs of the pipeline one after the other, in a run folder of their own."""
 
     def __init__(self, config: PipelineConfig, overrides: Sequence[str], device: torch.device, run: RunProgram) -> None:
         """
