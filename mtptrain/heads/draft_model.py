@@ -156,7 +156,7 @@ class DraftModelHead(Head):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step: all tokens pass the layers, and only rows the output layer."""
+        """Returns the FLOPs of a training step: all tokens go through the layers, only rows to lm_head."""
         linear = [module for module in self.model.modules() if isinstance(module, torch.nn.Linear)]
         query_size = sum(layer.self_attn.o_proj.in_features for layer in self.model.layers)
         return StepFlops(
