@@ -123,8 +123,8 @@ class Generation:
     accepted_at: list[int]
     """Number of rounds that accepted the draft at each position [K]."""
     accepted_by_round: list[int] = field(default_factory=list)
-    """Number of accepted drafts in each round. These drafts, the first token and a bonus token per round are all tokens
-    before the cut."""
+    """Number of accepted drafts in each round. These drafts, the first token and a bonus token per round make up all
+    tokens before the cut."""
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,11 @@ class StepFlops:
     """FLOPs of the weight matmuls and attention in forward, loss and backward. Recomputation does not count."""
 
     per_token: int
-    """FLOPs per token of N: the input projection, and the key and value at depth 0."""
+    """FLOPs per packed token: the input projection, and the key and value at depth 0."""
     per_row: int
-    """FLOPs per row of M: all other weights at T depths, including the draft logits, and the teacher's logits."""
+    """FLOPs per draft position: all other weights at T depths, including the draft logits, and the teacher's logits."""
     per_pair: int
-    """FLOPs per pair of a row and a token that it attends to, at all depths."""
+    """FLOPs per pair of a draft position and a token that it attends to, at all depths."""
     per_document_pair: int = 0
     """FLOPs per pair of a token and itself or an earlier token of its document, in heads where all tokens attend."""
 

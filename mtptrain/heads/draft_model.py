@@ -91,7 +91,7 @@ class DraftModelHead(Head):
         """Training: run the model once over all documents, and return the rows of all depths [T, M, H].
 
         H is the model's own hidden size. The model reads the first token of each document, then the token after each of
-        the document's tokens: N + number of documents rows.
+        the document's tokens: N rows plus one per document.
         """
         self._checkpoint_layers(self.activation_checkpointing)
         packing = tokens.packing

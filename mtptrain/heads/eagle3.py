@@ -1,7 +1,7 @@
 """Head `eagle3`: fuses three captured layers of the target, and optionally has a smaller draft vocabulary.
 
-The head computes g = fc[streams], one layer whose attention reads [input_layernorm(e); hidden_norm(g)], and a final
-norm before lm_head. The residual stream before that norm is fed back. EAGLE-3: Scaling up Inference Acceleration of
+The head is g = fc[streams], one layer whose attention reads [input_layernorm(e); hidden_norm(g)], and a final norm
+before lm_head. The residual stream before that norm is fed back. EAGLE-3: Scaling up Inference Acceleration of
 Large Language Models via Training-Time Test (arXiv 2503.01840). With `fc_norm` and `norm_output`, the head is EAGLE-3.1
 (arXiv 2605.09992).
 """
