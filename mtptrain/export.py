@@ -32,7 +32,7 @@ from mtptrain.target.hub import DEMO, resolve_target
 from mtptrain.utils.files import save_tensors, write_json
 
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""How vLLM infers the method if none is given: by the first of these names that the head's path contains.
+"""Method that vLLM infers, if none is given, from the first of these names that the head's path contains.
 
 Source: vllm/config/speculative.py in vLLM 0.32.
 """

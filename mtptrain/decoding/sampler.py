@@ -13,7 +13,7 @@ class Sampler:
     seed: int = 0
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps all tokens."""
+    """Number of most likely tokens to sample from; 0 keeps all."""
     generator: torch.Generator | None = field(default=None, repr=False)
 
     @property
@@ -21,7 +21,7 @@ class Sampler:
         return self.temperature == 0.0
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [..., V] minus their maximum, which prevents overflow, divided by the temperature."""
+        """Returns (logits - max) / temperature [..., V]. Subtracting the maximum prevents overflow."""
         limits = torch.finfo(torch.float32)
         return (logits - logits.amax(-1, keepdim=True)) / min(max(self.temperature, limits.tiny), limits.max)
 
@@ -39,7 +39,7 @@ class Sampler:
         return torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the most likely token of each row of logits [..., V], or a sampled one [...]."""
+        """Returns a token [...] for each row of logits [..., V]: the most likely one if greedy, else a sampled one."""
         return (
             logits.argmax(-1)
             if self.is_greedy

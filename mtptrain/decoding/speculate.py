@@ -1,17 +1,17 @@
 """The only draft -> verify -> accept loop: training validates with it and `eval.acceptance` measures with it.
 
-The target has read all tokens of a sequence but the newest. In each round,
+The target has read all tokens of a sequence except the newest one. In each round,
 
-1. the drafter proposes a chain of K tokens, or a tree whose branches have at most K;
+1. the drafter proposes a chain of K tokens, or a tree whose branches have at most K tokens;
 2. the target reads the newest token and all proposed ones in one forward;
-3. the longest branch that the target agrees with is kept, with one more token of the target's own, the bonus token.
+3. the longest branch that the target agrees with is kept, followed by a token that the target chooses, the bonus token.
 
 In the next round a head first runs depth 0 over the K + 1 rows that were just verified, with the target's own states.
-This rebuilds the head's keys and gives the first draft; rows of rejected tokens are computed too, and have no effect.
+This rebuilds the head's keys and gives the first draft. Rows of rejected tokens are computed too, but have no effect.
 
 Caches store position p in slot p. Each sequence of a batch therefore continues from its own length, and rejected slots
-are overwritten. Only a tree occupies slots after the sequence, until its accepted branch is copied to the slots of its
-positions.
+are overwritten. A tree is the exception: it occupies slots after the sequence until the accepted branch is copied to
+the slots of its positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Accepted:
     count: torch.Tensor
     """Number of accepted tokens [B]."""
     bonus: torch.Tensor
-    """The target's own next token after them [B]."""
+    """The target's own token after the accepted ones [B]."""
     branch: torch.Tensor
     """Rows of the accepted branch [B, 1 + K]: 0 for the newest token, 1 + p for draft p; arbitrary after `count`."""
 
@@ -52,9 +52,9 @@ def accept(
 def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Tensor, num_depths: int) -> Accepted:
     """Keep the longest branch of drafts that equal the target's own choices, greedy or sampled.
 
-    The target's choices do not depend on the draft, so the output is the target's own, whatever is drafted. For a chain
-    of greedy drafts this is the rule of arXiv 2211.17192; applied to all children of a token at once it is that of
-    SpecInfer (arXiv 2305.09781).
+    The target's choices do not depend on the draft, so the output is what the target alone would generate. For a chain
+    of greedy drafts, this is the rule of arXiv 2211.17192. For a tree, where all children of a token are checked at
+    once, it is the rule of SpecInfer (arXiv 2305.09781).
 
     Args:
         draft: P proposed tokens per sequence.
@@ -108,21 +108,23 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
 
 @dataclass(frozen=True)
 class Generation:
-    """The new tokens of one sequence, cut after an end-of-sequence token and at the limit, and its counts over rounds.
+    """The new tokens of one sequence, and its counts over rounds.
 
-    The round in which the sequence ends counts in full, as in vLLM's counters; rounds after it do not count.
+    The tokens are cut after an end-of-sequence token and at the limit. The round in which the sequence ends counts in
+    full, as in vLLM's counters; later rounds do not count.
     """
 
     tokens: list[int]
     rounds: int
-    """Rounds with at least one proposed token."""
+    """Number of rounds with at least one proposed token."""
     empty_rounds: int
-    """Rounds without a proposed token."""
+    """Number of rounds without a proposed token."""
     drafted: int
     accepted_at: list[int]
-    """Rounds that accepted the draft at each position [K]."""
+    """Number of rounds that accepted the draft at each position [K]."""
     accepted_by_round: list[int] = field(default_factory=list)
-    """Accepted drafts of each round. Together with the first token and a bonus token per round they are all tokens."""
+    """Number of accepted drafts in each round. These drafts, the first token and a bonus token per round make up all
+    tokens before the cut."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,12 @@ class Round:
 
 
 PHASES = ("prompt", "draft", "verify", "choose", "cache")
-"""Phases of decoding: the target reads the prompts; drafting; the target reads the drafts; acceptance and sampling;
-moving the accepted branch of a tree in the cache."""
+"""Phases of decoding: reading the prompts; drafting; reading the drafts; accepting and sampling; moving the accepted
+branch of a tree in the cache."""
 
 
 @torch.no_grad()
-@eager()  # every round has different shapes, and each would be compiled
+@eager()  # every round has different shapes, and each would trigger a compilation
 def speculate(
     target: Target,
     drafter: Drafter,
@@ -161,7 +163,7 @@ def speculate(
     Args:
         num_speculative_tokens: K, the length of the longest branch of a draft.
         clock: adds up the seconds of each phase in `PHASES`, and of the calls of `observe` as phase "observe".
-        observe: is called with every round.
+        observe: called with every round.
 
     Raises:
         ValueError: a prompt is empty, or prompt and answer exceed the target's context.
@@ -226,11 +228,11 @@ class _Batch:
             self.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
         self.is_active = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
-        self._accepted: list[torch.Tensor] = []  # [B] of each round, -1 for finished sequences
+        self._accepted: list[torch.Tensor] = []  # accepted drafts [B] of each round, -1 for finished sequences
         self._counts = torch.zeros(len(prompts), 3 + num_depths, dtype=torch.long, device=device)
 
     def prompt_positions(self) -> torch.Tensor:
-        """Returns 0 .. S - 1 for each sequence, S the length of the longest prompt [B, S]."""
+        """Returns positions 0 .. S - 1 for each sequence [B, S], where S is the length of the longest prompt."""
         longest = max(map(len, self.prompts))
         return torch.arange(longest, device=self.tokens.device).expand(len(self.prompts), -1)
 

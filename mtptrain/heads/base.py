@@ -39,13 +39,13 @@ class StepFlops:
     """FLOPs of the weight matmuls and attention in forward, loss and backward. Recomputation does not count."""
 
     per_token: int
-    """For each of N tokens: its input projection, and its key and value at depth 0."""
+    """FLOPs per packed token: the input projection, and the key and value at depth 0."""
     per_row: int
-    """For each of M rows: all other weights at T depths, including the draft logits, and the teacher's logits."""
+    """FLOPs per draft position: all other weights at T depths, including the draft logits, and the teacher's logits."""
     per_pair: int
-    """For each pair of a row and a token that it attends to, at all depths."""
+    """FLOPs per pair of a draft position and a token that it attends to, at all depths."""
     per_document_pair: int = 0
-    """For each pair of a token and a token of its document up to itself, in heads where all tokens attend."""
+    """FLOPs per pair of a token and itself or an earlier token of its document, in heads where all tokens attend."""
 
     def of(self, packing: Packing) -> float:
         """Returns the FLOPs of a step over a packed batch."""
@@ -63,7 +63,7 @@ class Head(nn.Module, ABC):
     """
 
     Config: ClassVar[type[Any]]
-    """The dataclass of its settings, a subclass of `HeadConfig`."""
+    """The dataclass of the head's settings, a subclass of `HeadConfig`."""
     drafts_trees: ClassVar[bool] = False
     """Whether `draft_next` can continue several branches, given a `TreeRows`."""
     is_bound_to_depths: ClassVar[bool] = False
@@ -79,7 +79,7 @@ class Head(nn.Module, ABC):
     lm_head: nn.Linear | None
     """The head's own output layer [D, H]. None if it uses the target's frozen one."""
     context_tokens: int | None = None
-    """Most tokens that the head can read, drafts included. None if it can read as many as the target."""
+    """Maximum number of tokens that the head can read, drafts included. None if it can read as many as the target."""
     activation_checkpointing: bool = False
     """Whether functions called through `_run` keep only their inputs and are recomputed in the backward pass."""
     drafts_per_document: int | None = None
@@ -98,14 +98,14 @@ class Head(nn.Module, ABC):
     def layers_to_capture(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
         """Returns the residual streams of the target that the head reads, in order: id k is the stream after k layers.
 
-        A head that captures none reads the target's last hidden states, after the final norm.
+        A head that captures no layers reads the target's last hidden states, after the final norm.
         """
         return ()
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """The streams that drafting captures from the target: `capture_layers`, or the stream after the last layer
-        alone, which every store of hidden states holds anyway."""
+        """The streams that drafting captures from the target: `capture_layers`, or only the stream after the last
+        layer, which every store of hidden states holds anyway."""
         return self.capture_layers
 
     @classmethod
@@ -165,12 +165,12 @@ class Head(nn.Module, ABC):
             tree: the slots and mask of the rows, if they form a tree.
 
         Returns:
-            The states that `logits` reads [B, W, H], and what to feed back [B, W, H or wider].
+            The states that `logits` reads [B, W, H], and the states to feed back [B, W, H or wider].
         """
 
     @abstractmethod
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step. Each use of a weight counts 2 forward and 4 backward."""
+        """Returns the FLOPs of a training step. Each use of a weight counts as 2 forward and 4 backward."""
 
     def output_weight(self, parts: FrozenParts) -> torch.Tensor:
         """Returns the output layer's weight: the head's own [D, H], or the target's frozen one [V, H]."""

@@ -18,7 +18,7 @@ class HeadConfig:
     weights."""
     start_from_target: bool = False
     """Start from a copy of the target's last layer that reads the target's states. The loss falls faster at first. Only
-    for heads of decoder layers."""
+    heads made of decoder layers support this."""
 
 
 @dataclass
@@ -26,6 +26,6 @@ class LayerConfig(HeadConfig):
     """Settings that heads of decoder layers share."""
 
     num_attention_heads: int | None = None
-    """null takes the target's number, adjusted if necessary to give a head dim of 64 or 128."""
+    """Number of attention heads. null takes the target's, adjusted if necessary to give a head dim of 64 or 128."""
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None

@@ -1,7 +1,7 @@
-"""Head `dflash`: drafts a block of K tokens in one forward, by layers whose keys come from the target's states.
+"""Head `dflash`: drafts a block of K tokens in one forward, with layers whose keys come from the target's states.
 
-The block is the newest token and K mask tokens. Its rows read embeddings alone. Each layer is a Qwen3 layer in which
-they attend to the whole block, both ways, and to one key per token that the target has read: a projection of
+A block is the newest token followed by K mask tokens. Its rows read only embeddings. Each layer is a Qwen3 layer whose
+rows attend bidirectionally to the whole block, and to one key per token that the target has read, projected from
 hidden_norm(fc[streams]). Each mask row predicts the token at its own position. DFlash: Block Diffusion for Flash
 Speculative Decoding (arXiv 2602.06036).
 """
@@ -49,7 +49,7 @@ class NormedAttention(Attention):
 
 
 class DflashLayer(nn.Module):
-    """One layer of the draft. Blocks have R rows each, of which row 0 is the newest token."""
+    """One layer of the head. Each block has R rows, and row 0 is the newest token."""
 
     def __init__(self, dims: HeadDims, target_config: PreTrainedConfig) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class DflashLayer(nn.Module):
 
 
 class DflashHead(Head):
-    """DFlash head. It always drafts `ttt_steps` tokens: the rows of a block see all of it, so its length is learned."""
+    """DFlash head. It always drafts `ttt_steps` tokens: rows see their whole block, so the block size is learned."""
 
     is_bound_to_depths = True
     drafts_all_depths = True
@@ -96,9 +96,9 @@ class DflashHead(Head):
         head_dim: int | None = None
         """Head dim; hidden size / heads by default."""
         capture_layers: list[int] | None = None
-        """Residual streams to read, by the number of decoder layers before each.
+        """Residual streams to read: k is the stream after k decoder layers.
 
-        The default is that of published heads for n layers: five at equal distances from 2 to n - 2."""
+        The default for a target of n layers is that of published heads: five at equal distances from 2 to n - 2."""
         draft_vocab_size: int | None = None
         """Size D of the head's own vocabulary, for which it trains its own lm_head; see head `eagle3`."""
         mask_token_id: int | None = None
@@ -138,11 +138,11 @@ class DflashHead(Head):
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states [T, M, H] of the mask rows at the draft positions; see `Head.forward`."""
-        # 1. Compute what the keys of all tokens are made of, draft positions first, then prompt tokens.
+        # 1. Compute the input of the keys and values of all tokens, draft positions first, then prompt tokens.
         packing = tokens.packing
         context = torch.cat(packing.split(self._run(self._context, tokens.target_states)))  # [N, H]
         context_positions = torch.cat(packing.split(packing.positions))
-        # 2. Run the blocks of all draft positions through the layers. The last one has no use for row 0.
+        # 2. Run the blocks of all draft positions through the layers. The last layer has no output for row 0.
         x = self._blocks(tokens.next_ids[packing.rows], parts, ttt_steps)  # [T + 1, M, H]
         rows = torch.arange(len(x), device=x.device)
         positions = packing.positions[packing.rows] + 1 + rows[:, None]  # [T + 1, M]
@@ -156,18 +156,18 @@ class DflashHead(Head):
         return self._run(self._normed, x)
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Write the keys of the verified rows, then run a block of 1 + K rows behind them; see `Head.draft_first`.
+        """Write the keys of the verified rows, then run a block of 1 + K rows after them; see `Head.draft_first`.
 
-        The keys of the block take the slots of its positions, which hold rejected rows or nothing. The next round
-        overwrites them.
+        The block's keys go to the slots of its positions, which hold rejected rows or are empty. The next round
+        overwrites these keys.
         """
-        # 1. The keys of verified rows do not depend on the block.
+        # 1. Write the keys and values of the verified rows, which do not depend on the block.
         context = self._context(verified.states.read_by(self.capture_layers))  # [B, S, H]
         cache.begin(verified.positions)
         for index, (layer, _) in enumerate(self._layers()):
             key, value = layer.keys_values_of_tokens(context, verified.positions)  # [B, S, kv heads, head_dim]
             cache.update(key.transpose(1, 2), value.transpose(1, 2), index)
-        # 2. Every row of the block sees what its last row sees.
+        # 2. Run the block. All its rows use the mask of its last row.
         newest = verified.num_tokens - 1  # [B]
         x = self._blocks(verified.tokens.gather(1, newest[:, None])[:, 0], parts, num_drafts)  # [K + 1, B, H]
         positions = newest + torch.arange(len(x), device=x.device)[:, None]  # [K + 1, B]
@@ -194,7 +194,7 @@ class DflashHead(Head):
         raise AssertionError("draft_first drafts all tokens")
 
     def _layers(self) -> list[tuple[DflashLayer, int]]:
-        """Returns the layers, each with the number of rows of a block whose output nothing reads."""
+        """Returns the layers, each with the number of leading rows of a block whose output is unused."""
         layers: list[DflashLayer] = list(self.layers)  # type: ignore[arg-type]
         return [(layer, int(layer is layers[-1])) for layer in layers]
 
@@ -205,7 +205,7 @@ class DflashHead(Head):
 
     @fused
     def _context(self, target_states: torch.Tensor) -> torch.Tensor:
-        """Returns what the keys and values of each layer are projected from [..., H]."""
+        """Returns the states that each layer projects to keys and values [..., H]."""
         context: torch.Tensor = self.hidden_norm(self.fc(target_states.flatten(-2)))
         return context
 

@@ -1,9 +1,9 @@
 """Head `draft_model`: a small language model that has the target's vocabulary.
 
-It reads tokens alone, each at its own position, and never the target's states. The row of token t + 1 predicts token
-t + 2, so it is depth 0 of draft position t. In serving its cache holds keys of real tokens, as in training, so depth k
-of draft position t is depth 0 of position t + k: one depth trains all of them. Fast Inference from Transformers via
-Speculative Decoding (arXiv 2211.17192).
+It reads tokens, each at its own position, and never the target's states. The row of token t + 1 predicts token t + 2,
+so it is depth 0 of draft position t. In serving, as in training, the cache holds keys of real tokens, so depth k of
+draft position t computes the same as depth 0 of position t + k: training one depth trains them all. Fast Inference
+from Transformers via Speculative Decoding (arXiv 2211.17192).
 """
 
 from collections.abc import Callable
@@ -30,26 +30,26 @@ from mtptrain.utils.files import read_json
 from mtptrain.utils.settings import at_least
 
 TRAINED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that can be trained: dense layers, whose scores are scaled by 1 / sqrt(head_dim)."""
+"""Families that can be trained: their layers are dense and scale scores by 1 / sqrt(head_dim)."""
 
 
 class DraftModelHead(Head):
-    """A causal language model of transformers. The names of its tensors are those of a stock checkpoint."""
+    """A causal language model of transformers. Its tensors are named as in a stock checkpoint."""
 
     starts_from_target = True
 
     @dataclass
     class Config(HeadConfig):
-        """Settings of the model. Sizes are for random weights only: with `init_from`, its config.json has them.
+        """Settings of the model. Sizes are for random weights only; with `init_from`, they come from its config.json.
 
-        `init_from` is a language model here, as a directory or a hub name, or a head of another run.
+        Here `init_from` is a language model (a directory or a hub name), or a head of another run.
         """
 
         name: str = "draft_model"
         ttt_steps: int = at_least(1, default=1)
-        """Number of depths in the loss. All depths compute the same rows, so 1 trains every number of drafts."""
+        """Number of depths in the loss. All depths compute the same rows, so 1 suffices for any number of drafts."""
         hidden_size: int | None = None
-        """null takes the target's, here and for the sizes below."""
+        """null takes the target's size, here and for the sizes below unless noted."""
         num_hidden_layers: int | None = None
         """null takes one layer."""
         num_attention_heads: int | None = None
@@ -58,8 +58,8 @@ class DraftModelHead(Head):
         tie_word_embeddings: bool | None = None
         """Whether the output layer is the embedding table."""
         start_from_target: bool = False
-        """Start as the target's embeddings, first layers, final norm and lm_head. All sizes must be the target's,
-        except the number of layers."""
+        """Start from a copy of the target's embeddings, first layers, final norm and lm_head. All sizes except the
+        number of layers must be the target's."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
@@ -90,14 +90,14 @@ class DraftModelHead(Head):
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: run the model once over all documents, and return the rows of all depths [T, M, H].
 
-        H is the model's own hidden size. The model reads the first token of each document and the token after each of
-        its tokens: N + documents rows.
+        H is the model's own hidden size. The model reads the first token of each document, then the token after each of
+        the document's tokens: N rows plus one per document.
         """
         self._checkpoint_layers(self.activation_checkpointing)
         packing = tokens.packing
         documents = longer_documents(packing)
         num_rows, device = documents.segments[0].queries.stop, packing.positions.device  # type: ignore[union-attr]
-        # 1. Put the first token of each document in front of the tokens after each token.
+        # 1. Put the first token of each document in front of the document's next tokens.
         firsts, first_rows = packing.document_offsets[:-1], documents.document_offsets[:-1]
         next_rows = torch.arange(len(packing.positions), device=device) + (packing.positions == 0).cumsum(0)  # [N]
         ids, positions = torch.zeros(2, num_rows, dtype=torch.long, device=device)
@@ -113,9 +113,9 @@ class DraftModelHead(Head):
         return picked
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Read the tokens up to the newest one that the model has not read; see `Head.draft_first`."""
+        """Read the tokens that the model has not read yet, up to the newest one; see `Head.draft_first`."""
         positions, row = verified.positions + 1, verified.last_row
-        if cache.get_seq_length() == 0:  # the first token too, at position 0
+        if cache.get_seq_length() == 0:  # also read the first token, at position 0
             positions, row = F.pad(positions, (1, 0)), row + 1
         states = self._read(verified.tokens.gather(1, positions), positions, cache)
         newest = states[torch.arange(len(row), device=row.device), row]
@@ -156,7 +156,7 @@ class DraftModelHead(Head):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step: every token passes all layers, every row the output layer."""
+        """Returns the FLOPs of a training step: all tokens go through the layers, only rows to lm_head."""
         linear = [module for module in self.model.modules() if isinstance(module, torch.nn.Linear)]
         query_size = sum(layer.self_attn.o_proj.in_features for layer in self.model.layers)
         return StepFlops(
@@ -189,11 +189,11 @@ def model_config(config: DraftModelHead.Config, target_config: PreTrainedConfig)
     Raises:
         FileNotFoundError: `init_from` is neither a directory nor a hub name.
         ValueError: `init_from` is not a language model, its vocabulary is larger than the target's, or sizes are
-            missing, wrong or in contradiction to it.
+            missing, invalid or contradict `init_from`.
     """
     found = _random_config(config, target_config) if config.init_from is None else _published(config, target_config)
     found.vocab_size = target_config.vocab_size
-    # transformers would not train the embedding of this token.
+    # transformers would not train the embedding of a padding token.
     found.pad_token_id = None
     return found
 
@@ -252,7 +252,7 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
 
 
 def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the config of a model of the target's family if it can be trained, else of a Llama."""
+    """Returns the config of a model of the target's family if that family can be trained, else of a Llama."""
     sizes = {name: getattr(config, name) for name in SIZES}
     sizes["num_hidden_layers"] = 1 if sizes["num_hidden_layers"] is None else sizes["num_hidden_layers"]
     sizes = {name: getattr(target, name) if size is None else size for name, size in sizes.items()}

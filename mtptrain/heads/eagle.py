@@ -1,7 +1,8 @@
 """Head `eagle`: EAGLE-1 as published, for ablations and existing deployments.
 
-x = fc[e; h], a Llama layer without its input norm, and the target's frozen lm_head on the residual stream, which is
-also fed back. EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv 2401.15077).
+The head computes x = fc[e; h], then a Llama layer without its input norm. The target's frozen lm_head reads the
+residual stream, which is also fed back. EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv
+2401.15077).
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """Head `eagle3`: fuses three captured layers of the target, and optionally has a smaller draft vocabulary.
 
-g = fc[streams], one layer whose attention reads [input_layernorm(e); hidden_norm(g)], and a final norm before lm_head.
-The residual stream before that norm is fed back. EAGLE-3: Scaling up Inference Acceleration of Large Language Models
-via Training-Time Test (arXiv 2503.01840). With `fc_norm` and `norm_output` it is EAGLE-3.1 (arXiv 2605.09992).
+The head is g = fc[streams], one layer whose attention reads [input_layernorm(e); hidden_norm(g)], and a final norm
+before lm_head. The residual stream before that norm is fed back. EAGLE-3: Scaling up Inference Acceleration of
+Large Language Models via Training-Time Test (arXiv 2503.01840). With `fc_norm` and `norm_output`, the head is EAGLE-3.1
+(arXiv 2605.09992).
 """
 
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ class Eagle3Head(LayerHead):
         head_dim: int | None = None
         """Head dim; hidden size / heads by default."""
         capture_layers: list[int] | None = None
-        """Residual streams to read, by the number of decoder layers before each.
+        """Residual streams to read: k is the stream after k decoder layers.
 
-        The default is the engines' default for n layers: 2, n // 2 and n - 3."""
+        The default for a target of n layers is that of the engines: 2, n // 2 and n - 3."""
         draft_vocab_size: int | None = None
         """Size D of the head's own vocabulary, for which it trains its own lm_head. `data_prep.draft_vocab` chooses the
         tokens. By default the head uses the target's vocabulary and frozen lm_head."""
@@ -103,7 +104,7 @@ def check_capture_layers(layers: tuple[int, ...], num_layers: int, default: str 
     """Returns the layers if a head can capture them from a target of `num_layers` decoder layers.
 
     Args:
-        default: what the layers are, if no setting chose them.
+        default: description of the layers for the error message, if they are a default.
 
     Raises:
         ValueError: they are not distinct layers of the target in rising order.

@@ -37,7 +37,7 @@ def build_trainable_head(config: HeadConfig, target_config: PreTrainedConfig) ->
 
 
 def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, object]) -> None:
-    """Write a head to a directory. `head.json` comes last, so a directory that has one is complete.
+    """Write a head to a directory. `head.json` is written last, so a directory that has one is complete.
 
     Args:
         state: weights by name, in their training dtype.
@@ -49,7 +49,7 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
 
 
 def kept_head(stage_dir: Path, step: int) -> Path:
-    """Returns the directory in `run_dir/train` for the head of a step that is kept and measured later."""
+    """Returns the directory in `run_dir/train` of the head that is kept at this step and measured later."""
     return stage_dir / "heads" / f"step_{step:08d}"
 
 
@@ -83,7 +83,7 @@ def check_head_target(directory: Path, target_dir: Path) -> None:
 
     Raises:
         FileNotFoundError: the directory has no head.
-        ValueError: the head belongs to other weights; the message has both hashes.
+        ValueError: the head was trained for other weights; the message has both hashes.
     """
     stored, found = _read_facts(directory)[TARGET_WEIGHTS], weights_fingerprint(target_dir)
     if stored != found:

@@ -2,8 +2,8 @@
 
 Depth k reads the inputs c = [h; e(x_{t+1}); ...; e(x_{t+1+k})], where h is the target's last hidden state after the
 final norm and e the target's frozen embedding. Its MLP is x = R c + SiLU(W c), then x = x + SiLU(W x) for each further
-layer, and the target's frozen lm_head. It has no cache. Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding
-(arXiv 2402.05109).
+layer, followed by the target's frozen lm_head. The head has no cache. Hydra: Sequentially-Dependent Draft Heads for
+Medusa Decoding (arXiv 2402.05109).
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from mtptrain.target.position_cache import PositionCache, TreeRows
 
 
 class HydraMlp(nn.Module):
-    """The MLP of one depth, which starts as the target's own state."""
+    """The MLP of one depth. At initialization it returns the target's state unchanged."""
 
     def __init__(self, hidden_size: int, num_tokens: int, num_layers: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class HydraHead(Head):
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
         """Run depth 0 on the row whose next token is the newest one; see `Head.draft_first`.
 
-        The head feeds back its inputs [B, 2 H], to which each later depth adds an embedding.
+        The head feeds back its inputs [B, 2 H], to which each later depth appends an embedding.
 
         Raises:
             ValueError: the head has fewer than `num_drafts` depths.
@@ -90,7 +90,7 @@ class HydraHead(Head):
         cache: PositionCache,
         tree: TreeRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run depth k on the inputs of the depth before [B, W, (k + 1) H] and the token drafted there."""
+        """Run depth k on the inputs of the previous depth [B, W, (k + 1) H] and the token drafted there."""
         inputs = torch.cat([fed_back, parts.embed(tokens)], dim=-1)  # [B, W, (k + 2) H]
         depth = inputs.shape[-1] // self.hidden_size - 2
         return self.mlps[depth](inputs), inputs

@@ -19,7 +19,7 @@ from mtptrain.target.position_cache import PositionCache, TreeRows
 from mtptrain.utils.compile import fused
 
 INPUT_NORMS = ("enorm", "hnorm", "fc_norm", "input_norm")
-"""Norms before an input projection, in the heads that have them."""
+"""Names of the norms that heads may apply before an input projection."""
 
 
 class LayerHead(Head):
@@ -33,12 +33,12 @@ class LayerHead(Head):
     drafts_trees = True
     starts_from_target = True
     mask_hidden: nn.Parameter | None
-    """State [L, H] that every depth after 0 reads, if one forward drafts all depths. None if each depth reads the
-    state and the token of the previous one."""
+    """Learned state [L, H] that every depth after 0 reads, if one forward drafts all depths. None if each depth reads
+    the state and the token of the previous one."""
     mask_token_id: int | None = None
     """Token whose embedding the depths after 0 read together with `mask_hidden`."""
     zero_first_embedding: bool = False
-    """Whether the embedding that is read at position 0 is replaced by zeros."""
+    """Whether zeros replace the embedding at position 0."""
     self_attn: Attention
     """The layer's attention; every subclass must set it."""
 
@@ -52,7 +52,7 @@ class LayerHead(Head):
 
         Args:
             target_states: the streams of `read_layers` [..., L, H], or the target's last hidden states [..., H] if
-                there are none. By default L must be 1.
+                there are none. This default requires L = 1.
         """
         return target_states.squeeze(-2) if self.read_layers else target_states
 
@@ -61,7 +61,8 @@ class LayerHead(Head):
         """Combine hidden states and embeddings into the inputs of the decoder layer.
 
         Args:
-            hidden_states: `fuse`d states of the target at depth 0, then those fed back by the previous depth [..., H].
+            hidden_states: result of `fuse` at depth 0, and the states that the previous depth fed back at later ones
+                [..., H].
             embeddings: embedding of the token after each position [..., H].
 
         Returns:
@@ -119,7 +120,7 @@ class LayerHead(Head):
         """Run depth 0 over the verified rows; see `Head.draft_first`.
 
         A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask rows follow the row whose next
-        token is the newest one. They take the place of rejected rows, which later rounds overwrite anyway.
+        token is the newest one. They replace rejected rows, whose slots later rounds overwrite anyway.
         """
         fused, next_tokens = self.fuse(verified.states.read_by(self.read_layers)), verified.next_tokens  # [B, S, H]
         embeddings, positions, last_row = parts.embed(next_tokens), verified.positions, verified.last_row
@@ -162,7 +163,8 @@ class LayerHead(Head):
         """Inference: run one depth for S tokens of each sequence, and write their keys to the slots of their positions.
 
         Args:
-            hidden_states: `fuse`d states of the target at depth 0, then those fed back by the previous depth [B, S, H].
+            hidden_states: result of `fuse` at depth 0, and the states that the previous depth fed back at later ones
+                [B, S, H].
             embeddings: embedding of the token after each position [B, S, H].
             positions: i64[B, S].
             cache: this head's cache.
@@ -201,7 +203,7 @@ class LayerHead(Head):
         return self.self_attn.keys_values(x, positions)
 
     def _read_at(self, positions: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings, with zeros at position 0 if the head reads them so."""
+        """Returns the embeddings, with zeros at position 0 if `zero_first_embedding` is set."""
         return torch.where(positions[..., None] == 0, 0, embeddings) if self.zero_first_embedding else embeddings
 
     @fused
@@ -212,9 +214,9 @@ class LayerHead(Head):
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
         """Returns the FLOPs of a training step over T depths.
 
-        The target's states need no gradient, so an input projection that reads them without a norm in between costs
-        only 2 in the backward pass. A head with `mask_hidden` projects one input for all its later depths; this is not
-        counted.
+        The target's states need no gradient, so an input projection that reads them without a norm in between counts
+        only 2 per weight in the backward pass. A head with `mask_hidden` projects one input for all its later depths;
+        this is not counted.
         """
         weights = {
             name: module.weight.numel() for name, module in self.named_modules() if isinstance(module, nn.Linear)

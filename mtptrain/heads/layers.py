@@ -90,8 +90,8 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: in
     """Returns the layer sizes of a head for a target.
 
     Args:
-        head_dim: the head dim. None uses hidden size / heads, which is what engines assume if the head's file format
-            does not store one.
+        head_dim: the head dim. None uses hidden size / heads, as engines do if the head's file format does not store a
+            head dim.
 
     Raises:
         ValueError: no engine serves a head with these sizes.
@@ -130,7 +130,7 @@ class Attention(nn.Module):
     """Projections and RoPE of grouped-query attention. The caller decides which keys a query sees."""
 
     def __init__(self, input_size: int, dims: HeadDims, target_config: PreTrainedConfig, bias: bool = False) -> None:
-        """Build the projections, with biases of queries, keys and values if `bias` is set."""
+        """Build the projections. `bias` adds biases to those of queries, keys and values."""
         super().__init__()
         query_size, kv_size = dims.num_attention_heads * dims.head_dim, dims.num_key_value_heads * dims.head_dim
         self.head_dim = dims.head_dim

@@ -1,8 +1,8 @@
-"""Head `medusa`: a small MLP per depth that reads the target's state alone, so one forward drafts all tokens.
+"""Head `medusa`: a small MLP per depth that reads only the target's state, so one forward drafts all tokens.
 
-Depth k is x = x + SiLU(W x), `num_layers` times, from the target's last hidden state after the final norm, and the
-target's frozen lm_head. It reads no token and has no cache. Medusa: Simple LLM Inference Acceleration Framework with
-Multiple Decoding Heads (arXiv 2401.10774), with one frozen lm_head instead of a trained one per depth.
+Depth k applies x = x + SiLU(W x) `num_layers` times to the target's last hidden state after the final norm, then the
+target's frozen lm_head. The head reads no tokens and has no cache. Medusa: Simple LLM Inference Acceleration Framework
+with Multiple Decoding Heads (arXiv 2401.10774), with one frozen lm_head instead of a trained one per depth.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ from mtptrain.utils.settings import at_least
 
 @dataclass
 class MlpConfig(HeadConfig):
-    """Settings of heads with an MLP of its own for each of the `ttt_steps` depths."""
+    """Settings of heads that have a separate MLP for each of the `ttt_steps` depths."""
 
     num_layers: int = at_least(1, default=1)
-    """Residual blocks per depth."""
+    """Number of residual blocks per depth."""
 
 
 @fused
@@ -60,7 +60,7 @@ class MedusaHead(Head):
     class Config(MlpConfig):
         name: str = "medusa"
         fc_bias: bool = False
-        """Whether the layers have biases, as those of the published heads do."""
+        """Whether the layers have biases, as in the published heads."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
@@ -98,7 +98,7 @@ class MedusaHead(Head):
         raise AssertionError
 
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step. The first layer's input is the target's and needs no gradient."""
+        """Returns the FLOPs of a training step. The first layer's input, the target's state, needs no gradient."""
         layers = (4 + 6 * (self.num_layers - 1)) * self.hidden_size**2
         vocabulary = vocab_size * self.hidden_size
         return StepFlops(per_token=0, per_row=ttt_steps * (layers + 4 * vocabulary) + 2 * vocabulary, per_pair=0)
@@ -114,7 +114,7 @@ def check_num_drafts(num_drafts: int, num_depths: int) -> None:
     """Check that a head with an MLP per depth has one for each draft.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: the head has fewer MLPs than drafts.
     """
     if num_drafts > num_depths:
         raise ValueError(

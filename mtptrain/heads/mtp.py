@@ -1,8 +1,8 @@
 """Head `mtp`: one decoder layer with all its RMSNorms, shared by all depths.
 
-x = eh_proj[enorm(e); hnorm(h)], a full pre-norm Llama layer, a final norm and the target's frozen lm_head. The state
-after the final norm is fed back. DeepSeek-V3 Technical Report (arXiv 2412.19437), section 2.2, except that all depths
-share one module.
+The head is x = eh_proj[enorm(e); hnorm(h)], a full pre-norm Llama layer, a final norm and the target's frozen lm_head.
+The state after the final norm is fed back. DeepSeek-V3 Technical Report (arXiv 2412.19437), section 2.2, except that
+all depths share one module.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initial
 
 
 class RestoredNorm(StrEnum):
-    """The RMSNorms that EAGLE-1 does not have."""
+    """The RMSNorms that EAGLE-1 lacks."""
 
     enorm = "enorm"
     hnorm = "hnorm"
@@ -64,7 +64,7 @@ class MtpHead(LayerHead):
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """The stream after the target's last layer, which is its state before the final norm, if the head reads it."""
+        """The stream after the target's last layer with `prenorm_states`, else none."""
         return self._read_layers
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,7 +52,7 @@ class Segments:
 class Packing:
     """N packed tokens, of which M are draft positions, in token order.
 
-    The draft positions form spans, each a run of consecutive tokens of one document, or are single tokens.
+    The draft positions are either spans of consecutive tokens of a document, or single tokens.
     """
 
     positions: torch.Tensor  # i64[N], position of each token in its document
@@ -62,9 +62,9 @@ class Packing:
     key_indices: torch.Tensor
     """i64[N], index of each token in the order of the keys: draft positions first, then prompt tokens."""
     segments: tuple[Segments, ...]
-    """With spans, the first `Segments` holds every span with its own tokens, causally. The others hold spans with the
-    tokens before them in their document. None has two spans of the same document, so no kernel reads more than N keys.
-    For single draft positions, see `of_single`."""
+    """With spans, the first `Segments` pairs every span with its own tokens, causally. Each of the others pairs spans,
+    at most one per document, with the tokens before them in their document, so no kernel reads more than N keys. For
+    single draft positions, see `of_single`."""
     document_lengths: tuple[int, ...]
     document_offsets: torch.Tensor  # i64[documents + 1], first token of each document, then N
 
@@ -80,7 +80,7 @@ class Packing:
 
     @property
     def num_document_pairs(self) -> float:
-        """Number of pairs of a token and a token of its document up to itself."""
+        """Number of pairs of a token and itself or an earlier token of its document."""
         return sum(length * (length + 1) / 2 for length in self.document_lengths)
 
     @staticmethod
@@ -88,7 +88,7 @@ class Packing:
         """Pack documents.
 
         Args:
-            lengths: tokens of each document.
+            lengths: number of tokens in each document.
             spans: (document, first token in the document, number of tokens) of each span of draft positions, in order;
                 by default every token is a draft position.
         """
@@ -115,13 +115,13 @@ class Packing:
     def of_single(lengths: Sequence[int], rows: Sequence[NDArray[np.int64]]) -> "Packing":
         """Pack documents whose draft positions may lie anywhere.
 
-        One kernel per draft position would be many, and one kernel for all would need a mask. The A draft positions of
-        a document therefore form sqrt(A) groups. A kernel pairs a group with all tokens before it; all groups of a
-        document need sqrt(A) such kernels. Inside a group, the tokens up to draft position i that draft position i - 1
-        does not see are paired with the group's draft positions from i on; the same i of all groups share a kernel.
+        A kernel per draft position would be too many, and a single kernel would need a mask. The A draft positions of a
+        document therefore form sqrt(A) groups. One kernel pairs a group with all tokens that the previous group sees: a
+        document needs sqrt(A) such kernels. Inside a group, the tokens that draft position i sees but i - 1 does not
+        are paired with the group's draft positions from i on. All groups share one kernel for each i.
 
         Args:
-            lengths: tokens of each document.
+            lengths: number of tokens in each document.
             rows: the draft positions of each document, at least one, in rising order.
         """
         starts, row = [0, *accumulate(lengths)], 0
@@ -157,9 +157,9 @@ class Packing:
         """Order the keys: draft positions, prompt tokens that some row sees, prompt tokens that no row sees.
 
         Args:
-            lengths: tokens of each document.
+            lengths: number of tokens in each document.
             is_row: whether each token is a draft position [N].
-            is_seen: whether a row sees each token [N].
+            is_seen: whether any row sees each token [N].
             kernels: for each kernel, the rows and the tokens of its segments, and whether it is causal.
         """
         row_tokens, *prompt_tokens = (np.flatnonzero(part) for part in (is_row, is_seen & ~is_row, ~is_seen & ~is_row))

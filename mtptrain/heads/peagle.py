@@ -1,7 +1,7 @@
-"""Head `peagle`: EAGLE-3 that drafts all K tokens in one forward.
+"""Head `peagle`: an EAGLE-3 head that drafts all K tokens in one forward.
 
 Depth 0 works as in head `eagle3`. Every later depth reads a learned state and the embedding of a mask token instead of
-the state and the token of the depth before, so no depth waits for another. P-EAGLE: Parallel-Drafting EAGLE with
+the state and the token of the previous depth, so no depth waits for another. P-EAGLE: Parallel-Drafting EAGLE with
 Scalable Training (arXiv 2602.01469).
 """
 

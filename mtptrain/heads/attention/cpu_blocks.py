@@ -21,25 +21,26 @@ aten = torch.ops.aten
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 SHORT_TOKENS = 1024
-"""Maximum tokens of a causal segment for which blocks are faster than the flash kernel."""
+"""Maximum number of tokens in a causal segment for which blocks are faster than the flash kernel."""
 BATCH_TOKENS = 2048
-"""Maximum tokens of segments that are computed together, which limits the memory of their scores."""
+"""Maximum number of tokens in segments that are computed together. It limits the memory of their scores."""
 MAX_FLASH_OFFSET = 32
-"""Largest distance of a raw score from the subtracted row maximum that bf16 represents accurately enough."""
+"""Largest distance between a raw score and the subtracted row maximum that bf16 represents accurately enough."""
 BLOCK_ROWS, KEY_MULTIPLE = 128, 32
-"""Rows of a causal segment's block, and the multiple to which keys are padded: odd sizes take up to twice as long."""
+"""Number of rows in a block of a causal segment, and the multiple to which its keys are padded: odd sizes take up to
+twice as long."""
 BLOCK_SCORES, MIN_BLOCK_ROWS = 2**22, 256
-"""Maximum scores and minimum rows of a forward block without a mask, over all heads."""
+"""Maximum number of scores and minimum number of rows in an unmasked forward block, over all heads."""
 BLOCK_KEYS, BACKWARD_ROWS = 1024, 1024
-"""Keys and rows of a backward block without a mask, where rows are counted over all query heads of a group."""
+"""Number of keys and of rows in an unmasked backward block. Rows are counted over all query heads of a group."""
 
 
 def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments) -> ThreeTensors:
     """Attend from each segment's queries [Q, heads, head_dim] to its keys [S, kv heads, head_dim].
 
     Returns:
-        The output [Q, heads, head_dim], its log-sum-exp, and each row's approximate maximum raw score, f32[Q, heads]
-        each.
+        The output [Q, heads, head_dim], its log-sum-exp f32[Q, heads], and each row's approximate maximum raw score
+        f32[Q, heads].
     """
     out, lse, row_max = (
         query.new_empty(query.shape),
@@ -81,7 +82,7 @@ def attend_on_cpu_backward(
 
 
 Batch = tuple[int, int, int]
-"""Consecutive segments of equal length: first row, number of segments, rows of each."""
+"""Consecutive segments of equal length: first row, number of segments, number of rows in each."""
 
 
 def _batches(segments: Segments) -> Iterator[tuple[Batch, Batch]]:
@@ -106,7 +107,7 @@ def _uses_blocks(segments: Segments, keys: Batch) -> bool:
 
 
 def _has_fast_flash(query: torch.Tensor, keys: Batch) -> bool:
-    """Returns whether the flash forward is faster than blocks, as it is in bf16 with AMX tiles, and accurate enough."""
+    """Returns whether the flash forward is faster than blocks (in bf16 with AMX tiles) and accurate enough."""
     if not HAS_TILES or query.dtype != torch.bfloat16:
         return False
     return math.log(keys[2]) / 2 * query.shape[-1] ** 0.5 < MAX_FLASH_OFFSET
@@ -116,8 +117,8 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causa
     """Compute `block_attention` with a flash kernel, which returns no row maximum.
 
     The row maximum is therefore estimated from the lse. It is log n below the lse if all n scores are equal, and equals
-    the lse if one score dominates; the estimate is halfway. The gap is rounded to the dtype of the query, so that a
-    dominating score is not rounded.
+    the lse if one score dominates; the estimate is halfway. The gap is rounded to the query's dtype, so that the
+    distance of a dominating score from the estimate is exact in that dtype.
     """
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_repeat_groups(query, key, value), 0.0, is_causal)
     num_keys = torch.arange(1 if is_causal else key.shape[2], key.shape[2] + 1)  # seen by each row, or by all rows
@@ -149,14 +150,14 @@ def _repeat_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 def block_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> ThreeTensors:
     """Attend in blocks of rows.
 
-    A product in bf16 is rounded to bf16. It is therefore computed twice: the first time to find each row's maximum, the
-    second time with this maximum subtracted inside the product, so that only the distance to the maximum is rounded.
+    The scores of a bf16 product are rounded to bf16. They are therefore computed twice: first to find each row's
+    maximum, then with this maximum subtracted inside the product, so that only the distance to the maximum is rounded.
 
     Returns:
         The output, its lse, and each row's approximate maximum raw score, both f32[segments, heads, rows].
     """
     groups, scale, num_keys = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5, key.shape[2]
-    num_heads = query.shape[0] * query.shape[1]  # of all segments, which share one mask
+    num_heads = query.shape[0] * query.shape[1]  # over all segments, which share one mask
     grouped = query.unflatten(1, (-1, groups))  # [segments, kv heads, groups, rows, head_dim]
     key, value = (_padded(x, is_causal) for x in (key, value))
     key_and_ones = _with_ones(key)
@@ -197,8 +198,8 @@ def block_attention_backward(
 ) -> ThreeTensors:
     """Returns the gradients of query, key and value, given the output and lse of the whole softmax.
 
-    As in `block_attention`, subtraction happens inside the products: of row maxima from Q K, and of rowsum(dO * O) from
-    dO V.
+    As in `block_attention`, the products include a subtraction: Q K minus the row maxima, and dO V minus
+    rowsum(dO * O).
     """
     # 1. Append the columns for the subtraction, and allocate the sums over blocks in fp32.
     groups, scale = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5
@@ -210,9 +211,9 @@ def block_attention_backward(
     num_keys, num_heads = key.shape[2], query.shape[0] * query.shape[1]
     key, value = (_padded(x, is_causal) for x in (key, value))
     wide_key, wide_value = _with_ones(key), _with_ones(value)
-    # A row of a causal segment is in one block only, so that its gradient needs no sum in fp32.
+    # Each row of a causal segment is in only one block, so its gradient needs no sum in fp32.
     grad_query = torch.zeros_like(wide_query[..., :-2], dtype=query.dtype if is_causal else torch.float32)
-    # These are stored transposed [..., head_dim, keys], because matmuls on a CPU are up to a third slower otherwise.
+    # These are stored transposed [..., head_dim, keys], because CPU matmuls would otherwise be up to a third slower.
     grad_key, grad_value = (x.new_zeros(x.mT.shape, dtype=torch.float32) for x in (key, value))
     for rows, keys in _blocks(query.shape[2], num_keys, groups, is_causal):
         # 2. Recompute the probabilities, and the gradients of the scores.
@@ -244,7 +245,7 @@ def _blocks(num_rows: int, num_keys: int, groups: int, is_causal: bool) -> Itera
 
 
 def _padded(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Returns contiguous keys or values. Those of causal segments are padded with keys that no row sees."""
+    """Returns contiguous keys or values, which in causal segments are padded with keys that no row sees."""
     return (F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)) if is_causal else x).contiguous()
 
 

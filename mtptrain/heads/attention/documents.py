@@ -14,9 +14,9 @@ DOCUMENTS_OR_CACHE = "mtptrain_documents_or_cache"
 
 
 def longer_documents(packing: Packing) -> Packing:
-    """Returns a packing in which every document has one token more, and attention is causal over whole documents.
+    """Returns a packing in which every document has one more token, and attention is causal over whole documents.
 
-    Only its attention may be used: it has no draft positions.
+    Use it for attention only: its positions and draft positions are still the original ones.
     """
     lengths = tuple(length + 1 for length in packing.document_lengths)
     offsets = packing.document_offsets + torch.arange(len(lengths) + 1, device=packing.document_offsets.device)
@@ -50,7 +50,7 @@ def documents_or_cache_attention(
         query: [B, heads, S, head_dim]; B = 1 with `documents`.
         key: [B, kv heads, slots, head_dim].
         value: [B, kv heads, slots, value head_dim].
-        attention_mask: see `causal_or_masked_attention`; not read with `documents`.
+        attention_mask: see `causal_or_masked_attention`; unused with `documents`.
         documents: the packed documents in training; None in decoding.
         scaling: scale of the scores; with `documents` it must be 1 / sqrt(head_dim).
         sliding_window: the layer's window; used only without a mask and without `documents`.

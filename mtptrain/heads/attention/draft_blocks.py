@@ -1,4 +1,4 @@
-"""Attention of blocks of rows during training: a block per draft position, whose rows see each other both ways."""
+"""Attention of blocks in training: each draft position has a block of rows that all see each other."""
 
 import torch
 
@@ -17,15 +17,15 @@ def block_attention(
 ) -> torch.Tensor:
     """Attend from the rows of each block to the tokens that its draft position sees, and to all rows of the block.
 
-    All rows of a block see the same tokens. They are therefore computed as further query heads of one row, which read
-    the same keys: one kernel call for all rows, and no tensor of [rows, N].
+    All rows of a block see the same tokens. They are therefore folded into the query heads of one row, so that one
+    kernel call computes all rows and no tensor [rows, N] is needed.
 
     Args:
         query: rotated queries of R rows of each block [R, M, heads, head_dim].
         key: rotated keys of all tokens, draft positions first, then prompt tokens [N, kv heads, head_dim].
-        value: the values, in the same order [N, kv heads, head_dim].
+        value: values of all tokens, in the same order [N, kv heads, head_dim].
         block_key: rotated keys of all B rows of each block [B, M, kv heads, head_dim].
-        block_value: their values [B, M, kv heads, head_dim].
+        block_value: values of the same rows [B, M, kv heads, head_dim].
         packing: documents and draft positions.
 
     Returns:
@@ -71,7 +71,7 @@ class _BlockAttention(torch.autograd.Function):
 def _merge_block(
     out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, block_key: torch.Tensor, block_value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the attention to the rows of the block [B, M, kv heads, head_dim]. Products are in fp32."""
+    """Merge in the attention to the rows of the block [B, M, kv heads, head_dim]. Products are in fp32."""
     scores = _block_scores(query, block_key)  # [M, kv heads, groups, B]
     grouped_lse = lse.unflatten(1, scores.shape[1:3])
     total_lse = torch.logaddexp(grouped_lse, scores.logsumexp(-1))
@@ -90,7 +90,7 @@ def _block_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradient of the query with the block's part added, and the gradients of its keys and values."""
+    """Returns the query's gradient with the block's part added, and the gradients of the block's keys and values."""
     scores = _block_scores(query, block_key)  # [M, kv heads, groups, B]
     heads = scores.shape[1:3]
     grad, grouped = (x.unflatten(1, heads).float() for x in (grad_out, query))  # [M, kv heads, groups, head_dim]
@@ -105,7 +105,7 @@ def _block_backward(
 
 
 def _block_scores(query: torch.Tensor, block_key: torch.Tensor) -> torch.Tensor:
-    """Returns the scaled scores of each query and the rows of its block f32[M, kv heads, groups, B]."""
+    """Returns the scaled scores between each query and the rows of its block f32[M, kv heads, groups, B]."""
     grouped = query.unflatten(1, (block_key.shape[2], -1)).float()
     return grouped @ _by_block(block_key).mT * query.shape[-1] ** -0.5
 

@@ -25,7 +25,7 @@ def depth_attention(
 ) -> torch.Tensor:
     """Attend at one depth to the keys that an engine has cached when it drafts at that depth.
 
-    A draft position sees the depth-0 keys of its document up to its own position, which come from the target's states,
+    A draft position sees the depth-0 keys of its document up to its own position, computed from the target's states,
     and its own keys of the later depths. Documents do not see each other.
 
     Args:
@@ -91,7 +91,7 @@ def attend_to_tokens(
     """Attend from draft positions [M, heads, head_dim] to the tokens that they see [N, kv heads, head_dim].
 
     Returns:
-        The output [M, heads, head_dim], its log-sum-exp f32[M, heads], and the third result of each `_attend`.
+        The output [M, heads, head_dim], its log-sum-exp f32[M, heads], and the row maxima of each part (see `_attend`).
     """
     # Attend to the keys of the first part, which has all draft positions, then merge the attention to the others.
     inside, *before = packing.segments
@@ -116,9 +116,9 @@ def attend_to_tokens_backward(
     row_maxes: Sequence[torch.Tensor | None],
     packing: Packing,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of query, key and value. The output and lse may belong to a larger softmax."""
+    """Returns the gradients of query, key and value. The output and lse may be those of a larger softmax."""
     grad_query = torch.zeros_like(query)
-    # A key that several spans see gets a sum of gradients, which is kept in fp32. No part has the same key twice.
+    # The gradient of a key that several spans see is a sum, which is kept in fp32. No part has the same key twice.
     sum_dtype = torch.float32 if len(packing.segments) > 1 else None
     grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
     for part, row_max in zip(packing.segments, row_maxes, strict=True):
@@ -137,7 +137,8 @@ def _attend(
     """Attend from each segment's queries [Q, heads, head_dim] to its keys [S, kv heads, head_dim].
 
     Returns:
-        The output [Q, heads, head_dim], its log-sum-exp f32[Q, heads], and on a CPU `attend_on_cpu`'s third result.
+        The output [Q, heads, head_dim], its log-sum-exp f32[Q, heads], and on a CPU each row's approximate maximum raw
+        score f32[Q, heads], else None.
     """
     if not uses_gpu_kernels(query):
         return attend_on_cpu(query, key, value, segments)
@@ -157,7 +158,7 @@ def _attend_backward(
     row_max: torch.Tensor | None,
     segments: Segments,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of query, key and value. The output and lse may belong to a larger softmax."""
+    """Returns the gradients of query, key and value. The output and lse may be those of a larger softmax."""
     if row_max is not None:
         return attend_on_cpu_backward(grad_out, query, key, value, out, lse, row_max, segments)
     longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
@@ -190,7 +191,7 @@ def _merge(
 def _merge_own(
     out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, own_keys: torch.Tensor, own_values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the attention of each draft position to its own keys [k, M, kv heads, head_dim]."""
+    """Merge in the attention of each draft position to its own keys [k, M, kv heads, head_dim]."""
     scores = _own_scores(query, own_keys)  # [k, M, kv heads, groups]
     grouped_lse = lse.unflatten(1, scores.shape[2:])
     total_lse = torch.logaddexp(grouped_lse, scores.logsumexp(0))
@@ -228,6 +229,6 @@ def _own_backward(
 
 
 def _own_scores(query: torch.Tensor, own_keys: torch.Tensor) -> torch.Tensor:
-    """Returns the scaled scores of each query and its own keys f32[k, M, kv heads, groups]."""
+    """Returns the scaled scores between each query and its own keys f32[k, M, kv heads, groups]."""
     grouped = query.unflatten(1, (own_keys.shape[2], -1)).float()
     return (grouped * own_keys[:, :, :, None].float()).sum(-1) * query.shape[-1] ** -0.5

@@ -55,7 +55,7 @@ def fill_shards(
         shards: the documents of each shard to write, by the shard's index.
         store_dir: a store that `begin_store` has prepared.
         hidden_size: H.
-        num_captured: L of `aux_hidden_states`.
+        num_captured: L, the number of layers in `aux_hidden_states`.
         dtype: the dtype of the stored states.
         progress_name: name of this process in the progress bar.
         show: whether to show the progress bar.

@@ -13,7 +13,7 @@ import torch
 from mtptrain.hidden_states.writer import ShardFile
 
 MAX_PENDING_BYTES = 2**30
-"""Maximum size of the states that wait to be written. `OverlappedWriter.write` blocks until there is room."""
+"""Maximum size in bytes of the states that wait to be written. `OverlappedWriter.write` blocks until there is room."""
 
 
 class OverlappedWriter:

@@ -1,4 +1,4 @@
-"""Extracts residual streams with transformers, from whole documents that are packed without padding."""
+"""Extracts residual streams with transformers from whole documents, packed without padding."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class TransformersStreams:
         """Yields an iterator for each shard in order.
 
         A shard's iterator yields, in any order, the index of each prompt in the shard and its states [n, L, H], fully
-        computed and on the target's device. No batch spans two shards, so its bits do not depend on the other shards.
+        computed and on the target's device. No batch spans two shards, so a shard's bits do not depend on the others.
         """
         for prompts in shards:
             yield self._extract_shard(prompts)
@@ -104,13 +104,13 @@ class PackedDocuments:
     """The boundaries of documents in N packed tokens, on the device of attention."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Consecutive documents of equal length: (first token, number of documents, tokens of each)."""
+    """Consecutive documents of equal length: (first token, number of documents, number of tokens in each)."""
     positions: torch.Tensor
     """Position of each token in its document, i64[N]."""
     offsets: torch.Tensor
     """First token of each document, and N at the end, i32[documents + 1]."""
     longest: int
-    """Tokens of the longest document."""
+    """Number of tokens in the longest document."""
 
     @staticmethod
     def of(lengths: list[int], device: torch.device) -> "PackedDocuments":
@@ -171,7 +171,7 @@ def _varlen(
     documents: PackedDocuments,
     window: int | None,
 ) -> torch.Tensor:
-    """Computes attention in one flash kernel. The order of its sums does not depend on the other documents."""
+    """Computes attention in one flash kernel. The order of a document's sums does not depend on other documents."""
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
 
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, head_dim]

@@ -23,11 +23,11 @@ from mtptrain.serving.vllm_client import SHOWN_LINES, WORKER, find_python
 from mtptrain.target.families import read_target_config, sliding_window
 
 CPU_BATCH_TOKENS = 4096
-"""Maximum tokens in one forward pass on a CPU. Larger batches do not fit into its caches."""
+"""Maximum number of tokens in one forward pass on a CPU. Larger batches do not fit into the CPU's caches."""
 CPU_BLOCK_TOKENS = 128
-"""Tokens in a block of vLLM's KV cache on a CPU."""
+"""Number of tokens in a block of vLLM's KV cache on a CPU."""
 MAX_SEQS, CPU_MAX_SEQS = 256, 64
-"""Maximum prompts in one forward pass. vLLM requires its maximum tokens to be at least as large."""
+"""Maximum number of prompts in one forward pass. vLLM requires the maximum number of tokens to be at least as large."""
 LOG = "vllm.log"
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that an engine gets to exit before it is killed.
@@ -87,7 +87,7 @@ def _default_head_size(config: PreTrainedConfig) -> int:
 
 
 class VllmStreams:
-    """Extracts residual streams with vLLM, which runs in its own Python. The context manager starts and ends it.
+    """Extracts residual streams with vLLM, which runs under its own Python. The context manager starts and stops vLLM.
 
     The engine runs one shard at a time, so that its batches and the bits of the states depend only on the shard. It
     runs the next shard while the files of the previous one are read.
@@ -111,7 +111,7 @@ class VllmStreams:
             layers: k for the stream after k decoder layers; 0 for the embeddings, the number of layers for the state
                 before the final norm.
             settings: the settings of the stage.
-            max_document_tokens: tokens of the longest prompt.
+            max_document_tokens: number of tokens in the longest prompt.
             scratch_dir: a folder for this rank only. It is created here and removed at the end.
             device_index: the local rank. Its engine uses the GPUs after those of the lower ranks.
             device_type: `cuda` if this rank has a GPU: its engine then refuses to run on CPUs.
@@ -119,7 +119,7 @@ class VllmStreams:
 
         Raises:
             FileNotFoundError: the Python interpreter does not exist.
-            ValueError: vLLM is not installed there, vLLM cannot extract from this target, or there are too few GPUs.
+            ValueError: that Python has no vLLM, vLLM cannot extract from this target, or there are too few GPUs.
         """
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)
@@ -172,7 +172,7 @@ class VllmStreams:
         at most two shards exist.
 
         Raises:
-            RuntimeError: the engine failed, or its states do not belong to the prompt.
+            RuntimeError: the engine failed, or its states do not match the prompt.
         """
         running: _Window | None = None
         for number, prompts in enumerate(shards):
@@ -228,7 +228,7 @@ class _Window:
     """A shard that was sent to the engine."""
 
     number: int
-    """Number of the shard among those of this rank and run."""
+    """Index of the shard among those that this rank extracts in this run."""
     prompts: Sequence[NDArray[np.int32]]
     scratch_dir: Path
 
@@ -260,7 +260,7 @@ class _Window:
 
 
 def engine_environment(environment: Mapping[str, str], local_rank: int, tensor_parallel_size: int) -> dict[str, str]:
-    """Returns the environment of a rank's engine: its GPUs and one thread, without torchrun's variables.
+    """Returns the environment of a rank's engine, with its GPUs and one thread, and without torchrun's variables.
 
     Raises:
         ValueError: there are too few GPUs.
@@ -280,7 +280,7 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
     Args:
         visible: CUDA_VISIBLE_DEVICES of the rank. None shows all GPUs, an empty string hides them.
         local_rank: the rank on its node.
-        tensor_parallel_size: GPUs of each engine.
+        tensor_parallel_size: number of GPUs per engine.
 
     Raises:
         ValueError: there are too few visible GPUs for the ranks up to this one.
@@ -325,10 +325,10 @@ def engine_limits(
 def cpu_cache_bytes(
     target_config: PreTrainedConfig, num_streams: int, itemsize: int, max_model_len: int, batch_tokens: int
 ) -> int:
-    """Returns the bytes of vLLM's cache on a CPU for two batches: one that runs, and one whose states are written.
+    """Returns the size in bytes of vLLM's CPU cache for two batches: one that runs and one whose states are written.
 
     Hidden states share a pool of blocks with keys and values. A block has a page in every layer, but states fill
-    only one (`get_kv_cache_groups` in vLLM 0.32).
+    only one of its pages (`get_kv_cache_groups` in vLLM 0.32).
     """
     page_bytes: int = (  # keys and values
         CPU_BLOCK_TOKENS * 2 * target_config.num_key_value_heads * _head_size(target_config) * itemsize
