@@ -38,7 +38,7 @@ checked, but not served. *{REFUSED}*: the export is refused, with the reason. *{
 it. Llama and Qwen3 are tested with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with
 its own lm_head and with the flags of EAGLE-3.1; the others with K = 3. `peagle` and `medusa` are
 tested with K = 1 and 5 too on targets that repeat tokens, and `dflash` with K = 1, 3 and 5, with a
-draft vocabulary and with three layers of equal `k_norm`.
+draft vocabulary and with two layers of equal `k_norm`.
 """
 
 
