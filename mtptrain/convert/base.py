@@ -43,7 +43,7 @@ class Format(ABC):
     speculative_settings: dict[str, object] = {}  # noqa: RUF012 (never changed)
     """Settings of vLLM's `--speculative-config` besides method, model and number of tokens."""
     holds_target = False
-    """Whether the export includes the target, so that vLLM needs no other directory."""
+    """Whether vLLM serves the directory alone, as a whole checkpoint that includes the target."""
     weights_name = "model.safetensors"
     """Name of the file with the head's tensors."""
     names: dict[str, str]
