@@ -2,8 +2,8 @@
 
 Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `eval.acceptance`. Writes
 `report.json` to `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal, or the
-program ends with status 1. With `acceptance.dtype=bfloat16` the two sides round differently, and the acceptance lengths
-must agree within 2 %.
+program ends with status 1. With `acceptance.dtype=bfloat16` the two sides round differently, so only the acceptance
+lengths must agree, within 2 %.
 
     python -m eval.serving_check recipe=quickstart serving.engine=vllm
     python -m eval.serving_check recipe=quickstart serving.url=http://localhost:8000
@@ -43,7 +43,7 @@ from .report_page import write_run_page
 
 InputIds = dict[str, list[int]]
 BFLOAT16_TOLERANCE = 0.02
-"""Largest relative difference of acceptance lengths that is allowed in bf16."""
+"""Largest allowed relative difference of acceptance lengths in bf16."""
 CACHED_SEQUENCES = 64
 """Number of sequences that fit into the KV cache of an engine on a CPU. vLLM's default takes nearly all memory."""
 
@@ -58,11 +58,11 @@ def main(cfg: DictConfig) -> None:
             f"{settings.temperature:g}; leave it out"
         )
     target_dir = resolve_target(config.target.path, config.target.revision)
-    prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # the first turns of conversations
+    prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # only first turns
     engine = find_engine(config, target_dir, prompts)
     ours = decode_here(config, target_dir, prompts)
     gc.collect()
-    torch.cuda.empty_cache()  # the engine takes nearly all memory of the same GPU, and fails if it is not free
+    torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
     comparison = Comparison(ours, theirs, check_counts(theirs.counts, config))
     divergence = None if comparison.is_equal else explain(config, target_dir, list(prompts.values()), comparison)
@@ -95,7 +95,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     Raises:
         FileNotFoundError: the Python interpreter or the exported head does not exist.
         ConnectionError: no server answers.
-        ValueError: the interpreter has no vLLM, the export is for another engine or of another head, or the server's
+        ValueError: the interpreter has no vLLM, the export is for another engine or holds another head, or the server's
             context is too short.
     """
     serving, settings = config.serving, config.acceptance
@@ -153,7 +153,7 @@ def decode_here(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
 
 
 def load_pair(config: PipelineConfig, target_dir: Path) -> tuple[Target, RunHead]:
-    """Returns the target and the run's head in the dtype of `acceptance`."""
+    """Returns the target and the run's head, both in `acceptance.dtype`."""
     device, dtype = init_ranks(config.distributed_timeout_hours).device, getattr(torch, config.acceptance.dtype)
     return load_target(target_dir, dtype, device), run_head(config, target_dir, device)
 
@@ -207,7 +207,7 @@ class Comparison:
 
     @property
     def num_plain(self) -> tuple[int, int]:
-        """How many of our drafted answers, and how many of the engine's, equal plain greedy decoding."""
+        """Number of our drafted answers, and of the engine's answers, that equal plain greedy decoding."""
         ours = [generation.tokens for generation in self.ours.drafted]
         plain = self.ours.plain
         return sum(map(eq, ours, plain)), sum(map(eq, self.theirs.tokens, plain))

@@ -21,7 +21,7 @@ StudyResults = Mapping[str, Mapping[int, RunResult | None]]
 
 
 def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
-    """Returns the result of a run from the counts of its answers.
+    """Returns a run's result, computed from the counts of its answers.
 
     An acceptance length is None if no round had drafts.
     """
@@ -58,7 +58,7 @@ def over_seeds(runs: Mapping[int, RunResult | None], key: str, index: str | int)
 
 
 def spread(values: Sequence[float]) -> float:
-    """Returns the standard deviation over seeds."""
+    """Returns the standard deviation over seeds; 0 for a single seed."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
@@ -111,7 +111,7 @@ def print_tables(name: str, prompt_tokens: Sequence[int], measured: StudyResults
         console.print(table)
 
 
-@matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name does not begin a formula
+@matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name must not begin a formula
 def draw(prompt_tokens: Sequence[int], measured: StudyResults, path: Path) -> None:
     """Plot acceptance length by prompt length and acceptance rate by draft position.
 

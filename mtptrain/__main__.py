@@ -1,6 +1,6 @@
 """Run one stage: `mtptrain STAGE recipe=NAME [setting=value ...]`.
 
-Each stage is also a program that `python -m PROGRAM` runs. To use several GPUs, start this under torchrun:
+Each stage is also a program that `python -m PROGRAM` runs. To use several GPUs, start `mtptrain` with torchrun:
 
     torchrun --nproc-per-node 8 -m mtptrain train recipe=llama3_1_8b_mtp
 """
@@ -43,7 +43,7 @@ def main() -> None:
     del sys.argv[1]
     try:
         runpy.run_module(python_module(STAGES[stage][0]), run_name="__main__", alter_sys=True)
-    except KeyboardInterrupt:  # while modules are imported; the program catches later ones
+    except KeyboardInterrupt:  # raised during imports; the program itself handles later ones
         exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
 
 

@@ -1,8 +1,8 @@
 """The config of every program: the schema, its documentation and all defaults.
 
-The sections are in `mtptrain.settings`, the choices of a recipe in `recipes/`. Each `main` begins with `config =
-load_config(cfg)`, which returns checked dataclasses; the functions below `main` take the values that they need and
-never see Hydra.
+`mtptrain.settings` has the sections, `recipes/` the values that recipes choose. Each `main` begins with
+`config = load_config(cfg)`, which returns checked dataclasses. The functions that `main` calls take the values that
+they need and never see Hydra.
 """
 
 from dataclasses import dataclass, field
@@ -96,9 +96,9 @@ class PipelineConfig:
     run_dir: str = directory_path(default=MISSING)
     seed: int = random_seed()
     plan: bool = False
-    """data_prep.hidden_states prints what the run will need, then exits."""
+    """Whether data_prep.hidden_states only prints what the run will need, then exits."""
     verify: bool = False
-    """data_prep.hidden_states compares every byte of the finished store with its hashes, then exits."""
+    """Whether data_prep.hidden_states only checks every byte of the finished store against its hashes, then exits."""
     distributed_timeout_hours: float = at_least(1 / 3600, default=TIMEOUT_HOURS)
     """How long ranks wait for each other before the run fails. A rank that fails ends the run at once, regardless of
     the timeout."""

@@ -1,4 +1,4 @@
-"""Says what is wrong with a command line, in one line instead of Hydra's several, with the nearest right name."""
+"""Explains a wrong command line in one line, instead of Hydra's several, and suggests the nearest valid name."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from mtptrain.config import RECIPES
 from mtptrain.utils.errors import one_line
 
 CONFIG_GROUPS = {path.name for path in Path(RECIPES).iterdir() if path.is_dir()} | {"head"}
-"""Names that choose a file of recipes/ or a head."""
+"""Names of Hydra's config groups: each selects a file in recipes/ or a head."""
 
 
 def mistake(error: Exception, arguments: Sequence[str]) -> str:
-    """Returns what is wrong with the arguments, of which Hydra or OmegaConf raised an error."""
+    """Returns what is wrong with the arguments for which Hydra or OmegaConf raised `error`."""
     text = str(error)
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
@@ -61,7 +61,7 @@ def unknown_name(name: str, arguments: Sequence[str]) -> str:
 
 
 def wrong_value(name: str, error: OmegaConfBaseException, arguments: Sequence[str]) -> str:
-    """Returns what is wrong with the name of a setting, or with the value that it was given."""
+    """Returns what is wrong with a setting's name, or with the value given to it."""
     reason = str(error).splitlines()[0]
     if isinstance(error, MissingMandatoryValue):
         return f"{name}: must be set, but is not; add {name}=VALUE"
@@ -79,7 +79,7 @@ def advice(names: Sequence[str], otherwise: str) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Returns the names that were probably meant: those in other sections, else the most similar of its own section."""
+    """Returns the names that were probably meant: those in other sections, or else the most similar in its own."""
     section, _, last = name.rpartition(".")
     elsewhere = [each for each in known if "." in each and each.rpartition(".")[2] == last]
     if elsewhere:
@@ -89,7 +89,10 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
 
 
 def setting_names(arguments: Sequence[str]) -> list[str]:
-    """Returns the dotted names of all settings, with the recipe and head of the arguments if they can be composed."""
+    """Returns the dotted names of all settings.
+
+    They are those of the recipe and head in the arguments, or of recipe quickstart if these cannot be composed.
+    """
     for chosen in ([each for each in arguments if each.partition("=")[0] in CONFIG_GROUPS], ["recipe=quickstart"]):
         try:
             with initialize_config_dir(RECIPES, version_base="1.3"):

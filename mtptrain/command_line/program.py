@@ -1,4 +1,4 @@
-"""The command line of every program: Hydra's overrides, and commands as strings."""
+"""The command line of every program: its entry point, checks of Hydra's overrides, and commands as strings."""
 
 import functools
 import os
@@ -32,7 +32,7 @@ RENAMED = {
     "train.depth_decay": "train.ttt_loss_decay",
     "train.recompute": "train.activation_checkpointing",
 }
-"""Old names of settings, and their current names."""
+"""Current names of renamed settings, by old name."""
 
 
 KEPT = {
@@ -41,7 +41,7 @@ KEPT = {
     "data_prep.responses": "finished responses are kept in {run_dir}/responses; the same command adds the rest",
     "eval.study": "finished stages are kept in {run_dir}/study; the same command runs the rest",
 }
-"""Says what a program has kept when Ctrl-C stops it, if that differs from `KEPT_BY_OTHERS`."""
+"""Messages about what a program keeps when Ctrl-C stops it, if they differ from `KEPT_BY_OTHERS`."""
 KEPT_BY_OTHERS = "finished stages are kept in {run_dir}; the same command starts this one again"
 
 
@@ -87,8 +87,7 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
 
 def refuse_renamed(arguments: Sequence[str]) -> None:
-    """Raises ValueError with the new name if an override uses the old name of a setting, which Hydra would only call
-    unknown."""
+    """Raises ValueError with the new name of a setting if an override uses its old one, which Hydra calls unknown."""
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+~")
         if name in RENAMED:
@@ -98,7 +97,7 @@ def refuse_renamed(arguments: Sequence[str]) -> None:
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:
-    """Raises ValueError if +NAME=VALUE adds a setting that nothing reads; Hydra refuses those within a section only."""
+    """Raises ValueError if +NAME=VALUE adds a setting that nothing reads; Hydra refuses them only inside a section."""
     sections = {*PipelineConfig.__dataclass_fields__, *CONFIG_GROUPS}
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+")
@@ -116,7 +115,7 @@ def refuse_dashes(unknown: Sequence[str]) -> None:
 
 
 def program_name() -> str:
-    """Returns the name that the started module has in a checkout."""
+    """Returns the started module's name in a checkout, such as `eval.study` for the wheel's `mtptrain.eval.study`."""
     spec = sys.modules["__main__"].__spec__
     name = Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")
     return re.sub(r"^mtptrain\.(data_prep|eval)\b", r"\1", name)
@@ -138,5 +137,5 @@ def python_module(name: str) -> str:
 
 
 def quoted(path: Path | str) -> str:
-    """Returns a path as the value of an override."""
+    """Returns a path, quoted for use as an override's value."""
     return "'" + str(path).replace("'", "\\'") + "'"

@@ -25,17 +25,17 @@ LAYER_PARTS = (
     "mlp.up_proj.weight",
     "mlp.down_proj.weight",
 )
-"""Tensors of a decoder layer, which have these names in every head and every engine."""
+"""Tensor names within a decoder layer, which all heads and engines share."""
 
 
 class Format(ABC):
-    """The format of one kind of head for one engine and a target.
+    """Defines how one kind of head is exported for one engine and a target.
 
-    `FORMATS` lists all formats, `LIMITS` what they do not support.
+    `FORMATS` lists all formats; `LIMITS` lists what they do not support.
     """
 
     architecture: str
-    """The engine's model class, which `config.json` names."""
+    """The engine's model class, as named in `config.json`."""
     method: str
     """The engine's name for this drafting method."""
     hf_overrides: dict[str, object] | None = None
@@ -43,11 +43,11 @@ class Format(ABC):
     speculative_settings: dict[str, object] = {}  # noqa: RUF012 (never changed)
     """Settings of vLLM's `--speculative-config` besides method, model and number of tokens."""
     holds_target = False
-    """Whether the directory is a whole checkpoint, which vLLM serves without the target's own directory."""
+    """Whether vLLM serves the directory alone, as a whole checkpoint that includes the target."""
     weights_name = "model.safetensors"
-    """The file of the head's tensors."""
+    """Name of the file with the head's tensors."""
     names: dict[str, str]
-    """The engine's names of the head's tensors. Tensors that are not listed keep their names."""
+    """The engine's name for each of the head's tensors. Tensors that are not listed keep their names."""
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         """Prefer `format_for`, which refuses heads that the engine cannot serve."""
@@ -56,7 +56,7 @@ class Format(ABC):
 
     @cached_property
     def dims(self) -> HeadDims:
-        """The sizes of the head's decoder layer; only heads of decoder layers have them."""
+        """Sizes of the head's decoder layer. Heads without one do not have them."""
         assert isinstance(self.head, LayerConfig)
         return head_dims(self.head, self.target, getattr(self.head, "head_dim", None))
 
@@ -70,7 +70,7 @@ class Format(ABC):
 
     @abstractmethod
     def config_json(self, dtype: str) -> dict[str, Any]:
-        """Returns the content of `config.json` for tensors of this dtype."""
+        """Returns the contents of `config.json` for tensors of this dtype."""
 
     @abstractmethod
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
@@ -84,7 +84,7 @@ class Format(ABC):
         return []
 
     def llama_config(self, dtype: str) -> dict[str, Any]:
-        """Returns `config.json` of a one-layer Llama with the head's sizes, and the target's vocabulary and RoPE."""
+        """Returns `config.json` for a one-layer Llama with the head's sizes and the target's vocabulary and RoPE."""
         return {
             "architectures": [self.architecture],
             "model_type": "llama",
@@ -99,7 +99,7 @@ class Format(ABC):
             "hidden_act": "silu",
             "rms_norm_eps": self.target.rms_norm_eps,
             "rope_parameters": head_rope_parameters(self.target),
-            # Even if the target ties them: the head has no embeddings of its own to which an lm_head could be tied.
+            # False even if the target ties them, because the head has no embeddings to tie an lm_head to.
             "tie_word_embeddings": False,
             "dtype": dtype,
         }

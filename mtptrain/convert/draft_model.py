@@ -1,4 +1,4 @@
-"""Loads the weights of small language models that draft: published ones, and copies of the target's first layers."""
+"""Loads the weights of draft models: those of a published language model, or the target's first layers."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -18,7 +18,7 @@ from mtptrain.target.frozen_parts import _refuse_quantised
 from mtptrain.target.hub import load_tokenizer, resolve_target, weight_files
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-"""Tensors with one row for each token."""
+"""Tensors with one row for each token of the vocabulary."""
 COPIED_SIZES = (
     "model_type",
     *(size for size in SIZES if size != "num_hidden_layers"),
@@ -36,13 +36,13 @@ def load_draft_model(
     Args:
         path: a directory or a hub name.
         target_dir: the target's directory.
-        dtype: dtype of its weights.
-        device: device of its weights.
+        dtype: dtype of the model's weights.
+        device: device of the model's weights.
         setting: name of the setting, for error messages.
 
     Raises:
         FileNotFoundError: `path` is neither a directory nor a hub name.
-        ValueError: it is not a language model with the target's tokenizer.
+        ValueError: `path` does not hold a language model with the target's tokenizer.
     """
     published_config(path, read_target_config(target_dir), setting)
     config = DraftModelHead.Config(init_from=path)
@@ -55,11 +55,11 @@ def load_draft_model(
 def initial_weights(
     config: DraftModelHead.Config, target_dir: Path, setting: str = "head.init_from"
 ) -> tuple[Path, Tensors]:
-    """Returns the directory of `init_from`, and its weights with as many rows for tokens as the target has.
+    """Returns the directory of `init_from` and its weights, padded to the target's vocabulary.
 
     Raises:
         FileNotFoundError: `init_from` is neither a directory nor a hub name.
-        ValueError: its tokenizer is not the target's, or its files do not hold the tensors that its config describes.
+        ValueError: the tokenizer is not the target's, or the tensors are not those that config.json describes.
     """
     assert config.init_from is not None
     target_config = read_target_config(target_dir)
@@ -87,11 +87,11 @@ def initial_weights(
 
 
 def check_start(config: HeadConfig, target_dir: Path) -> None:
-    """Check, before any long work, that the language model of `head.init_from` has the target's tokenizer.
+    """Check, before any long work, that the language model in `head.init_from` has the target's tokenizer.
 
     Raises:
-        FileNotFoundError: it does not exist, or has no weights.
-        ValueError: its tokenizer is not the target's, or its files do not belong to its config.
+        FileNotFoundError: the model does not exist, or has no weights.
+        ValueError: its tokenizer is not the target's, or its weights do not match its config.
     """
     if not isinstance(config, DraftModelHead.Config) or config.init_from is None:
         return
@@ -102,7 +102,7 @@ def check_start(config: HeadConfig, target_dir: Path) -> None:
 
 
 def _load(directory: Path, names: Collection[str]) -> Tensors:
-    """Returns a published model's weights under the names of transformers, which joins the experts of some families."""
+    """Returns a published model's weights, renamed by transformers, which also fuses the experts of some families."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
     model, loading = loaded
     there = set(names) - set(loading["missing_keys"])  # transformers initialises missing tensors at random
@@ -118,9 +118,9 @@ def _read(files: list[Path], names: Collection[str]) -> Tensors:
 
 
 def _padded(table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns a table with a row for each token of the target. A token that the model lacks gets the mean row.
+    """Returns a table with a row for each token of the target. Tokens that the model lacks get the mean row.
 
-    The logit of the mean row is the mean of all logits, so the model never thinks such a token the likeliest.
+    The logit of the mean row is the mean of the model's logits, so such a token is never the most likely one.
     """
     missing = shape[0] - len(table)
     if missing <= 0:
@@ -130,12 +130,12 @@ def _padded(table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
-    """Check that a language model has the target's tokenizer, and an embedding for each of its tokens.
+    """Check that a language model has the target's tokenizer, and an embedding for every token of it.
 
     A model without tokenizer files is accepted if its vocabulary has the target's size.
 
     Raises:
-        ValueError: the tokenizers differ, or cannot be compared.
+        ValueError: the tokenizers differ or cannot be compared, or tokens have no embedding.
     """
     vocab_size, target_size = (read_target_config(each).vocab_size for each in (directory, target_dir))
     without = [each for each in (directory, target_dir) if not any((each / name).is_file() for name in TOKENIZER_FILES)]
@@ -164,7 +164,7 @@ def copy_first_layers(head: DraftModelHead, target_dir: Path) -> None:
     """Copy the target's embeddings, first decoder layers, final norm and lm_head into a draft model.
 
     Raises:
-        ValueError: the model has another family, other sizes or more layers than the target.
+        ValueError: the draft model differs from the target in family or sizes, or has more layers.
     """
     target = read_target_config(target_dir)
     ours, theirs = ({name: getattr(each, name, None) for name in COPIED_SIZES} for each in (head.config, target))

@@ -1,4 +1,4 @@
-"""Writes the fastest number of drafts at each batch size as the settings of vLLM 0.32 and SGLang 0.5.23."""
+"""Writes settings for vLLM 0.32 and SGLang 0.5.23 with the fastest number of drafts at each batch size."""
 
 import json
 import shlex
@@ -36,19 +36,19 @@ def write_engine_settings(
 ) -> str:
     """Write `vllm.json`, `sglang.json` if SGLang serves the head, and `README.md` with the commands that use them.
 
-    Nothing is written if decoding without drafts is the fastest at every batch size; files of an earlier run go.
+    Files of an earlier run are deleted. Nothing is written if decoding without drafts is fastest at every batch size.
 
     Args:
-        output_dir: where the files go.
+        output_dir: directory of the files.
         speeds: output tokens/s by concurrency and K, with K = 0 for decoding without drafts.
-        facts: `serving.json` of the export.
+        facts: contents of the export's `serving.json`.
         head_dir: the export for vLLM.
         target: the target's path or name, for the commands.
         head: the head's config.
-        target_dir: the target on disk.
+        target_dir: the target's directory.
 
     Returns:
-        One line that says what was found.
+        One line that summarises the result.
     """
     for name in FILES:
         (output_dir / name).unlink(missing_ok=True)
@@ -66,7 +66,7 @@ def write_engine_settings(
 
 
 def vllm_settings(speeds: Speeds, facts: dict[str, Any], head_dir: Path) -> tuple[dict[str, Any], str]:
-    """Returns vLLM's `--speculative-config`, and a sentence about it."""
+    """Returns the value of vLLM's `--speculative-config`, and a sentence that explains it."""
     reason = why_fixed(facts["method"], facts.get("speculative_settings", {}))
     if reason is not None:
         fixed = best_fixed_depth(speeds)
@@ -93,7 +93,7 @@ def vllm_command(settings_path: Path, target: str, facts: dict[str, Any]) -> str
 def sglang_part(
     path: Path, best: Mapping[int, int], head_dir: Path, target: str, head: HeadConfig, target_dir: Path
 ) -> str:
-    """Write SGLang's file, and return its section of the README, or the reason why there is none."""
+    """Write SGLang's settings and return their section of the README, or return the reason why there are none."""
     try:
         form = format_for("sglang", head, read_target_config(target_dir))
     except ValueError as error:
@@ -111,7 +111,7 @@ def sglang_part(
 
 
 def table(speeds: Speeds, best: Mapping[int, int]) -> str:
-    """Returns a table of tokens/s by concurrency and K, with the fastest in bold."""
+    """Returns a table of tokens/s by concurrency and K, with the fastest K of each row in bold."""
     depths = sorted({depth for by_depth in speeds.values() for depth in by_depth})
     lines = [f"| in flight |{''.join(f' K = {depth} |' for depth in depths)}", "|---|" + "---|" * len(depths)]
     for size, by_depth in sorted(speeds.items()):

@@ -18,21 +18,21 @@ from mtptrain.target.model import TargetStates, Verified
 from mtptrain.training.batches import pack_states
 
 PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
-"""DRAFTS is K, except for a head that is bound to its depths: it drafts all of them."""
+"""K is DRAFTS, except for a head that is bound to its depths, which drafts all of them."""
 TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
-"""The number of tokens used of each document."""
+"""Number of tokens used from each document."""
 
 
 def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tables: int) -> int:
-    """Returns the memory of the proof: two heads in fp32, and embeddings and lm_head in bf16 and in fp32.
+    """Returns the bytes that the proof needs: two heads in fp32, and embeddings and lm_head in both bf16 and fp32.
 
-    Tied embeddings and lm_head count as one table (`num_tables`).
+    `num_tables` is 1 if embeddings and lm_head are tied, otherwise 2.
     """
     return num_tables * vocab_size * hidden_size * (2 + 4) + 2 * head_parameters * 4
 
 
 def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloaded: Head) -> int:
-    """Drafts for the same documents with both heads in fp32, and returns the number of compared tokens.
+    """Draft for the same documents with both heads in fp32, and return the number of compared tokens.
 
     Raises:
         RuntimeError: the exported head proposes different tokens from the trained one.
@@ -52,11 +52,11 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
 
 
 Document = tuple[torch.Tensor, TargetStates]
-"""Tokens [B, S + 1], and the normed states [B, S, H] and captured layers [B, S, L, H] of the first S of them."""
+"""Tokens [B, S + 1], with the normed states [B, S, H] and captured layers [B, S, L, H] of the first S tokens."""
 
 
 def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Document]:
-    """Returns the first documents with enough tokens; none if the store does not fit the head or is missing."""
+    """Returns the first documents with enough tokens, or none if the store is missing or does not fit the head."""
     if not (store_dir / MANIFEST).is_file():
         return []
     store = HiddenStore.open(store_dir)
@@ -84,7 +84,7 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
 def random_document(head: Head, parts: FrozenParts) -> Document:
     """Returns random tokens and states.
 
-    The states pass through the final norm, which gives them the scale of real ones.
+    The states pass through the final norm, so that they have the scale of real ones.
     """
     generator = torch.Generator().manual_seed(0)
     vocab_size, hidden_size = parts.embed_tokens.shape
@@ -96,7 +96,7 @@ def random_document(head: Head, parts: FrozenParts) -> Document:
 
 @torch.no_grad()
 def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> torch.Tensor:
-    """Returns drafts [B, rounds, K] after the prompt and after every DRAFTS + 1 more tokens."""
+    """Returns the drafts [B, rounds, K] after the prompt, and after every further DRAFTS + 1 tokens."""
     batch_size, num_drafts = len(tokens), head.ttt_steps if head.is_bound_to_depths else DRAFTS
     drafter = HeadDrafter(head, parts, num_drafts)
     drafter.start(batch_size, TOKENS + num_drafts + 1)

@@ -1,4 +1,4 @@
-"""All export formats, by engine and head; `VllmMimo` replaces one of them for MiMo targets."""
+"""All export formats, by engine and head. For MiMo targets, `VllmMimo` replaces `VllmMtp`."""
 
 from transformers import PreTrainedConfig
 
@@ -38,8 +38,7 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
     """Returns the format of a head for an engine and a target.
 
     Raises:
-        ValueError: the engine, or every engine, does not serve the head; the message gives the reason and an
-            alternative.
+        ValueError: the engine cannot serve the head; the message gives the reason and an alternative.
     """
     if (engine, head.name) not in FORMATS:
         engines = [served for served, name in FORMATS if name == head.name]

@@ -1,4 +1,4 @@
-"""Heads and targets that an engine cannot serve despite its format for the head, with reasons and alternatives."""
+"""Limits of export formats: heads and targets that an engine cannot serve, with reasons and alternatives."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from mtptrain.target.families import sliding_window
 from mtptrain.target.mimo import MiMoConfig
 
 FindViolation = Callable[[Any, PreTrainedConfig], object]
-"""Returns the unsupported value of a head or its target, or None if it is supported."""
+"""Returns the value of the head or target that the engine does not support, or None."""
 
 
 class Limit(NamedTuple):
@@ -82,7 +82,7 @@ def prenorm_states(head: MtpHead.Config, target: PreTrainedConfig) -> object:
 
 
 def mimo_settings(head: MtpHead.Config, target: PreTrainedConfig) -> object:
-    """Returns the settings of MiMo's MTP layer that the head has, or None."""
+    """Returns which settings of MiMo's MTP layer the head has, or None."""
     settings = [name for name in ("attention_bias", "zero_first_embedding", "prenorm_states") if getattr(head, name)]
     return f"one with {', '.join(settings)}" if settings else None
 
@@ -111,7 +111,7 @@ def foreign_layer(head: HeadConfig, target: PreTrainedConfig) -> object:
 
 
 def foreign_sizes(head: LayerConfig, target: PreTrainedConfig) -> object:
-    """Returns the head's sizes if they differ from those of the target's layers."""
+    """Returns the head's sizes if they differ from those of the target's layers, otherwise None."""
     dims = head_dims(head, target)
     ours = (dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim, dims.intermediate_size)
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
@@ -196,10 +196,10 @@ LIMITS = (
 
 
 def check_served(engine: str, head: HeadConfig, target: PreTrainedConfig) -> None:
-    """Check that an engine serves a head and a target.
+    """Check that an engine can serve a head with a target.
 
     Raises:
-        ValueError: they violate a limit; the message names the first one.
+        ValueError: a limit is violated; the message names the first such limit.
     """
     for limit in LIMITS:
         violation = limit.find_violation(head, target) if (limit.engine, limit.head) == (engine, head.name) else None

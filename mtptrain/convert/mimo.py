@@ -1,4 +1,4 @@
-"""Export formats of MiMo's MTP layer: beside any target for SGLang 0.5.23, and in a MiMo checkpoint for vLLM 0.32.
+"""Exports `mtp` as MiMo's MTP layer: alone for SGLang 0.5.23 and any target, in a MiMo checkpoint for vLLM 0.32.
 
 Sources: sglang/srt/models/mimo_mtp.py; vllm/model_executor/models/mimo.py and mimo_mtp.py.
 """
@@ -22,8 +22,8 @@ BIASES = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
 class MimoLayer(Format):
     """Names and layout of `mtp` as MiMo's multi-token-prediction layer.
 
-    The columns of its input projection start with the hidden state. A head without biases gets zero biases of queries,
-    keys and values, because engines would initialize missing ones at random.
+    The first columns of its input projection read the hidden state. A head without biases gets zero query, key and
+    value biases, because engines would initialize missing ones at random.
     """
 
     architecture = ARCHITECTURE
@@ -51,10 +51,10 @@ class MimoLayer(Format):
 
 
 class VllmMimo(MimoLayer):
-    """Puts `mtp` in the place of a MiMo checkpoint's own MTP layer.
+    """Replaces a MiMo checkpoint's own MTP layer with `mtp`.
 
-    The directory is a whole checkpoint. Its `config.json` names Qwen2's config, from which MiMo's differs only by name,
-    so that engines need no code from the checkpoint; the model class is still MiMo's.
+    The directory is a whole checkpoint. Its `config.json` has Qwen2's model type, so that engines need no code from the
+    checkpoint: MiMo's config differs from Qwen2's only by name. The model class is still MiMo's.
     """
 
     method = "mtp"
@@ -71,7 +71,7 @@ class VllmMimo(MimoLayer):
         return f"vllm serve {directory} --speculative-config '{json.dumps(settings)}'"
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's weights without its own MTP layer, its tokenizer, and the index of all tensors."""
+        """Add the target's tokenizer, its weights except those of its own MTP layer, and the index of all tensors."""
         add_target_files(directory, target_dir, self.weights_name, replaced=MTP_LAYERS)
 
     def notes(self) -> list[str]:
@@ -93,8 +93,10 @@ def is_bias(name: str) -> bool:
 
 
 def mimo_settings(names: Collection[str], tensors: Tensors) -> dict[str, list[object]]:
-    """Returns what the layer of a MiMo checkpoint reads in vLLM, or what an export for SGLang may have been trained
-    with."""
+    """Returns the possible settings of a head in MiMo's layout, as `PublishedHead.settings`.
+
+    vLLM's MTP layer fixes those of a MiMo checkpoint. An export for SGLang does not record all of them.
+    """
     has_biases = any(bool(tensor.any()) for name, tensor in tensors.items() if is_bias(name))
     is_checkpoint = any(name.startswith("model.layers.") for name in names)
     return {

@@ -1,17 +1,18 @@
-"""Reads published heads, by the tensor names and settings of the formats that engines serve.
+"""Reads published heads in the formats that engines serve.
 
 A directory or hub repository must have safetensors files and one of these (class names are those in config.json):
 
 - `head.json`: one of our heads, such as `run_dir/train/best`;
-- `EagleDeepSeekMTPModel`: head `mtp` for vLLM; `MiMoForCausalLM`: for SGLang, or the MTP layer of a MiMo checkpoint;
+- `EagleDeepSeekMTPModel`: head `mtp` for vLLM;
+- `MiMoForCausalLM`: head `mtp` for SGLang, or the MTP layer of a MiMo checkpoint;
 - `EagleLlamaForCausalLM`, `LlamaForCausalLMEagle`, or `LlamaForCausalLM` with an fc: EAGLE-1;
 - `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with
   its layer named `midlayer` or `layers.0`;
-- `MedusaModel`, or FasterDecoding's names of tensors: Medusa;
+- `MedusaModel`, or FasterDecoding's tensor names: Medusa;
 - `DFlashDraftModel`: head `dflash`;
-- a model with an MTP layer of DeepSeek's layout after its own layers (`model.layers.N.eh_proj`): head `mtp`.
+- a model with an MTP layer in DeepSeek's layout after its decoder layers (`model.layers.N.eh_proj`): head `mtp`.
 
-All of them apply RoPE to halves rather than interleaved pairs, as our heads do, so projections need no conversion.
+Like our heads, they all apply RoPE to halves rather than interleaved pairs, so projections need no conversion.
 """
 
 import re
@@ -39,9 +40,9 @@ from mtptrain.utils.files import read_json, tensor_shapes
 NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
 MIMO_MTP = re.compile(r"^(model\.mtp_layers\.\d+\.)")
 UNKNOWN_MTP = re.compile(r"^mtp\.")
-"""Tensors of MTP layers in a layout that no head of ours has, such as that of Qwen3-Next and Qwen3.5."""
+"""Tensors of MTP layers in a layout that none of our heads has, such as that of Qwen3-Next and Qwen3.5."""
 FOREIGN_PARTS = {".experts.": "experts", "self_attn.kv_": "latent attention"}
-"""Parts of MTP layers that head `mtp` does not have, by a part of their tensors' names."""
+"""Parts of MTP layers that head `mtp` does not have, by a substring of their tensor names."""
 NATIVE_NAMES = {"shared_head.norm.weight": "norm.weight", "post_norm.weight": "norm.weight"}
 KNOWN = {
     VllmMtp.architecture: ("mtp", VllmMtp),
@@ -57,7 +58,7 @@ KNOWN = {
 PLAIN_LLAMA = "LlamaForCausalLM"
 """The model class in the config.json of heads that EAGLE's authors published."""
 IGNORED_SETTINGS = ("name", "ttt_steps", "init_from", "start_from_target", "anchors_per_document")
-"""Settings on which a head's weights do not depend, or which are compared separately."""
+"""Settings that need not match a head's weights, or that are compared separately."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,15 @@ class PublishedHead:
     name: str
     """The head's name in `HEADS`."""
     settings: dict[str, list[object]]
-    """For each setting of the head, the values that fit its weights, the likeliest first."""
+    """For each setting of the head, the values that fit its weights, most likely first."""
     tensors: Tensors
     format: type[Format] | None
     """The format of `tensors`; None if they have our names."""
     config: dict[str, Any] | None
-    """The head's config.json, if its hidden size, norms and RoPE are to be compared with the target's."""
+    """The head's config.json, whose hidden size, norms and RoPE are compared with the target's; None skips this."""
 
     def state(self, config: HeadConfig, target_config: PreTrainedConfig) -> Tensors:
-        """Returns the head's `state_dict`. Its settings must already equal those of the config.
+        """Returns the head's `state_dict`. The caller must have checked that `settings` match `config`.
 
         Raises:
             KeyError, RuntimeError: a tensor that the format splits is missing or has another shape.
@@ -85,11 +86,11 @@ class PublishedHead:
 
 
 def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
-    """Returns the head in a directory or hub repository, whose kind is recognised from its files.
+    """Returns the head in a directory or hub repository. Its format is recognised from its files.
 
     Raises:
         FileNotFoundError: the directory or repository does not exist.
-        ValueError: it holds no head of a known format, or a head with parts that our heads do not have.
+        ValueError: the files hold no head of a known format, or one with parts that our heads do not have.
     """
     directory = resolve_init(path)
     if (directory / "head.json").is_file():
@@ -126,7 +127,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     settings = _sizes(name, config)
     if form is SglangMtp:
         refuse_several({match[1] for name in names if (match := MIMO_MTP.match(name))}, directory)
-        tensors = read_tensors(files, MIMO_LAYER)  # of a whole MiMo model, only the head
+        tensors = read_tensors(files, MIMO_LAYER)  # only the head's, if this is a whole MiMo model
         settings |= mimo_settings(names, tensors)
         return PublishedHead(directory, name, settings, tensors, form, config)
     tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(files).items()}
@@ -162,7 +163,7 @@ def tensor_files(directory: Path) -> list[Path]:
     """Returns the safetensors files of a directory.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the directory has none.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -214,7 +215,7 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, list[object]]:
 
 
 def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
-    """Returns a head that `save_head` wrote. Sizes that are unset in its settings are those of this target."""
+    """Returns a head that `save_head` wrote. Sizes that its settings leave unset are the target's."""
     stored: dict[str, Any] = read_json(directory / "head.json", "copy or download it again")["head"]
     config_class = HEADS[stored["name"]].Config
     known = {field.name for field in fields(config_class)}
@@ -228,7 +229,7 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
 
 
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
-    """Returns the settings on which a head's weights depend, with the target's sizes where they are unset."""
+    """Returns the settings that must match a head's weights, with the target's sizes in place of unset ones."""
     is_bound = isinstance(config, MlpConfig) or HEADS[config.name].drafts_all_depths
     ignored = set(IGNORED_SETTINGS) - ({"ttt_steps"} if is_bound else set())
     settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in ignored}
@@ -277,7 +278,7 @@ def refuse_several(prefixes: Collection[str], directory: Path) -> None:
 
 
 def _eagle3_tensors(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """Returns the tensors under our export's names, without a d2t that maps the whole vocabulary to itself."""
+    """Returns the tensors under our export's names, without `d2t` if it maps the whole vocabulary to itself."""
     tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
     if "d2t" in tensors and len(tensors["d2t"]) == config.get("vocab_size") and not tensors["d2t"].any():
         tensors.pop("d2t")
@@ -328,9 +329,9 @@ def _dflash_settings(directory: Path, config: dict[str, Any], tensors: Tensors) 
 
 
 def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) -> list[list[int]]:
-    """Returns the capture layers that explicit layer ids may mean, the likeliest first.
+    """Returns the capture layers that explicit layer ids may mean, most likely first.
 
-    Engines count differently (see their formats); our exports name their engine.
+    Engines number layers differently (see their formats). Our own exports name the engine.
     """
     if target_config.model_type == "deepseek_v2" and ids[0] != 1:
         return [ids]  # both engines count the same way

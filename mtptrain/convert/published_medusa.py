@@ -1,6 +1,6 @@
-"""Reads published Medusa heads: vLLM's layout, and that of FasterDecoding, the project of Medusa's authors.
+"""Reads published Medusa heads in vLLM's layout, or in that of FasterDecoding, the project of Medusa's authors.
 
-Published heads may have an lm_head per depth. Ours read the target's, so these are only compared with it.
+Published heads may have an lm_head per depth. Our heads use the target's, so published ones are only compared with it.
 """
 
 import re
@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 from mtptrain.convert.base import Tensors
 
 FASTER_DECODING = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
-"""Layer j of depth i is `i.j.linear`; the module after its last layer is its lm_head, `i.j`."""
+"""Layer j of depth i is `i.j.linear`. The lm_head of depth i is `i.j`, where j is the number of layers."""
 COUNTS = ("num_heads", "num_hidden_layers", "medusa_num_heads", "medusa_num_layers")
-"""Keys of config.json from which vLLM reads the numbers of depths and layers, in either layout."""
+"""Keys of config.json, in either layout, from which vLLM reads the number of depths and of layers."""
 
 
 def is_medusa(config: dict[str, Any], names: set[str]) -> bool:
@@ -37,7 +37,7 @@ def medusa_tensors(tensors: Tensors) -> Tensors:
 
 
 def medusa_settings(tensors: Tensors) -> dict[str, list[object]]:
-    """Returns the head's settings, from the names of its tensors."""
+    """Returns the head's settings, inferred from its tensor names."""
     layers = {tuple(map(int, name.split(".")[1:4:2])) for name in tensors if name.startswith("blocks.")}
     return {
         "ttt_steps": [len({depth for depth, _ in layers})],
@@ -47,10 +47,10 @@ def medusa_settings(tensors: Tensors) -> dict[str, list[object]]:
 
 
 def check_medusa(directory: Path, config: dict[str, Any], tensors: Tensors, target_config: PreTrainedConfig) -> None:
-    """Check that a head fits the target and that vLLM reads its config.json as it is meant.
+    """Check that a head fits the target and that vLLM will not misread its config.json.
 
     Raises:
-        ValueError: it does not.
+        ValueError: one of these checks fails.
     """
     path, vocab_size = directory / "config.json", target_config.vocab_size
     renamed = [key for key in config if "num" in key and ("heads" in key or "layers" in key) and key not in COUNTS]

@@ -55,7 +55,7 @@ class SglangEagle(Format):
 
 
 class SglangEagle3(VllmEagle3):
-    """Exports `eagle3` as for vLLM, except for the layer ids."""
+    """Exports `eagle3` in vLLM's format, except for the layer ids."""
 
     method = "EAGLE3"
     launch = launch

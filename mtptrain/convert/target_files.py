@@ -1,4 +1,4 @@
-"""Writes a target's files into the directory of an exported head, for engines that read both from one checkpoint."""
+"""Adds a target's files to the directory of an exported head, for engines that load both from one checkpoint."""
 
 import os
 import shutil
@@ -18,13 +18,13 @@ INDEX = "model.safetensors.index.json"
 def add_target_files(directory: Path, target_dir: Path, head_file: str, replaced: str | None = None) -> None:
     """Add the target's weights, its tokenizer, and the index of all tensors to a directory with a head's tensors.
 
-    Weights are hard links, if possible. A file with tensors that the head replaces is written again without them.
+    Weight files are hard-linked if possible. A file with tensors that the head replaces is rewritten without them.
 
     Args:
-        directory: has `config.json` and the head's tensors.
-        target_dir: the target.
-        head_file: name of the file of the head's tensors.
-        replaced: prefix of the target's tensors that are left out.
+        directory: the directory with `config.json` and the head's tensors.
+        target_dir: the target's directory.
+        head_file: name of the file with the head's tensors.
+        replaced: prefix of the target's tensors to leave out.
     """
     names = []
     for path in weight_files(target_dir):
@@ -47,13 +47,13 @@ def add_target_files(directory: Path, target_dir: Path, head_file: str, replaced
 
 
 def read_without(path: Path, prefix: str) -> Tensors:
-    """Returns the tensors of a file whose names do not start with a prefix."""
+    """Returns a file's tensors, except those whose names start with a prefix."""
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in tensor_shapes(path) if not name.startswith(prefix)}
 
 
 def write_index(directory: Path, files: list[str]) -> None:
-    """Write the index that says which of the files has which tensor."""
+    """Write the index that maps each tensor to its file."""
     weight_map = {tensor: name for name in files for tensor in tensor_shapes(directory / name)}
     total_bytes = sum((directory / name).stat().st_size for name in files)
     write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})

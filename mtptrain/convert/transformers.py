@@ -1,4 +1,4 @@
-"""Export for `generate(use_mtp=True)` in transformers 5.23: the head is one more layer in the target's checkpoint.
+"""Export for `generate(use_mtp=True)` in transformers 5.23: the head is an extra layer in the target's checkpoint.
 
 Sources: `MTPCandidateGenerator` in generation/candidate_generator.py, `MtpModel` in modeling_layers.py.
 """
@@ -13,14 +13,14 @@ from mtptrain.convert.target_files import add_target_files
 from mtptrain.heads.config import HeadConfig
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-"""Model classes of the families whose decoder layer is the same as the head's; transformers builds the head from it."""
+"""Model classes of the families whose decoder layer equals the head's. transformers builds the head from that layer."""
 
 
 class TransformersMtp(Format):
-    """Head `mtp` as a layer after the target's last one, in a directory with the target's weights.
+    """Exports `mtp` as a layer after the target's last one, in a directory with the target's weights.
 
-    One layer drafts one token. K copies of the head would draft K tokens, but copy k would attend to the keys of depth
-    k of all rows instead of the keys of depth 0 that the head was trained with.
+    One layer drafts one token. K copies of the head would draft K tokens, but copy k would attend to keys of depth k
+    for all rows, whereas the head was trained with keys of depth 0.
     """
 
     method = "use_mtp"
@@ -35,7 +35,7 @@ class TransformersMtp(Format):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         config = self.target.to_dict() | {"architectures": [self.architecture], "num_mtp_layers": 1}
-        return {name: value for name, value in config.items() if name != "_name_or_path"}  # a local path
+        return {name: value for name, value in config.items() if name != "_name_or_path"}  # omits a local path
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         return f"""\

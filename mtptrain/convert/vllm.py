@@ -30,7 +30,7 @@ MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
 
 
 class VllmFormat(Format):
-    """Parts that all formats of vLLM share."""
+    """The launch command and the notes that vLLM's formats share."""
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         settings = {"method": self.method, "model": str(directory), "num_speculative_tokens": num_speculative_tokens}
@@ -75,7 +75,7 @@ class VllmMtp(VllmFormat):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return self.llama_config(dtype) | {
-            # Without these, DeepSeek's class has experts (from layer first_k_dense_replace on) and latent attention.
+            # By default, DeepSeek's class has experts (from layer first_k_dense_replace on) and latent attention.
             "n_routed_experts": 0,
             "first_k_dense_replace": 100_000,
             "moe_layer_freq": 1,
@@ -128,7 +128,7 @@ class VllmEagle3(VllmFormat):
             "fc_norm": self.head.fc_norm,
             "norm_output": self.head.norm_output,
             "norm_before_residual": self.head.norm_before_residual,
-            # Engines count layers differently but agree on their default, which is therefore left out.
+            # Engines number layers differently but agree on the default layers, so these are left out.
             **({} if is_default else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": self.layer_ids(layers)}}),
         }
 
@@ -140,7 +140,7 @@ class VllmEagle3(VllmFormat):
 class VllmPeagle(VllmEagle3):
     """Exports `peagle`: an EAGLE-3 head, the state of its mask rows, and the id of the mask token.
 
-    vLLM takes the mask token's embedding from the target. It fuses `mask_hidden` itself.
+    vLLM takes the mask token's embedding from the target and applies fc to `mask_hidden` itself.
     """
 
     speculative_settings = {"parallel_drafting": True}  # noqa: RUF012 (never changed)
@@ -159,9 +159,10 @@ class VllmPeagle(VllmEagle3):
 
 
 class VllmMedusa(VllmFormat):
-    """Exports `medusa` under vLLM's own tensor names, and the target's lm_head, which vLLM does not share with it.
+    """Exports `medusa` under vLLM's tensor names, with a copy of the target's lm_head, which vLLM does not share.
 
-    No other key of config.json may contain "num" and "heads" or "layers": vLLM would take it for one of these.
+    Besides num_heads and num_hidden_layers, no key of config.json may contain "num" together with "heads" or "layers",
+    because vLLM would take it for one of the two.
     """
 
     architecture = "MedusaModel"
@@ -184,7 +185,7 @@ class VllmMedusa(VllmFormat):
         }
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's lm_head, in a file of its own."""
+        """Add the target's lm_head in a separate file."""
         lm_head = load_frozen_parts(target_dir).lm_head
         save_tensors(directory / self.lm_head_name, {"lm_head.weight": lm_head.contiguous()})
 
@@ -196,9 +197,9 @@ class VllmMedusa(VllmFormat):
 
 
 class VllmDflash(VllmFormat):
-    """Exports `dflash` under the names of published heads, which are ours.
+    """Exports `dflash` under our tensor names, which published heads also use.
 
-    vLLM takes the embeddings, the mask token's among them, from the target, and also lm_head unless the head has one.
+    vLLM takes all embeddings from the target, including the mask token's, and lm_head too unless the head has one.
     """
 
     architecture = "DFlashDraftModel"
@@ -218,7 +219,7 @@ class VllmDflash(VllmFormat):
             "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
             "dflash_config": {
                 "mask_token_id": mask_token_id(self.head, self.target),
-                # Engines count outputs of layers here: id k is the stream after k + 1 decoder layers.
+                # Here engines number layer outputs from 0: id k is the stream after k + 1 decoder layers.
                 "target_layer_ids": [layer - 1 for layer in layers],
             },
         }
@@ -237,7 +238,7 @@ TOKENIZER_PATTERNS = ("*token*.json", "vocab.json", "merges.txt", "*.model", "*.
 
 
 class VllmDraftModel(VllmFormat):
-    """Exports `draft_model` as a stock directory of transformers, with the target's tokenizer."""
+    """Exports `draft_model` as a standard transformers checkpoint with the target's tokenizer."""
 
     method = "draft_model"
     names: dict[str, str] = {}  # noqa: RUF012 (never changed)
@@ -250,10 +251,10 @@ class VllmDraftModel(VllmFormat):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         config = self.model_config.to_dict() | {"architectures": [self.architecture], "dtype": dtype}
-        return {name: value for name, value in config.items() if name != "_name_or_path"}  # a local path
+        return {name: value for name, value in config.items() if name != "_name_or_path"}  # omits a local path
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's tokenizer, with which the directory can be used alone."""
+        """Add the target's tokenizer, so that the directory can be used alone."""
         for pattern in TOKENIZER_PATTERNS:
             for path in target_dir.glob(pattern):
                 shutil.copyfile(path, directory / path.name)

@@ -1,6 +1,6 @@
 """Loads the weights of `head.init_from`, and checks that they fit the head of the config.
 
-Training starts from them, and acceptance and export use them if a run has no trained head.
+Training starts from these weights. Acceptance and export use them if a run has no trained head.
 `mtptrain.convert.published_heads` lists the formats that can be read.
 """
 
@@ -28,7 +28,7 @@ REPEATED = {
     r"embed_tokens\.weight": "embed_tokens",
     r"lm_head\.weight|lm_heads\.\d+\.weight|shared_head\.head\.weight": "lm_head",
 }
-"""Patterns of copies of the target's tensors that a head's file may contain, with the names of the frozen parts."""
+"""Name patterns of tensors in a head's file that are copies of the target's, with the names of the frozen parts."""
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^t2d$")
 
 
@@ -38,11 +38,11 @@ class RunHead:
 
     head: Head
     directory: Path
-    """The directory that it was read from."""
+    """The directory that the head was read from."""
     sha256: str
-    """Hash of its weights."""
+    """Hash of the head's weights."""
     is_trained: bool
-    """Whether this run trained it; otherwise it comes from `head.init_from`."""
+    """Whether this run trained the head; otherwise it comes from `head.init_from`."""
 
 
 def trained_or_initial_head(
@@ -58,7 +58,7 @@ def trained_or_initial_head(
         device: device of the head.
 
     Raises:
-        FileNotFoundError: neither exists.
+        FileNotFoundError: neither head exists.
         ValueError: the head has another config or belongs to another target.
     """
     target_config = read_target_config(target_dir)
@@ -80,18 +80,18 @@ SOURCES = {
         "post_attention_layernorm.weight",
     ),  # Gemma's name, then the other families'
 }
-"""For head tensors whose names differ in the target's layer, their possible names there."""
+"""Names in the target's layer, in order of preference, for head tensors that are named differently there."""
 
 
 @torch.no_grad()
 def start_from_target(head: Head, target_dir: Path) -> None:
-    """Copy the target's last decoder layer and final norm into a random head, as far as their shapes agree.
+    """Copy the target's last decoder layer and final norm into a random head, where their shapes agree.
 
-    The first columns of some projections of head `eagle3` read the embedding and stay random. `fc` or `eh_proj` becomes
-    half of its random weights plus the identity for the hidden state (the last captured stream), so that the layer
-    reads the target's states.
+    The first columns of some projections of head `eagle3` read the embedding and stay random. The random weights of
+    `fc` or `eh_proj` are halved, and the identity is added to the columns for the hidden state (the last captured
+    stream), so that the layer reads the target's states.
 
-    A small language model becomes a copy of the target's first layers instead.
+    Head `draft_model` becomes a copy of the target's first layers instead.
 
     Raises:
         ValueError: no projection of the target's layer has the shape of the head's.
@@ -127,8 +127,9 @@ def start_from_target(head: Head, target_dir: Path) -> None:
 def fold_query_key_norms(layer: Tensors) -> Tensors:
     """Returns a target's layer with its query and key norms, which our heads lack, folded into the projections.
 
-    Qwen3 and Gemma 3 have such norms. Their weights fold exactly. They also divide each row by its root mean square,
-    which depends on the input. A constant per head replaces it: the root mean square over inputs of random direction.
+    Qwen3 and Gemma 3 have such norms. Their weights fold exactly. The norms also divide each row by its root mean
+    square, which depends on the input. A constant per attention head replaces this divisor: the root mean square over
+    inputs of random direction.
     """
     folded = dict(layer)
     for name in ("q", "k"):
@@ -142,14 +143,14 @@ def fold_query_key_norms(layer: Tensors) -> Tensors:
 
 
 def fits(name: str, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Returns whether the shapes match. An attention projection may have more leading columns, for the embedding."""
+    """Returns whether the shapes match. An attention projection may have extra leading columns for the embedding."""
     reads_embedding = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
     widths = (weight.shape[-1], 2 * weight.shape[-1]) if reads_embedding else (weight.shape[-1],)
     return parameter.shape[:-1] == weight.shape[:-1] and parameter.shape[-1] in widths
 
 
 def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
-    """Returns the `state_dict` from which a head of this config starts, with `d2t` and `lm_head` if it has them.
+    """Returns the initial `state_dict` of a head of this config, with `d2t` and `lm_head` if the head has them.
 
     Args:
         path: `head.init_from`, a directory or a hub name.
@@ -158,13 +159,13 @@ def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
 
     Raises:
         FileNotFoundError: the directory or repository does not exist.
-        ValueError: it holds no head of a known format, or a head with other settings or other tensors.
+        ValueError: the files hold no head of a known format, or one with other settings or other tensors.
     """
     return _read(path, config, target_dir)[1]
 
 
 def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[Path, Tensors]:
-    """Returns the directory of a published head or language model, and the `state_dict`."""
+    """Returns the directory of a published head or language model, and its `state_dict`."""
     if isinstance(config, DraftModelHead.Config):
         return initial_weights(replace(config, init_from=path), target_dir)
     target_config = read_target_config(target_dir)
@@ -189,7 +190,7 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[Path, Tensor
 
 
 def check_settings(published: PublishedHead, config: HeadConfig, target_config: PreTrainedConfig) -> None:
-    """Refuse a different kind of head or different settings, and name the command-line arguments that match."""
+    """Refuse a different kind of head or different settings, and name the arguments that would match."""
     directory, settings = published.directory, published.settings
     if published.name != config.name:
         choices = "".join(
@@ -250,7 +251,7 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
 
 
 def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path, target_dir: Path) -> Tensors:
-    """Returns the tensors without the shared embeddings and lm_head; warns if those differ from the target's."""
+    """Returns the tensors without copies of the target's embeddings and lm_head; warns if the copies differ."""
     repeated = {
         name: part
         for name in state
@@ -281,7 +282,7 @@ def relative_difference(tensor: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def without_zero_biases(tensors: Tensors, expected: Tensors, directory: Path) -> Tensors:
-    """Returns the tensors without zero biases that the head does not have, which some engines need in the file.
+    """Returns the tensors without zero biases, which some engines need in the file but the head does not have.
 
     Raises:
         ValueError: such a bias is not zero.
@@ -297,7 +298,7 @@ def without_zero_biases(tensors: Tensors, expected: Tensors, directory: Path) ->
 
 
 def check_tensors(state: Tensors, expected: Tensors, directory: Path, config: HeadConfig) -> None:
-    """Refuse missing tensors, which would stay random, unknown tensors, and tensors of the wrong shape."""
+    """Refuse unknown tensors, tensors of the wrong shape, and missing tensors, which would stay random."""
     for name in sorted(expected.keys() | state.keys()):
         expected_shape, shape = (
             tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, state)
@@ -314,7 +315,7 @@ def _describe(shape: tuple[int, ...] | None) -> str:
 
 
 def check_draft_token_ids(state: Tensors, vocab_size: int, directory: Path) -> None:
-    """Check that the offsets map draft tokens to different target tokens."""
+    """Check that `d2t` maps each draft token to a different target token."""
     if "d2t" not in state:
         return
     ids = state["d2t"] + torch.arange(len(state["d2t"]))

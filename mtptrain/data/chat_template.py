@@ -1,4 +1,4 @@
-"""Calls the target's chat template, a program that comes with the target: it may raise any error, or never end."""
+"""Renders messages with the target's chat template, a program that may raise any error, or never end."""
 
 import signal
 import threading
@@ -10,7 +10,7 @@ from jinja2.exceptions import TemplateError, TemplateRuntimeError
 from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 10.0
-"""Seconds of processor time that a template may take to render a conversation; real ones take milliseconds."""
+"""CPU seconds that a template may take to render a conversation. Real templates take milliseconds."""
 
 
 class EndlessTemplate(RuntimeError):
@@ -21,7 +21,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the chat template of a tokenizer.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the tokenizer has none.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -39,7 +39,7 @@ def render_text(
     """Renders messages with the chat template, followed by the generation prompt if `is_prompt`.
 
     Raises:
-        TemplateError: the template rejects them, or fails.
+        TemplateError: the template rejects the messages, or fails.
         EndlessTemplate: the template takes too long.
     """
     with rendering(tokenizer, messages):
@@ -57,8 +57,8 @@ def render_prompt(
 
     Args:
         tokenizer: the target's tokenizer.
-        messages: `{"role": ..., "content": ...}` each; the last is not an assistant message.
-        where: file and line of the messages, for the error.
+        messages: dicts with `role` and `content`; the last one is not an assistant message.
+        where: file and line of the messages, for error messages.
 
     Raises:
         ValueError: the tokenizer has no chat template, or the template rejects the messages.
@@ -79,9 +79,9 @@ def render_prompt(
 
 @contextmanager
 def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Limits the time of a rendering, and turns every error that a template can raise into jinja2's TemplateError.
+    """Limits the CPU time of rendering, and converts every error of a template to jinja2's TemplateError.
 
-    Only the main thread has the limit, because only it gets signals. Every program renders there first.
+    The limit applies only in the main thread, because other threads get no signals. Every program renders there first.
 
     Raises:
         TemplateError: the template rejects the messages, or fails.
@@ -97,14 +97,14 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
 
     is_limited = threading.current_thread() is threading.main_thread()
     if is_limited:
-        # A timer of processor time, which does not run while other programs have the processor.
+        # This timer counts the process's own CPU time, so that other programs cannot use up the limit.
         before = signal.signal(signal.SIGVTALRM, stop)
         signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     try:
         yield
     except (TemplateError, EndlessTemplate):
         raise
-    except Exception as error:  # the template is a program that we do not know, so it may raise anything
+    except Exception as error:  # a template is an unknown program, so it may raise anything
         raise TemplateRuntimeError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
     finally:
         if is_limited:
@@ -113,5 +113,5 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
 
 
 def _beginning(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the beginning of the first message, by which a reader can find the conversation."""
+    """Returns the beginning of the first message, so that a reader can find the conversation."""
     return f"{messages[0].get('role')}: {str(messages[0].get('content'))[:40]!r}" if messages else "none"

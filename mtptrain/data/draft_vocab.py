@@ -1,8 +1,9 @@
 """The draft vocabulary on disk: the target's tokens that a head with a smaller lm_head can draft.
 
-`run_dir/draft_vocab/` holds `draft_vocab.safetensors` with `d2t` i64[D] (offsets: draft token i is the target's token i
-+ d2t[i], ascending) and `t2d` bool[V] (True for the target's tokens in the draft vocabulary). `manifest.json`, written
-last, records which prompts were counted. `data_prep.draft_vocab` writes it, `mtptrain.train` reads it.
+`run_dir/draft_vocab/` holds `draft_vocab.safetensors` with `d2t` i64[D] and `t2d` bool[V]. Draft token i is the token
+i + d2t[i] of the target, in ascending order; t2d is True for the target's tokens in the draft vocabulary.
+`manifest.json`, written last, records which prompts were counted. `data_prep.draft_vocab` writes these files;
+`mtptrain.train` reads them.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ PROGRAM = "data_prep.draft_vocab"
 
 @dataclass(frozen=True)
 class DraftVocabManifest:
-    """The prompts that a draft vocabulary was counted over, and its coverage."""
+    """The prompts whose tokens were counted to choose a draft vocabulary, and its coverage."""
 
     draft_vocab_size: int
     vocab_size: int
@@ -35,12 +36,12 @@ class DraftVocabManifest:
     draft_vocab_sha256: str
     """Hash of draft_vocab.safetensors."""
     distinct_tokens: int
-    """Distinct tokens of the training split that a draft can predict."""
+    """Number of distinct tokens of the training split that a draft can predict."""
     filled_up_tokens: int
-    """Chosen tokens that never occur in the training split where a draft can predict them: special tokens, and the
-    lowest ids if too few others occur."""
+    """Number of chosen tokens that never occur in the training split where a draft can predict them: special tokens,
+    and the lowest ids if too few others occur."""
     coverage: dict[str, float]
-    """Share of the tokens that a draft can predict that the vocabulary contains, by split."""
+    """Share of predictable token occurrences whose token is in the draft vocabulary, by split."""
 
 
 def offsets(token_ids: torch.Tensor) -> torch.Tensor:
@@ -75,11 +76,11 @@ def require_draft_vocab(directory: Path) -> Path:
 
 
 def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, prompts_sha256: str) -> torch.Tensor:
-    """Returns `d2t` i64[D] of a run.
+    """Returns a run's `d2t` i64[D].
 
     Raises:
         FileNotFoundError: data_prep.draft_vocab has not been run.
-        ValueError: it has another size, belongs to another vocabulary or other prompts, or the file has changed since.
+        ValueError: its size, target vocabulary or prompts differ from the run's, or the file has changed.
     """
     tensors, path = require_draft_vocab(directory), directory / MANIFEST
     manifest = DraftVocabManifest(**read_json(path, f"run {PROGRAM} again"))

@@ -29,13 +29,13 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """Everything that must be equal for stored data to belong to a target."""
+    """Identifies the target that stored data belongs to."""
 
     path: str
     revision: str | None
     config_sha256: str
     weights_sha256: str
-    """Hash of the headers and of samples of every tensor: fast to compute, and fine-tuning changes it."""
+    """Hash of the file headers and of samples of every tensor. It is fast to compute, and fine-tuning changes it."""
     tokenizer_sha256: str
     chat_template_sha256: str
 
@@ -52,7 +52,7 @@ class TargetIdentity:
         )
 
     def facts(self) -> dict[str, object]:
-        """Returns the compared values, by their names in error messages. Path and revision are not compared."""
+        """Returns the values to compare, by their names in error messages. Path and revision are not compared."""
         return {
             "the hash of the target's config": self.config_sha256,
             "the hash of the target's weights": self.weights_sha256,
@@ -67,7 +67,7 @@ def _sha256(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """Everything that must be equal for stored hidden states to be usable."""
+    """Everything that must match between stored hidden states and the run that uses them."""
 
     program: ClassVar[str] = "data_prep.hidden_states"
     target: TargetIdentity
@@ -131,7 +131,7 @@ def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens:
         shard_tokens: expected and found tokens per shard; passed only if more shards will be written.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the identities differ.
     """
     expected_facts, found_facts = expected.facts(), found.facts()
     if shard_tokens:
@@ -144,7 +144,7 @@ def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens:
 def refuse_different_facts(
     path: Path, expected: Mapping[str, object], found: Mapping[str, object], remedy: str, note: str = ""
 ) -> None:
-    """Raise a ValueError that names every fact of `path` that differs, followed by `note` and `remedy`."""
+    """Raise ValueError if facts in `path` differ. The message names all of them, followed by `note` and `remedy`."""
     names = dict.fromkeys([*expected, *found])
     differences = [
         f"{name} must be {expected.get(name)}, but is {found.get(name)}"

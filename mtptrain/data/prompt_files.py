@@ -1,8 +1,8 @@
-"""The format of prompts: data_prep.prompts writes it; extraction, validation and acceptance read it.
+"""The files of prompts, which data_prep.prompts writes and extraction, validation and acceptance read.
 
 `run_dir/prompts/` holds `train.safetensors` and `validation.safetensors`, each with `input_ids` i32[N], `loss_mask`
-u8[N], `document_offsets` i64[D+1] and `document_ids` i64[D]; `documents.jsonl` names each document; `manifest.json`
-records the tokenizer and the counts.
+u8[N], `document_offsets` i64[D+1] and `document_ids` i64[D]. `documents.jsonl` names each document. `manifest.json`
+records the tokenizer and the number of documents and tokens.
 """
 
 import hashlib
@@ -93,12 +93,12 @@ class DocumentEntry:
     split: Split
     tokens: int
     window: int
-    """0 for the first part of the document."""
+    """Index of this part of the document, from 0."""
     turn: int = 0
     """0 for the main document of a file or conversation. Some chat templates render a message differently once the
-    conversation continues; such a message ends a document of its own, and this is the message's number, from 1."""
+    conversation continues. Such a message is the end of a separate document, and this is its number, from 1."""
     group: str = ""
-    """Split group of the file or conversation; its name by default."""
+    """Group of files or conversations that share a split; by default the name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", self.group or self.name)
@@ -119,7 +119,7 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class PromptsManifest:
-    """The tokenizer of the prompts, and how many there are."""
+    """The tokenizer of the prompts, and the number of documents and tokens in each split."""
 
     schema_version: int
     tokenizer: TokenizerIdentity

@@ -1,4 +1,4 @@
-"""The interface between the decoding loop and its drafters, which read `Verified` rows: the drafts that they return."""
+"""The interface between the decoding loop and its drafters: they read `Verified` rows and return a `Draft`."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,17 +15,17 @@ class Draft:
 
     tokens: torch.Tensor  # [B, P]
     is_proposed: torch.Tensor
-    """bool[B, P]: False for padding, where a sequence has fewer proposals."""
+    """bool[B, P]: False for padding, in sequences with fewer than P proposals."""
     probs: torch.Tensor | None = None
-    """Distributions that the tokens of a chain were sampled from [B, K, V]; None if they were chosen greedily."""
+    """Distributions [B, K, V] that the tokens of a chain were sampled from; None if they were chosen greedily."""
     parents: torch.Tensor | None = None
-    """For a tree, the index of the token that each token follows [B, P]: lower than its own, or -1 for the newest token
-    of the sequence. The children of a token are all different. None for a chain."""
+    """Index of each token's parent in a tree [B, P]: lower than the token's own index, or -1 if the parent is the
+    newest token of the sequence. Siblings are different tokens. None for a chain."""
     logits: tuple[torch.Tensor, ...] | None = None
-    """For a head's chain, the logits of each depth over the head's own vocabulary: K tensors [B, D]."""
+    """For a chain drafted by a head, the logits of each depth over the head's own vocabulary: K tensors [B, D]."""
 
     def ancestors(self) -> torch.Tensor:
-        """Returns bool[B, i, j]: whether row j is row i or its ancestor.
+        """Returns bool[B, P + 1, P + 1]: whether row j is row i or an ancestor of it, at index [b, i, j].
 
         Row 0 is the newest token of the sequence, row 1 + p is draft p."""
         batch_size, num_drafts = self.tokens.shape
@@ -54,7 +54,7 @@ class Drafter(Protocol):
 
     @property
     def draft_slots(self) -> int:
-        """Cache slots that a draft needs after the sequence: K for a chain, at least P for a tree."""
+        """Number of cache slots that a draft needs after the sequence: K for a chain, at least P for a tree."""
 
     def start(self, batch_size: int, num_slots: int) -> None:
         """Forget all sequences and prepare for a new batch."""
@@ -64,5 +64,5 @@ class Drafter(Protocol):
 
         Args:
             verified: the rows that the target has just read.
-            sampler: the object that verification also uses. A copy would draw the same random numbers again.
+            sampler: the object that verification also uses; a copy would draw the same random numbers again.
         """

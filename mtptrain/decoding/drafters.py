@@ -16,10 +16,10 @@ from mtptrain.target.position_cache import PositionCache, TreeRows
 
 @dataclass(frozen=True)
 class FirstDepth:
-    """The outputs of a head's depth 0 at the row whose next token is the newest one."""
+    """The outputs of a head's depth 0 at the last verified row, which is followed by the newest token."""
 
     logits: torch.Tensor
-    """Logits of depth 0 [B, 1, D], or of all depths [B, K, D] from a head that drafts them in one forward."""
+    """Logits of depth 0 [B, 1, D], or of all depths [B, K, D] if the head drafts them in one forward pass."""
     fed_back: torch.Tensor  # [B, H], the state that depth 1 reads
     position: torch.Tensor  # [B], position of the row
 
@@ -42,14 +42,14 @@ class HeadDrafter:
         """Sample drafts if the sampler is not greedy, instead of taking the most likely tokens."""
         self.rebuild_cache = rebuild_cache
         """Rebuild the head's keys of accepted tokens from the target's states, as engines do and as training assumes.
-        Otherwise they stay as the head wrote them while drafting, from its own states."""
+        Otherwise keep the keys that the head wrote while drafting, computed from its own states."""
         if not rebuild_cache and not isinstance(head, LayerHead):
             raise ValueError(
                 f"acceptance.rebuild_cache: must be true for {type(head).__name__}, which writes no keys while it "
                 "drafts, but is false; leave it out"
             )
         self.cache = PositionCache(0)
-        self._drafted_to: torch.Tensor | None = None  # [B], the first position without a key of the last draft
+        self._drafted_to: torch.Tensor | None = None  # [B], the position after the last key of the previous draft
 
     def start(self, batch_size: int, num_slots: int) -> None:
         self.cache, self._drafted_to = PositionCache(num_slots), None
@@ -66,7 +66,7 @@ class HeadDrafter:
         return self.later_depths(self.first_depth(verified), sampler)
 
     def first_depth(self, verified: Verified) -> FirstDepth:
-        """Run depth 0 over the rows that the target has read. This rebuilds the head's keys there."""
+        """Run depth 0 over the rows that the target has just read, which rebuilds the head's keys of these rows."""
         if not self.rebuild_cache:
             position = verified.num_tokens - 2  # [B]
             if self._drafted_to is not None:
@@ -77,7 +77,7 @@ class HeadDrafter:
         return FirstDepth(self.head.logits(first.states, self.parts), first.fed_back, verified.num_tokens - 2)
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
-        """Run the other depths, each on the token and the state of the previous one."""
+        """Run the remaining depths, each on the previous depth's token and state, and return the draft."""
         is_sampled = self.sample_drafts and not sampler.is_greedy
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
@@ -110,9 +110,9 @@ class HeadDrafter:
 class TreeDrafter(HeadDrafter):
     """Drafts a tree with a head.
 
-    At each depth the `top_k` likeliest branches are continued by their `top_k` likeliest tokens each. The tree is made
-    of the `num_nodes` likeliest of all these candidates. EAGLE-2: Faster Inference of Language Models with Dynamic
-    Draft Trees (arXiv 2406.16858).
+    At each depth, each of the `top_k` likeliest branches is continued by its `top_k` likeliest tokens. The tree
+    consists of the `num_nodes` likeliest of all these candidates. Source: EAGLE-2: Faster Inference of Language Models
+    with Dynamic Draft Trees (arXiv 2406.16858).
     """
 
     def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, num_nodes: int, top_k: int) -> None:
@@ -127,17 +127,18 @@ class TreeDrafter(HeadDrafter):
 
     @property
     def draft_slots(self) -> int:
-        """Slots for the target's cache and for the head's, which holds `top_k` rows of each depth but the last."""
+        """Slots that suffice for both the target's cache and the head's. The head's cache holds `top_k` rows of each
+        depth except the last."""
         return max(self.num_nodes, self.top_k * (self.num_speculative_tokens - 1))
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
-        """Grow the tree depth by depth. W is `top_k`, C the number of candidates of all depths."""
+        """Grow the tree depth by depth. W is `top_k`; C is the number of candidates at all depths."""
         batch_size, width = len(first.logits), self.top_k
         root = first.position + 1  # the first slot after the keys of verified rows
         scores, tokens = self._likeliest(first.logits[:, 0], sampler)  # [B, W], log-probabilities of branches
         all_scores, all_tokens, all_parents = [scores], [tokens], [torch.full_like(tokens, -1)]
         parents = torch.arange(width, device=tokens.device).repeat(batch_size, 1)  # [B, W], candidates to continue
-        fed_back = first.fed_back[:, None].expand(-1, width, -1)  # [B, W, H], read with `tokens`
+        fed_back = first.fed_back[:, None].expand(-1, width, -1)  # [B, W, H], the states to read with `tokens`
         sees = torch.zeros(batch_size, width, 0, dtype=torch.bool, device=tokens.device)  # [B, W, slots of the tree]
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
         for depth in range(1, self.num_speculative_tokens):
@@ -172,7 +173,7 @@ class TreeDrafter(HeadDrafter):
         return scores - 1e-9, self.head.target_tokens(tokens)
 
     def _best(self, scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Draft:
-        """Returns the likeliest of the candidates [B, C] as a tree. The ancestors of a chosen token rank before it."""
+        """Returns the likeliest of the candidates [B, C] as a tree. A chosen token's ancestors all rank before it."""
         chosen = scores.topk(self.num_nodes).indices.sort(1).values  # [B, P]
         index_in_tree = torch.full_like(tokens, -1).scatter_(
             1, chosen, torch.arange(self.num_nodes, device=tokens.device).expand_as(chosen)
@@ -199,12 +200,12 @@ class NoDrafter:
 class PromptLookupDrafter:
     """Drafts the tokens that followed an earlier occurrence of the newest tokens: the baseline that needs no training.
 
-    It finds the longest suffix of `min_ngram` to `max_ngram` tokens that occurs earlier, and drafts the tokens after
-    its first occurrence, like vLLM's method `ngram`.
+    It finds the longest suffix of `min_ngram` to `max_ngram` tokens that also occurs earlier in the sequence, and
+    drafts the tokens after the first occurrence, like vLLM's method `ngram`.
 
     Args:
-        latest: instead of the first occurrence, use the latest one that at least K tokens follow; recent text predicts
-            the next tokens better.
+        latest: use the latest occurrence that is followed by at least K tokens, instead of the first one, because
+            recent text predicts the next tokens better.
     """
 
     capture_layers: tuple[int, ...] = ()

@@ -23,7 +23,7 @@ from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.files import parse_json, refuse_lone_surrogates
 
 CHOOSING_FRACTION = 0.25
-"""Share of the held-out files or conversations with which training chooses its best head. Reports use the rest."""
+"""Share of the held-out files or conversations that training uses to choose its best head. Reports use the rest."""
 
 
 class HeldOut(StrEnum):
@@ -36,14 +36,14 @@ class HeldOut(StrEnum):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts and what is known about them, by prompt id."""
+    """Prompts and their metadata, by prompt id."""
 
     input_ids: dict[str, list[int]]
     sources: dict[str, str] = field(default_factory=dict)
     """File or question that a prompt was cut from. A prompt without an entry is its own source."""
     categories: dict[str, str] = field(default_factory=dict)
     turns: dict[str, list[str]] = field(default_factory=dict)
-    """All user turns of a conversation whose answers the target generates itself."""
+    """All user turns, for conversations whose answers the target generates."""
     questions: dict[str, str] = field(default_factory=dict)
     """Hash of the first user turn, for prompts from a file with turns or messages."""
 
@@ -55,10 +55,10 @@ class Prompts:
 
 
 def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0) -> Prompts:
-    """Returns the prompts of `acceptance`, each checked against the target's config.
+    """Returns the prompts that `config.acceptance` selects, which have been checked to fit the target's context.
 
     Args:
-        spare_tokens: tokens of the target's context that must remain after prompt and answer.
+        spare_tokens: number of tokens of the target's context to keep free after prompt and answer.
     """
     settings, target_config = config.acceptance, read_target_config(target_dir)
     context_tokens = target_config.max_position_embeddings - spare_tokens
@@ -92,17 +92,17 @@ def check_num_drafts(prompts: Mapping[str, Sequence[int]], num_speculative_token
 def check_head_context(
     head: Head, prompts: Iterable[Sequence[int]], max_new_tokens: int, num_speculative_tokens: int, setting: str
 ) -> None:
-    """Check that a head with a context of its own can read the longest prompt with its answer and the drafts after it.
+    """Check that the longest prompt, its answer and the drafts after it fit the head's own context, if it has one.
 
     Args:
         head: the head that drafts.
         prompts: token ids of the prompts.
-        max_new_tokens: tokens of an answer.
+        max_new_tokens: largest number of tokens of an answer.
         num_speculative_tokens: K.
         setting: name of the setting that chose the head, for the error message.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: they do not fit.
     """
     needed = max(map(len, prompts)) + max_new_tokens + num_speculative_tokens
     if head.context_tokens is not None and needed > head.context_tokens:
@@ -124,7 +124,7 @@ def check_document_lengths(longest_tokens: int, head: Head) -> None:
 
 
 def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
-    """Warn if prompts begin with the first user turn of a training conversation, whatever its system prompt.
+    """Warn if the first user turn of a prompt is that of a training conversation, even under other system prompts.
 
     Args:
         questions: hash of the first user turn by prompt id.
@@ -147,8 +147,8 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
 def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
     """Returns the held-out documents to cut prompts from.
 
-    For texts, these are all windows. For conversations with the same question, only one document is returned, which
-    holds the first answer. All questions then weigh the same, and no prompt begins in the middle of a turn.
+    For plain texts, these are all windows. For each group of conversations with the same question, this is one document
+    that holds the first answer, so that all questions have equal weight and no prompt begins in the middle of a turn.
 
     Raises:
         FileNotFoundError: stage 1 has not run.
@@ -167,7 +167,7 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
 
 
 def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
-    """Returns the groups of a part. A group is a file, or the conversations that ask the same question.
+    """Returns the groups in a part of the held-out data: files, or sets of conversations with the same question.
 
     A group's part depends on its name alone, except that no part is left empty.
 
@@ -194,10 +194,10 @@ def _choosing_hash(group: str) -> float:
 
 
 def first_answers(documents: Documents, entries: list[DocumentEntry], indices: list[int]) -> list[int]:
-    """Returns the index of one document with a first answer for each group of conversations with the same question.
+    """Returns, for each group of conversations with the same question, the index of a document with a first answer.
 
     Args:
-        indices: the documents to choose from.
+        indices: indices of the documents to choose from.
 
     Raises:
         ValueError: no conversation has its first answer in its first window.
@@ -223,10 +223,10 @@ def held_out_prompts(
     """Returns prompts from held-out documents by document id, ordered by the hash of the id.
 
     A conversation is cut before its first answer, a document without turns after `prompt_tokens` tokens. Documents that
-    are too short for this, or too long for the context with their answer, are skipped.
+    are too short are skipped, as are those whose prompt and answer would exceed the context.
 
     Raises:
-        ValueError: no document gives a prompt.
+        ValueError: no document yields a prompt.
     """
     prompts: dict[str, list[int]] = {}
     for index in sorted(range(len(documents)), key=lambda index: name_hash(str(documents.document_ids[index]))):
@@ -248,8 +248,8 @@ def held_out_prompts(
 def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Prompts:
     """Returns the prompts of a jsonl file.
 
-    Each line has `id` (or Spec-Bench's `question_id`) and one of `input_ids`, `text`, `messages` and `turns`. With
-    `turns`, the first turn is the prompt.
+    Each line has `id` (or Spec-Bench's `question_id`) and exactly one of `input_ids`, `text`, `messages` and `turns`.
+    With `turns`, the first turn is the prompt.
 
     Raises:
         FileNotFoundError: the file does not exist.
