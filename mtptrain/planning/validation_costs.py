@@ -36,7 +36,7 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
 
 
 def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
-    """Returns the number of prompts in validation's largest batch on a GPU, and of tokens with answers and padding."""
+    """Returns the size of validation's largest batch on a GPU, in prompts and in tokens (with answers and padding)."""
     new_tokens = config.train.validation_new_tokens
     is_text = config.prompts.source is PromptSource.text_files
     prompt_tokens = min(longest_tokens, config.acceptance.prompt_tokens) if is_text else longest_tokens

@@ -133,5 +133,5 @@ class HiddenStatesConfig:
     kv_cache_memory_bytes: int | None = None
     """`vllm`: the engine's setting of the same name; null lets the engine choose."""
     scratch_dir: str | None = None
-    """`vllm`: directory where the engine first writes states, of up to two shards per rank. `/dev/shm` saves disk
-    traffic; null creates a directory inside the store."""
+    """`vllm`: directory where the engine first writes the states of up to two shards per rank. `/dev/shm` saves
+    disk traffic; null creates a directory inside the store."""
