@@ -42,8 +42,8 @@ def serve(arguments: list[str]) -> None:
 def generate_load() -> None:
     """Answer each job, a `load_generator.Load` as a line on stdin, with lines on stdout. vLLM's output goes to stderr.
 
-    The first line on stdout describes vLLM. Each job is answered with `{"done": n}` whenever another request has
-    finished, and at its end with `{"result": path}` or `{"error": traceback}`.
+    The first line on stdout describes vLLM. A job is answered with `{"done": n}` once n of its requests have finished,
+    for each n, and at its end with `{"result": path}` or `{"error": traceback}`.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

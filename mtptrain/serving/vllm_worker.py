@@ -144,7 +144,7 @@ def run_and_clean_up(run: Callable[[Engine], dict[str, Any]], engine: Engine) ->
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Disable `gc.collect`: vLLM calls it ten times per engine, most of a small engine's startup and shutdown time."""
+    """Disable `gc.collect`, which vLLM calls ten times per engine. It dominates a small engine's start and shutdown."""
     collect = gc.collect
     gc.collect = lambda generation=2: 0
     try:

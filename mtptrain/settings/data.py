@@ -73,7 +73,7 @@ class PromptsConfig:
     are chosen by a hash of their question (normalised system prompt and first user turn), so that no held-out question
     is trained on."""
     max_train_tokens: int = at_least(0, default=0)
-    """Maximum number of training tokens; 0 keeps all. Documents are kept in the order of these hashes."""
+    """Maximum number of training tokens; 0 keeps all. Documents are kept in order of the hashes above."""
 
 
 @dataclass
