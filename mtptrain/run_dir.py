@@ -1,4 +1,4 @@
-"""The folder of a run: every stage's output with its resolved config and provenance."""
+"""A run's folder, which holds every stage's output, resolved config and provenance."""
 
 import subprocess
 import sys

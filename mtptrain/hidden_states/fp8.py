@@ -1,4 +1,4 @@
-"""Encodes hidden states in eight bits: e4m3 values with one scale, a power of two, for each token and layer.
+"""Encodes hidden states in eight bits: e4m3 values with one power-of-two scale per token and layer.
 
 Scaling by a power of two is exact, and so is decoding into bf16.
 """
@@ -8,13 +8,13 @@ import torch
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 GPU_VALUES = 2**26
-"""Values that a GPU encodes at a time. Their fp32 copy takes 256 MB for each thread that writes states."""
+"""Number of values that a GPU encodes at a time. Their fp32 copy takes 256 MB per writer thread."""
 CACHED_VALUES = 2**18
-"""Values that a CPU encodes or decodes at a time. They fit into its cache, so that only the first pass reads memory."""
+"""Number of values that a CPU encodes or decodes at a time. They fit into its cache: only the first pass reads RAM."""
 
 
 def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns states rounded to eight bits, on their own device. Every device computes the same bits.
+    """Returns states rounded to eight bits, on the device of `states`. All devices compute the same bits.
 
     Args:
         states: finite states [..., H].
@@ -52,11 +52,11 @@ def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
 def decode_into(out: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
     """Decode e4m3 values [..., H] with f32 scales [...] into contiguous bf16 [..., H], all on the CPU.
 
-    This is faster than the CPU's conversion from e4m3: it shifts the bits to their position in bf16 and then
+    This is faster than PyTorch's conversion from e4m3: it shifts the bits to their position in bf16 and then
     multiplies by 2^120, because the exponent biases of the two formats, 127 and 7, differ by 120.
     """
     rows, row_values, row_scales = out.flatten(0, -2), values.flatten(0, -2), scales.flatten()[:, None]
-    is_small = bool((scales < 2**7).all())  # otherwise the product of both factors overflows bf16
+    is_small = bool((scales < 2**7).all())  # otherwise the product of the two factors overflows bf16
     factors = (row_scales * 2.0**120 if is_small else row_scales).to(torch.bfloat16)
     step = max(1, CACHED_VALUES // out.shape[-1])
     for start in range(0, len(rows), step):

@@ -3,13 +3,14 @@
 `run_dir/hidden_states/` holds `shard_00000.safetensors`, ... and `manifest.json`, which is written last and identifies
 the target, prompts and settings of the states. A shard holds `input_ids` i32[N], `loss_mask` u8[N], `document_offsets`
 i64[D+1], `document_ids` i64[D], `document_checksums` u8[D, 16], `hidden_states` bf16[N, H] (after the last decoder
-layer, before the final norm) and, for heads that capture layers, `aux_hidden_states` bf16[N, L, H]. With dtype fp8 both
-are e4m3, with fp8_aux only the captured layers; `hidden_states_scales` f32[N] and `aux_hidden_states_scales` f32[N, L]
-are the scales of e4m3 values (`fp8.py`). While the store is being filled, it has a `plan.json` instead of a manifest,
-and each finished shard has its record in `shard_*.json`. Both are deleted once the manifest is written.
+layer, before the final norm) and, for heads that capture layers, `aux_hidden_states` bf16[N, L, H]. With store dtype
+fp8, both are e4m3; with fp8_aux, only `aux_hidden_states` is. `hidden_states_scales` f32[N] and
+`aux_hidden_states_scales` f32[N, L] hold the scales of e4m3 values (`fp8.py`). While the store is being filled, it
+holds `plan.json` instead of a manifest, and a record `shard_*.json` for each finished shard. Both are deleted once the
+manifest is written.
 
-Three checks detect damage. Opening a store compares every shard's length, and the checksum of its header, tables and
-loss mask, with the manifest. Every read of a document compares its checksum. `verify` compares every sha256.
+Three checks detect damage. Mapping a shard compares its length, and the checksum of its header, tables and loss mask,
+with the manifest. Reading a document compares its checksum. `verify` compares the sha256 of every shard.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,10 +35,10 @@ from mtptrain.utils import files
 from mtptrain.utils.files import file_sha256
 
 SCHEMA_VERSION = 2
-"""Version 2 added the checksums of documents, and of header, tables and loss mask."""
+"""Version 2 added a checksum per document, and one per shard for its header, tables and loss mask."""
 MANIFEST, PLAN = "manifest.json", "plan.json"
 OPENING_THREADS = 8
-"""The number of shards opened at a time. On a network file system, opening one takes milliseconds."""
+"""Number of shards opened at a time. On a network file system, opening one takes milliseconds."""
 REMEDY = "delete this file and run data_prep.hidden_states, which recomputes only this shard"
 
 
@@ -49,18 +50,18 @@ class ShardRecord:
     num_documents: int
     num_tokens: int
     num_supervised_tokens: int
-    """Tokens whose loss mask is set."""
+    """Number of tokens whose loss mask is set."""
     num_bytes: int
     sha256: str
     index_bytes: int
-    """The size of the header and the tables of documents at the start of the file."""
+    """Size of the header and the document tables at the start of the file."""
     index_checksum: str
-    """XXH3-128 of the header, the tables and the loss mask, which is at the end of the file."""
+    """XXH3-128 of the header and tables, and of the loss mask at the end of the file."""
 
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """The contents of a finished store. It contains no times, hosts or ranks, so equal states give equal bytes."""
+    """The contents of a finished store. It contains no timestamps, hosts or ranks, so equal states give equal bytes."""
 
     schema_version: int
     identity: StoreIdentity
@@ -78,7 +79,7 @@ class StoreManifest:
 
         Raises:
             FileNotFoundError: the store does not exist or is unfinished.
-            ValueError: the file is damaged or of another schema version.
+            ValueError: the file is damaged or has another schema version.
         """
         path = directory / MANIFEST
         if not path.exists():
@@ -104,7 +105,7 @@ class StoreManifest:
 
 @dataclass(frozen=True)
 class StoredDocument:
-    """A document as memory-mapped views, which must not be written to."""
+    """A document as views into a memory-mapped shard. Do not write to them."""
 
     document_id: int
     """The document's line in stage 1's documents.jsonl."""
@@ -131,7 +132,7 @@ class HiddenStore:
 
         Raises:
             FileNotFoundError: the store does not exist or is unfinished.
-            ValueError: the manifest is damaged or of another schema version.
+            ValueError: the manifest is damaged or has another schema version.
         """
         return HiddenStore(directory, StoreManifest.read(directory))
 
@@ -141,7 +142,7 @@ class HiddenStore:
 
     @cached_property
     def document_lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of each document [D]."""
+        """The number of tokens in each document [D]."""
         return np.concatenate([np.diff(shard["document_offsets"].numpy()) for shard in self._shards()])
 
     @cached_property
@@ -155,7 +156,7 @@ class HiddenStore:
             yield shard["loss_mask"].numpy(), shard["document_offsets"].numpy()
 
     def document(self, index: int) -> StoredDocument:
-        """Returns document `index` of `num_documents`, without a copy, after checking its bytes.
+        """Returns the document at `index`, without a copy, after checking its bytes.
 
         Raises:
             FileNotFoundError: its shard is missing.
@@ -174,7 +175,7 @@ class HiddenStore:
         return document
 
     def mapped_document(self, index: int) -> StoredDocument:
-        """Returns document `index` without reading or checking its states."""
+        """Returns the document at `index` without reading or checking its states."""
         _, shard, local = self._locate(index)
         return _document(shard, local, _tensors_of(shard, local))
 
@@ -183,7 +184,7 @@ class HiddenStore:
         self._mapped.clear()
 
     def _locate(self, index: int) -> tuple[Path, dict[str, torch.Tensor], int]:
-        """Returns the shard of a document, its path, and the document's index in it."""
+        """Returns the path and tensors of a document's shard, and the document's index in that shard."""
         assert 0 <= index < self.num_documents, "document index out of range"
         shard_index = int(np.searchsorted(self._first_documents, index, side="right")) - 1
         path = self.directory / self._record(shard_index).file
@@ -201,7 +202,7 @@ class HiddenStore:
             record = self._record(index)
             _check_length(self.directory, index, record)
             _check_index(self.directory, index, record)
-            # Closing the file keeps the mapping: no file descriptor stays open per shard.
+            # The mapping outlives the open file, so shards hold no file descriptors.
             with safe_open(self.directory / record.file, framework="pt") as file:
                 self._mapped[index] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return self._mapped[index]
@@ -219,7 +220,7 @@ def _document(shard: dict[str, torch.Tensor], index: int, tensors: dict[str, tor
 def expected_identity(
     config: PipelineConfig, target_dir: Path, capture_layers: tuple[int, ...], prompts_file: Path
 ) -> StoreIdentity:
-    """Returns the identity that a run's store must have: its target, its settings and the prompts of `prompts_file`.
+    """Returns the identity that a run's store must have: target, settings and the prompts in `prompts_file`.
 
     Raises:
         ValueError: the prompts were not made with the target's tokenizer and chat template.
@@ -254,7 +255,7 @@ def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
 
 
 def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> dict[int, str]:
-    """Compare every byte of the shards with the manifest's hashes.
+    """Compare the sha256 of every shard with the manifest.
 
     Args:
         store: the store to check.
@@ -263,7 +264,7 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
         show_progress: whether to show a progress bar.
 
     Returns:
-        A message for each damaged shard, by its index, that says what is wrong and what to do.
+        A message for each damaged shard, by shard index. It says what is wrong and what to do.
     """
     chosen = list(range(len(store.manifest.shards)) if shards is None else shards)
     records = {index: store.manifest.shards[index] for index in chosen}
@@ -325,7 +326,7 @@ def _check_length(directory: Path, index: int, record: ShardRecord) -> None:
 
 
 def has_length(path: Path, record: ShardRecord) -> bool:
-    """Returns whether a shard exists and has its full length. Training may delete a streamed shard at any moment."""
+    """Returns whether a shard exists and has its full length. Training may delete a streamed shard at any time."""
     try:
         return path.stat().st_size == record.num_bytes
     except FileNotFoundError:
@@ -333,5 +334,5 @@ def has_length(path: Path, record: ShardRecord) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object of a JSON file of the store."""
+    """Returns the object in one of the store's JSON files."""
     return files.read_json(path, f"delete {path.parent} and run data_prep.hidden_states again")

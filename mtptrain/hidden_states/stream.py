@@ -2,8 +2,8 @@
 
 The seed shuffles the shards, which are then divided into windows of `train.stream_shards` shards.
 data_prep.hidden_states writes the shards of the first `OPEN_WINDOWS` windows that training has not released.
-mtptrain.train waits for the shards that its next step reads. After a checkpoint it releases the windows that no later
-step reads, which deletes their shards. The two programs communicate only through files in the store's folder:
+mtptrain.train waits for the shards that its next step reads. After a checkpoint, it releases the windows that no later
+step reads and deletes their shards. The two programs communicate only through files in the store's folder:
 `stream.json` holds the number of released windows.
 """
 
@@ -34,17 +34,17 @@ from mtptrain.utils.files import write_json
 
 STREAM = "stream.json"
 OPEN_WINDOWS = 3
-"""The most windows on disk at once: training finishes one and reads the next while extraction writes the third."""
+"""Maximum number of windows on disk: training finishes one and starts the next while extraction writes the third."""
 POLL_S = 0.2
 """Seconds between two checks of the other program's progress."""
 REPORT_AFTER_S = 10.0
 """Seconds of waiting before a program prints what it is waiting for."""
 SHARD_ORDER, DOCUMENT_ORDER = 1_000_001, 1_000_002
-"""Seed components of the two orders. Each epoch's order is seeded with the epoch number, which is smaller."""
+"""Seed components of these orders. They must differ from the epoch numbers, which seed the order of each epoch."""
 
 
 def shard_windows(num_shards: int, window_shards: int, seed: int) -> list[list[int]]:
-    """Returns the shards of each window, in the order of training. The order does not depend on the number of ranks."""
+    """Returns the shards of each window, in training order. The order does not depend on the number of ranks."""
     order = np.random.default_rng([seed, SHARD_ORDER]).permutation(num_shards).tolist()
     return [order[first : first + window_shards] for first in range(0, num_shards, window_shards)]
 
@@ -58,7 +58,7 @@ def document_order(windows: Sequence[Sequence[int]], shards: Sequence[range], se
 
 
 def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
-    """Returns how many windows training has released so far.
+    """Returns the number of windows that training has released so far.
 
     Raises:
         ValueError: training reads the shards in a different order, so both programs would wait forever.
@@ -77,7 +77,7 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
 
 
 def delete_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> None:
-    """Deletes the shards of windows, each record before its shard, so that a record never outlives its bytes."""
+    """Deletes the shards of these windows, each after its record, so that no record exists without its shard."""
     for shard in chain.from_iterable(windows):
         path = shard_path(store_dir, shard)
         record_path(path).unlink(missing_ok=True)
@@ -176,12 +176,12 @@ class StreamedStore(HiddenStore):
         return self._records[index]
 
     def close(self) -> None:
-        """Unmap all shards and stop waiting for new ones, so that a thread that reads ahead can end."""
+        """Unmap all shards and stop waiting for new ones, so that a prefetching thread can end."""
         self._is_closed = True
         super().close()
 
     def forget(self, windows: Sequence[Sequence[int]]) -> None:
-        """Unmaps the shards of these windows: a deleted file takes up disk space as long as a process maps it."""
+        """Unmaps the shards of these windows: a deleted file takes up disk space until no process maps it."""
         for shard in chain.from_iterable(windows):
             self._mapped.pop(shard, None)
             self._records.pop(shard, None)
@@ -193,7 +193,7 @@ def open_stream(
     """Wait until extraction has created the store, and open it for reading while extraction fills it.
 
     Raises:
-        ValueError: the store is finished, or belongs to other settings.
+        ValueError: the store is finished, or was made with other settings.
     """
     if (directory / MANIFEST).exists():
         raise ValueError(
@@ -244,7 +244,7 @@ class Releases:
         return all(record_path(shard_path(self.store.directory, shard)).exists() for shard in shards)
 
     def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-        """Wait until extraction has written what step `step` (from 0) reads; return a signal that a rank received.
+        """Wait for the shards that step `step` (from 0) reads. Return early with the signal if a rank received one.
 
         All ranks wait here together, so that they can agree on a signal. They could not if each waited inside its own
         step.
@@ -268,14 +268,14 @@ class Releases:
         return int(np.searchsorted(self._unread_after, step, side="right"))
 
     def is_due(self, step: int) -> bool:
-        """Returns whether step `step` (from 1) is the last to read a window; a checkpoint then frees disk space."""
+        """Returns whether step `step` (from 1) is the last to read a window, so that a checkpoint frees disk space."""
         return self.num_unread(step) > self.num_unread(step - 1)
 
     def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:
         """Deletes the shards that no step after a checkpoint at `step` reads, or all shards after the last step.
 
-        A run that resumes from an earlier step lowers the number of released windows, so that extraction writes
-        their shards again.
+        A run that resumes from an earlier step lowers the number of released windows. Extraction then writes the
+        shards of the reopened windows again.
         """
         count = len(self.store.windows) if is_last else self.num_unread(step)
         self.store.forget(self.store.windows[:count])

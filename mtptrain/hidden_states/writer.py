@@ -41,17 +41,15 @@ from mtptrain.hidden_states.store import (
 from mtptrain.utils.files import file_sha256, publish, write_json
 
 TEMPORARY = ("shard_*.tmp", f"{PLAN}.*.tmp", f"{MANIFEST}.*.tmp", "mtptrain_*.tmp")
-"""Patterns of temporary files: shards, plan, manifest, and the folders of backends."""
+"""Patterns of temporary files (shards, plan, manifest) and of the backends' temporary folders."""
 
 
 def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
-    """Returns the documents of each shard.
-
-    A shard ends with the document that reaches `shard_tokens`, for any number of ranks.
+    """Returns the indices of the documents in each shard. They do not depend on the number of ranks.
 
     Args:
-        lengths: number of tokens of each document [D].
-        shard_tokens: at least 1.
+        lengths: number of tokens in each document [D].
+        shard_tokens: a shard ends with the document that reaches this many tokens; at least 1.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     shards: list[range] = []
@@ -74,13 +72,13 @@ def begin_store(
         directory: the store's directory.
         identity: the identity of the states.
         shard_tokens: as in `shard_ranges`.
-        shards: indices of the part's own shards, whose incomplete files are removed.
+        shards: indices of this part's shards. Their incomplete files are removed.
 
     Returns:
         The manifest if the store is finished and every shard has its full length; otherwise None.
 
     Raises:
-        ValueError: the directory holds a store of another identity or shard size.
+        ValueError: the directory holds a store with another identity or shard size.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():
@@ -113,8 +111,8 @@ def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
 def has_shard(directory: Path, index: int) -> bool:
     """Returns whether a shard is finished, by this part or another, and has its full length.
 
-    Its bytes are not checked here: its record was written after they were on the disk. Training checks every document
-    that it reads, and `verify` checks all of them.
+    This does not check the shard's bytes, which were on disk before its record was written. Training checks every
+    document that it reads, and `verify` checks every shard.
     """
     if read_record(directory, index) is not None:
         return True
@@ -125,10 +123,10 @@ def has_shard(directory: Path, index: int) -> bool:
 
 
 class ShardFile:
-    """A shard that is being written: a temporary file of full size, whose documents are written in any order.
+    """A shard that is being written: a temporary file of full size. Its documents may be written in any order.
 
-    When every byte is on the disk, the file is renamed and then its record is written. A kill therefore leaves the
-    shard complete or absent.
+    Once every byte is on disk, the file is renamed, and then its record is written. A kill therefore leaves the shard
+    complete or absent.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class ShardFile:
             tokens: `input_ids`, `loss_mask`, `document_offsets` and `document_ids`, as in
                 mtptrain/hidden_states/store.py.
             hidden_size: H.
-            num_captured: L of `aux_hidden_states`.
+            num_captured: L, the number of captured layers.
             dtype: the dtype of the stored states.
 
         Raises:
@@ -172,9 +170,9 @@ class ShardFile:
             raise
 
     def write(self, document: int, streams: torch.Tensor) -> None:
-        """Write the states [n, L + 1, H] of document `document` of the shard.
+        """Write the states [n, L + 1, H] of the document at index `document` in the shard.
 
-        The captured layers come first. The states may have any float dtype.
+        The captured layers come before the last layer. The states may have any float dtype.
 
         Raises:
             ValueError: a state is not finite.
@@ -198,7 +196,7 @@ class ShardFile:
         self._checksums[document] = torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
 
     def _encoded(self, name: str, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the stored states and scales, on the CPU. They are encoded on the device of the states."""
+        """Returns the states in their stored dtype, and their scales, on the CPU. Encodes on the device of `states`."""
         if not is_fp8(self._dtype, name):
             return {name: states.to(torch.bfloat16).cpu().contiguous()}
         values, scales = encode(states)
@@ -260,7 +258,7 @@ def finish_store(
 ) -> StoreManifest | None:
     """Write the manifest and remove the records, or return None if shards of other parts are still missing.
 
-    One process of each part calls this after its shards are written. Parts that finish at the same time write the same
+    One process of each part calls this after writing its shards. Parts that finish at the same time write the same
     bytes.
     """
     records = [record for index in range(num_shards) if (record := read_record(directory, index)) is not None]
@@ -322,7 +320,7 @@ def record_path(shard: Path) -> Path:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Returns a name unique to this process, since workers of a killed torchrun may still write the same shard."""
+    """Returns a name unique to this process, since workers of a killed torchrun may still be writing the shard."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 

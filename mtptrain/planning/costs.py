@@ -29,22 +29,22 @@ class TargetCosts:
     num_parameters: int
     """Tied parameters count once."""
     active_parameters: int
-    """Parameters of the decoder layers that one token uses: k of E experts."""
+    """Number of decoder-layer parameters that one token uses: only k of E experts."""
     attention_flops: int
-    """FLOPs of attention for each pair of a query token and a key token."""
+    """FLOPs of attention for each pair of a query token and a key token, over all layers."""
     traffic_bytes_per_token: int
     """Bytes that elementwise kernels of the decoder layers read and write in bf16."""
 
     def flops_per_token(self, document_tokens: float) -> float:
         """Returns 2 FLOPs per active parameter, plus causal attention over half a document on average.
 
-        Sliding windows are ignored, so this is an upper bound for layers that have one.
+        This ignores sliding windows, so it is an upper bound for layers that use them.
         """
         return 2 * self.active_parameters + self.attention_flops * document_tokens / 2
 
 
 def target_costs(config: PreTrainedConfig) -> TargetCosts:
-    """Returns the costs of a target, which is built on the meta device and takes no memory."""
+    """Returns the costs of a target. It is built on the meta device, so it takes no memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -61,9 +61,9 @@ def target_costs(config: PreTrainedConfig) -> TargetCosts:
 def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
     """Returns the bytes that elementwise kernels move per token.
 
-    In each layer, two norms with their residual sums move four rows of the hidden size each, RoPE and the cache move
-    the attention heads, and the MLP's activation moves three rows of the intermediate size. Experts move their outputs
-    once more.
+    In each layer, two norms with their residual sums move four rows of the hidden size each. RoPE and the cache move
+    the attention heads. The MLP's activation moves three rows of the intermediate size. Experts read and write their
+    outputs once more.
     """
     experts = getattr(config, "num_experts_per_tok", 0) or 0
     width = config.moe_intermediate_size * experts if experts else config.intermediate_size
@@ -77,7 +77,7 @@ def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
 
 
 def head_parameters(config: HeadConfig, target_config: PreTrainedConfig) -> int:
-    """Returns the number of trained parameters of a head, which is built on the meta device.
+    """Returns a head's number of trained parameters. The head is built on the meta device.
 
     Raises:
         ValueError: the head does not fit the target.
@@ -97,7 +97,7 @@ class StepCosts:
     elementwise_bytes: int
     """Bytes that all other operators read and write."""
     peak_bytes: int
-    """Peak memory including gradients of the weights, without weights and frozen parts."""
+    """Peak memory, including gradients but not the weights and frozen parts."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class MicroBatch:
     target_config: PreTrainedConfig
     dtype: torch.dtype
     lengths: Sequence[int]
-    """Tokens of each document."""
+    """Number of tokens in each document."""
     supervised_share: float
     """Share of the tokens that are supervised."""
     loss_chunk_rows: int
@@ -116,12 +116,12 @@ class MicroBatch:
 
 
 def step_costs(micro_batch: MicroBatch, is_compiled: bool = False) -> StepCosts:
-    """Returns the costs of the trainer's step, run on tensors without data. bf16 uses the kernels of a GPU.
+    """Returns the costs of a training step, which runs on tensors without data. bf16 takes the code path of GPUs.
 
     Args:
         micro_batch: the documents and settings of the step.
         is_compiled: `train.compile`. If set, a fused function reads only its arguments and writes only its results.
-            Memory is counted as if not compiled, which is an upper bound.
+            Memory is always counted without compilation, as an upper bound.
     """
     eager, weight_bytes = _metered_step(micro_batch)
     traffic = _metered_step(micro_batch, is_fused=True)[0] if is_compiled else eager
@@ -172,7 +172,7 @@ def _step(
 
 
 def _packing(lengths: Sequence[int], rows: Sequence[int], drafts_per_document: int | None) -> Packing:
-    """Returns the packing of documents whose last tokens draft: all of them, or some at equal distances."""
+    """Returns the packing of documents that draft from their last `rows` positions: all, or some at equal distances."""
     if drafts_per_document is None:
         spans = [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))]
         return Packing.of(lengths, spans)

@@ -27,13 +27,13 @@ SYNCING = frozenset(
         "unique_consecutive",
     )
 )
-"""Operators for which the host must read a result or its shape."""
+"""Operators that make the host read their result or its shape."""
 MASKED = frozenset(("index", "index_put", "index_put_"))
-"""Operators for which the host must read the shape of the result if an index is a boolean mask."""
+"""Operators that make the host read the shape of their result if an index is a boolean mask."""
 WRITING = frozenset(
     ("fill", "fill_", "zero_", "zeros_like", "full_like", "ones_like", "zeros", "full", "ones", "arange")
 )
-"""Operators that write their result without reading a tensor of its size."""
+"""Operators that write their result without reading a tensor of the same size."""
 FLASH_OF_CPUS = frozenset(
     ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 )
@@ -52,7 +52,7 @@ class Meter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = Counter[str]()
-        """Peak memory of each device: the outputs of operators, and the tensors passed to `hold`."""
+        """Peak memory of operator outputs and of tensors passed to `hold`, by device."""
         self.matmul_flops = 0
         self.matmul_bytes = 0
         self.attention_flops = 0
@@ -63,7 +63,7 @@ class Meter(TorchDispatchMode):
         """`elementwise_bytes` by operator name. Operators inside `fused` are not included."""
         self.num_calls = Counter[str]()
         self.syncs = Counter[str]()
-        """How often the host waits for a CUDA device, by operator and calling line."""
+        """Number of times that the host waits for a CUDA device, by operator and calling line."""
         self._alive_bytes = Counter[str]()
         self._alive: set[int] = set()
         self._is_fused = False
@@ -76,7 +76,7 @@ class Meter(TorchDispatchMode):
         name = func._overloadpacket.__name__
         self.num_calls[name] += 1
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if _waits(name, args, kwargs, inputs):  # before the call, which raises for a fake tensor
+        if _waits(name, args, kwargs, inputs):  # checked before the call, which raises for fake tensors
             self.syncs[f"{name} at {_caller()}"] += 1
         if name == "_flash_attention_backward":
             self._count_peak(args[1].device, flash_scratch_bytes(args))
@@ -105,10 +105,10 @@ class Meter(TorchDispatchMode):
     def fused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function and count the bytes that compiled kernels would move.
 
-        It is used with `mtptrain.utils.compile.fused_through`.
+        Pass this method to `mtptrain.utils.compile.fused_through`.
 
-        In both passes, compiled kernels read the arguments and write the results. Among intermediate tensors, only the
-        inputs and outputs of matmuls reach memory.
+        In the forward and backward pass, compiled kernels read the arguments and write the results. Among intermediate
+        tensors, only the inputs and outputs of matmuls reach memory.
         """
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, torch.Tensor)):
@@ -166,9 +166,9 @@ def _is_composite(func: Any) -> bool:
 
 
 class _Fused(torch.autograd.Function):
-    """A function whose backward pass is also one kernel.
+    """A function whose forward and backward passes each count as one kernel.
 
-    Weights that it uses but does not take as arguments get gradients too.
+    Weights that the function uses without taking them as arguments get gradients too.
     """
 
     @staticmethod
@@ -219,7 +219,7 @@ def attention_flops(name: str, args: Any) -> int:
 
 
 def flash_scratch_bytes(args: Any) -> int:
-    """Returns the bytes that flash attention's backward pass allocates, including scratch that the dispatcher misses.
+    """Returns the bytes that flash attention's backward pass allocates, including scratch hidden from the dispatcher.
 
     The scratch is the query's gradient in fp32 and one sum per row, both padded by 128 rows per segment. With fewer key
     heads than query heads, it also holds gradients of keys and values for each query head. Source: `mha_varlen_bwd` in

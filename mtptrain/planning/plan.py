@@ -1,8 +1,8 @@
 """Estimates the disk, GPU memory and time of a run before anything is loaded. `planner.py` prints the plan.
 
-Unknown numbers are replaced by upper bounds: before data_prep.prompts has been run, every document has
-`prompts.max_document_tokens` tokens and every token is supervised. The number of tokens is a
-guess (`UNKNOWN_TOKENS`) if `prompts.max_train_tokens` sets no limit.
+Until data_prep.prompts has been run, upper bounds stand in for unknown numbers: every document has
+`prompts.max_document_tokens` tokens, all supervised. The number of tokens is a guess (`UNKNOWN_TOKENS`) if
+`prompts.max_train_tokens` sets no limit.
 """
 
 import shutil
@@ -67,7 +67,7 @@ class Plan:
     free_bytes: int
     target: TargetCosts
     target_bytes: int
-    """The target's weights as extraction loads them."""
+    """Size of the target's weights as extraction loads them."""
     target_bytes_per_gpu: int
     states_in_flight_bytes: int
     """Hidden states in vLLM's KV cache, on each GPU."""
@@ -78,14 +78,14 @@ class Plan:
     memory: TrainMemory
     num_steps: int
     scratch_bytes_per_token: int
-    """Disk space of vLLM's files in `hidden_states.scratch_dir`, which are deleted once they are in the store."""
+    """Disk space of vLLM's files in `hidden_states.scratch_dir`. They are deleted once their states are stored."""
     hidden_states: Speed
     train: Speed
-    """Training of all epochs."""
+    """Speed of training, over all epochs."""
     export_bytes: int
-    """Host memory of the export's proof that the written head proposes the same tokens."""
+    """Host memory that the export needs to prove that the written head drafts the same tokens."""
     serving: str | None
-    """Memory of a small language model in serving, in words; None for other heads."""
+    """Text about the memory that a small language model takes in serving; None for other heads."""
 
 
 def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
@@ -149,7 +149,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
 
 
 def export_proof_bytes(target_config: PreTrainedConfig, num_parameters: int) -> int:
-    """Returns the bytes of host memory that the proof of an export takes."""
+    """Returns the bytes of host memory that an export's proof takes."""
     num_tables = 1 if target_config.tie_word_embeddings else 2
     return proof_bytes(target_config.vocab_size, target_config.hidden_size, num_parameters, num_tables)
 
@@ -164,7 +164,7 @@ def extraction_speed(
 ) -> Speed:
     """Returns the speed of data_prep.hidden_states.
 
-    A target that is spread over all GPUs keeps only one of them busy.
+    A target that is spread over all GPUs keeps only one of them busy at a time.
     """
     settings, planner, hidden_size = config.hidden_states, config.planner, target_config.hidden_size
     scratch_bytes = scratch_bytes_per_token(config, target_config, captured)
@@ -183,7 +183,7 @@ def extraction_speed(
 
 
 def training_speed(config: PipelineConfig, step: StepCosts, stored_bytes: int, trained_tokens: int) -> Speed:
-    """Returns the speed of all epochs, from the costs of one micro-batch and the stored bytes of a token."""
+    """Returns the speed of training, from the costs of one micro-batch and the stored bytes of a token."""
     planner, step_tokens = config.planner, max(1, config.train.batch_tokens)
     costs = TokenCosts(
         flops=step.flops / step_tokens,
@@ -218,7 +218,7 @@ def free_disk(path: Path) -> int:
 def target_weights_bytes(
     config: PipelineConfig, target_dir: Path, target_config: PreTrainedConfig, target: TargetCosts
 ) -> int:
-    """Returns the bytes of the target's weights in extraction, from the files if they are local and quantised."""
+    """Returns the bytes of the target's weights in extraction, read from its files if they are local and quantised."""
     if getattr(target_config, "quantization_config", None) is not None and any(target_dir.glob("*.safetensors")):
         return sum(path.stat().st_size for path in weight_files(target_dir))
     return target.num_parameters * _itemsize(config.hidden_states.dtype.value)
@@ -237,8 +237,8 @@ def states_in_flight_bytes(
 ) -> int:
     """Returns the bytes of hidden states in vLLM's cache on each GPU, without keys and values.
 
-    These are the states of two batches, one that runs while the other is written, and of the longest document. vLLM
-    gives a block of states a page in every layer, although it fills only one of them. Tensor parallelism does not
+    The cache holds the states of the longest document and of two batches: one runs while the other is written. vLLM
+    allocates a page in every layer for each block of states, but fills only one of them. Tensor parallelism does not
     divide states: every GPU holds all of them (`get_kv_cache_groups` in vLLM 0.32).
     """
     num_layers: int = target_config.num_hidden_layers

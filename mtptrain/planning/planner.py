@@ -194,7 +194,7 @@ def _states_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
 
 
 def _least_engine_gpus(plan: Plan, config: PipelineConfig) -> int | None:
-    """Returns the number of GPUs, a power of two, that vLLM needs for weights and states; None if none is enough."""
+    """Returns the smallest number of GPUs, a power of two, that fits vLLM's weights and states; None if none does."""
     memory = config.planner.gpu_memory_gb * 1e9
     left = min(FITTING_SHARE * memory, ENGINE_SHARE * memory - plan.states_in_flight_bytes)
     return _power_of_two(plan.target_bytes / left) if left > 0 else None

@@ -20,11 +20,11 @@ class ServingCosts:
 
     weights: int
     cached_per_token: int
-    """Keys and values, over all layers."""
+    """Bytes of keys and values per token, over all layers."""
 
 
 def serving_costs(config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype) -> ServingCosts:
-    """Returns the costs of a head, whose cache is measured on tensors without data."""
+    """Returns the costs of a head. Its cache is measured on tensors without data."""
     with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype), torch.no_grad():
         drafter = read_prompt(build_head(config, target_config), _frozen_parts(target_config), target_config, 2)
         cached = drafter.cache.values_per_slot
@@ -32,12 +32,12 @@ def serving_costs(config: HeadConfig, target_config: PreTrainedConfig, dtype: to
 
 
 def describe_serving(config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype) -> str | None:
-    """Returns what a small language model takes in serving, beside an `mtp` head and the target; None for heads."""
+    """Returns text that compares a small language model's memory with an `mtp` head's; None for other heads."""
     if not isinstance(config, DraftModelHead.Config):
         return None
     own = serving_costs(config, target_config, dtype)
     text = f"{_gb(own.weights)} of weights and {own.cached_per_token:,} bytes of keys and values per token"
-    if target_config.hidden_size % 64 == 0:  # the sizes for which the other heads can be built
+    if target_config.hidden_size % 64 == 0:  # other heads can only be built for these sizes
         head = serving_costs(MtpHead.Config(), target_config, dtype)
         text += f"; a head mtp takes {_gb(head.weights)} and {head.cached_per_token:,} bytes"
     return f"{text}, the target itself {cached_values(target_config) * dtype.itemsize:,} bytes"

@@ -49,16 +49,16 @@ def estimate(
     num_ranks: int,
     dtype: torch.dtype,
 ) -> Speed:
-    """Returns the estimate for `tokens`: from `given` tokens/s if it is not 0, otherwise from the slowest resource.
+    """Returns the estimate for a stage, from `given` if it is not 0, otherwise from the slowest resource.
 
     Args:
         planner: rates of the hardware.
-        tokens: tokens of the stage.
+        tokens: number of tokens that the stage processes.
         given: tokens/s; 0 to derive them from the costs.
         costs: costs of one token.
         share: share of the peak FLOP/s that matmuls reach.
-        gpus_at_work: GPUs that work at once.
-        num_ranks: ranks that write states.
+        gpus_at_work: number of GPUs that work at once.
+        num_ranks: number of ranks that write states.
         dtype: dtype of the matmuls.
     """
     if given:
@@ -96,7 +96,7 @@ def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Sp
 
 
 def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -> tuple[float, str]:
-    """Returns the total FLOP/s of the GPUs at work, and a description of them.
+    """Returns the total peak FLOP/s of the GPUs at work, and text that describes it.
 
     CPU ranks share one CPU, so its rate is not multiplied.
     """

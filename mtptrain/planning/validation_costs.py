@@ -24,11 +24,11 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
     Args:
         config: the run's settings.
         target_config: the target's config.
-        longest_tokens: tokens of the longest document.
+        longest_tokens: length of the longest document.
     """
     dtype = getattr(torch, config.acceptance.dtype.value)
     prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
-    # `speculate` adds these slots to prompt and answer.
+    # `speculate` allocates these slots in addition to those of prompt and answer.
     drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)
     cached = (tokens + drafted_slots) * cached_values(target_config) * dtype.itemsize
     target_bytes = tokens * forward_values(target_config) * dtype.itemsize
@@ -36,7 +36,7 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
 
 
 def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
-    """Returns the most prompts that validation decodes together on a GPU, and their tokens with answers and padding."""
+    """Returns the size of validation's largest batch on a GPU, in prompts and in tokens (with answers and padding)."""
     new_tokens = config.train.validation_new_tokens
     is_text = config.prompts.source is PromptSource.text_files
     prompt_tokens = min(longest_tokens, config.acceptance.prompt_tokens) if is_text else longest_tokens
@@ -47,7 +47,7 @@ def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: i
 
 def cached_values(target_config: PreTrainedConfig) -> int:
     """Returns the number of values that the target's cache holds per token, over all layers."""
-    # DeepSeek caches the latent from which all heads' keys and values are made.
+    # DeepSeek caches the latent from which the keys and values of all attention heads are computed.
     if target_config.model_type == "deepseek_v2":
         layer_values = target_config.kv_lora_rank + target_config.qk_rope_head_dim
     else:
@@ -59,7 +59,7 @@ def cached_values(target_config: PreTrainedConfig) -> int:
 
 
 def forward_values(target_config: PreTrainedConfig) -> int:
-    """Returns about how many values per token are alive in the MLP, the widest part of a decoder layer."""
+    """Returns the approximate number of values per token alive in the MLP, the widest part of a decoder layer."""
     hidden_size = target_config.hidden_size
     dense = 3 * target_config.intermediate_size
     experts_size = getattr(target_config, "moe_intermediate_size", None)
@@ -80,7 +80,7 @@ def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype
 
 
 def read_prompt(head: Head, parts: FrozenParts, target_config: PreTrainedConfig, tokens: int) -> HeadDrafter:
-    """Returns a drafter whose head has run depth 0 over a prompt of so many tokens, with states that have no data."""
+    """Returns a drafter whose head has run depth 0 over a prompt of `tokens` tokens. The states have no data."""
     drafter = HeadDrafter(head, parts, 1)
     drafter.start(1, tokens + 1)
     states = torch.empty(1, tokens, target_config.hidden_size)

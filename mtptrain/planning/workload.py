@@ -9,26 +9,26 @@ from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.training.step_packing import pack_documents, shuffled
 
 UNKNOWN_TOKENS = 1_000_000
-"""Tokens assumed if the recipe sets no limit and data_prep.prompts has not been run."""
+"""Number of tokens assumed if the recipe sets no limit and data_prep.prompts has not been run."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The documents of stage 1, or the recipe's upper bounds; `UNKNOWN_TOKENS` are assumed if it sets no limit."""
+    """Counts of stage 1's documents, or else the recipe's upper bounds (`UNKNOWN_TOKENS` if it sets no limit)."""
 
     is_counted: bool
-    """Whether data_prep.prompts has been run; otherwise the numbers are bounds or assumed."""
+    """Whether data_prep.prompts has been run. If not, the numbers are bounds or assumptions."""
     documents: int
     """0 if unknown."""
     tokens: int
     supervised_tokens: int
     longest_tokens: int
     mean_tokens: float
-    """Document length averaged over tokens, so that long documents weigh more; proportional to attention costs."""
+    """Document length averaged over tokens, not documents. Attention costs are proportional to it."""
 
 
 def read_workload(config: PipelineConfig) -> Workload:
-    """Counts the documents of stage 1 if it has been run; otherwise returns what the recipe allows."""
+    """Counts the documents of stage 1 if it has been run; otherwise returns the recipe's upper bounds."""
     path = config.stage_dir("prompts") / f"{Split.train}.safetensors"
     if not path.exists():
         tokens, longest = config.prompts.max_train_tokens or UNKNOWN_TOKENS, config.prompts.max_document_tokens
@@ -46,7 +46,7 @@ def read_workload(config: PipelineConfig) -> Workload:
 
 
 def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
-    """Returns the number of tokens in all training steps, if the training set has `tokens` tokens."""
+    """Returns the number of tokens in all training steps, for a training set of `tokens` tokens."""
     step_tokens = config.train.batch_tokens * config.train.micro_batches_per_step
     return config.train.max_steps * step_tokens or config.train.epochs * tokens
 
@@ -54,7 +54,7 @@ def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
 def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
     """Returns the number of training steps.
 
-    The documents of stage 1 are packed as in training. If it has not been run, all steps are assumed to be full.
+    Documents of stage 1 are packed as in training. If stage 1 has not been run, all steps are assumed to be full.
     """
     train, path = config.train, config.stage_dir("prompts") / f"{Split.train}.safetensors"
     if train.max_steps:

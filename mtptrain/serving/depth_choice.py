@@ -1,20 +1,23 @@
-"""Chooses how many tokens to draft from measured speeds, and writes the choice as the settings of engines."""
+"""Uses measured speeds to choose how many tokens to draft, and expresses the choice as engine settings."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 DYNAMIC_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
-"""Methods of vLLM 0.32 that can draft another number of tokens in each batch. `medusa` and `suffix` refuse that."""
+"""Methods of vLLM 0.32 that can draft a different number of tokens in each batch. `medusa` and `suffix` cannot."""
 ADAPTIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
-"""SGLang's `--speculative-algorithm` that can: `adaptive_unsupported_reason` in adaptive_spec_params.py."""
+"""Values of SGLang's `--speculative-algorithm` that can vary the number of drafted tokens.
+
+Source: `adaptive_unsupported_reason` in adaptive_spec_params.py.
+"""
 
 Speeds = Mapping[int, Mapping[int, float]]
 """Output tokens/s by concurrency and K; K = 0 is the server without drafts."""
 
 
 def best_depths(speeds: Speeds) -> dict[int, int]:
-    """Returns the fastest K at each concurrency, the smaller one of two that are equally fast."""
+    """Returns the fastest K at each concurrency. If several are equally fast, the smallest is chosen."""
     return {
         concurrency: max(sorted(by_depth), key=lambda depth: by_depth[depth])
         for concurrency, by_depth in sorted(speeds.items())
@@ -28,10 +31,10 @@ def best_fixed_depth(speeds: Speeds) -> int:
 
 
 def per_batch_size(best: Mapping[int, int]) -> list[list[int]]:
-    """Returns vLLM's `num_speculative_tokens_per_batch_size`: `[first, last, K]`, both sizes included.
+    """Returns vLLM's `num_speculative_tokens_per_batch_size`: ranges `[first, last, K]`, both sizes included.
 
-    Between two measured sizes the K of the smaller one holds, as vLLM itself fills gaps. The first range starts at 1,
-    which vLLM requires; vLLM extends the last one. Equal neighbours are one range.
+    Sizes between two measured ones get the K of the smaller one, which is also how vLLM fills gaps. The first range
+    starts at 1, as vLLM requires, and vLLM extends the last one. Adjacent ranges with the same K are merged.
     """
     sizes = sorted(best)
     ranges: list[list[int]] = []
@@ -45,15 +48,15 @@ def per_batch_size(best: Mapping[int, int]) -> list[list[int]]:
 
 
 def adaptive_steps(best: Mapping[int, int]) -> dict[str, dict[str, list[int]]]:
-    """Returns the file of SGLang's `--speculative-adaptive-config`: one candidate at each measured batch size.
+    """Returns the contents of SGLang's `--speculative-adaptive-config`: one candidate at each measured batch size.
 
-    SGLang gives a batch the entry of the closest size.
+    For each batch, SGLang uses the entry of the closest size.
     """
     return {str(size): {"candidate_steps": [depth]} for size, depth in sorted(best.items())}
 
 
 def why_fixed(method: str, speculative_settings: Mapping[str, Any]) -> str | None:
-    """Returns why vLLM must draft the same number of tokens in every batch, or None if it need not."""
+    """Returns why vLLM must draft the same number of tokens in every batch, or None if it can vary the number."""
     if speculative_settings.get("parallel_drafting"):
         return "vLLM counts the mask rows of a parallel drafter once, when it starts"
     return None if method in DYNAMIC_METHODS else f"vLLM's method {method} drafts a fixed number of tokens"

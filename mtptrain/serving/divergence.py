@@ -1,6 +1,6 @@
 """Finds the first token where an engine's output differs from ours.
 
-A tiny logit gap is due to rounding, a large one to a bug.
+A tiny logit gap points to rounding, a large one to a bug.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from mtptrain.target.position_cache import PositionCache
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token on which the two sides differ."""
+    """The first token that differs between our output and the engine's."""
 
     what: str
     """`answer` if the target chose a different token, `draft` if the head did."""
@@ -48,7 +48,7 @@ class Divergence:
 def first_answer_divergence(
     target: Target, prompts: Sequence[Sequence[int]], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
 ) -> Divergence | None:
-    """Returns the first token of the first answer that differs; None if all are equal, or one merely ends earlier."""
+    """Returns the first differing token of the first differing answer; None if answers differ at most in length."""
     for index, (prompt, our_tokens, their_tokens) in enumerate(zip(prompts, ours, theirs, strict=True)):
         pairs = zip(our_tokens, their_tokens, strict=False)
         position = next((position for position, (a, b) in enumerate(pairs) if a != b), None)
@@ -70,7 +70,7 @@ def first_draft_divergence(
     ours: Sequence[Generation],
     theirs: Sequence[Sequence[int]],
 ) -> Divergence | None:
-    """Returns the first draft that only one side accepted, for equal answers; None if there is no such draft.
+    """Returns the first draft that only one side accepted, or None if there is none. All answers must be equal.
 
     Args:
         target: the target.
@@ -78,7 +78,7 @@ def first_draft_divergence(
         num_speculative_tokens: K.
         prompts: token ids of each prompt.
         ours: our generation for each prompt.
-        theirs: the engine's accepted drafts in each round, by prompt.
+        theirs: number of drafts that the engine accepted in each round, by prompt.
     """
     for index, (prompt, generation, their_rounds) in enumerate(zip(prompts, ours, theirs, strict=True)):
         # 1. Skip prompts with equal counts.
@@ -100,7 +100,7 @@ def first_draft_divergence(
         )
         # 3. Find the first round whose numbers of accepted drafts differ.
         new_tokens = torch.tensor(generation.tokens)
-        position = 1  # of the round's first draft: the target itself chose the first new token
+        position = 1  # index of the round's first draft; the target chose token 0
         for our_round, their_accepted in zip_longest(our_rounds, their_rounds):
             if our_round is None or their_accepted is None:
                 return None

@@ -1,4 +1,4 @@
-"""Reads the facts of an export, and turns them into the settings of the engine that serves it."""
+"""Reads an export's `serving.json`, and turns it into settings of the engine that serves the export."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
 
     Raises:
         FileNotFoundError: nothing was exported.
-        ValueError: the export is for another engine or of another head.
+        ValueError: the export is for another engine or contains another head.
     """
     facts: dict[str, Any] = json.loads(require(head_dir / "serving.json", "mtptrain.export").read_text())
     if facts["engine"] != engine:
@@ -31,7 +31,7 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
 
 
 def speculative_config(facts: dict[str, Any], head_dir: Path, num_speculative_tokens: int) -> dict[str, Any]:
-    """Returns vLLM's `--speculative-config` for an export. One that holds the target too is served as the target."""
+    """Returns vLLM's `--speculative-config`. An export that also holds the target is served as the target itself."""
     return {
         "method": facts["method"],
         **({} if facts.get("holds_target", False) else {"model": str(head_dir.resolve())}),

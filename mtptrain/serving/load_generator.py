@@ -1,4 +1,4 @@
-"""Sends requests to a server with `vllm bench serve`, which runs in vLLM's Python, and reads what it measured."""
+"""Sends requests to a server with `vllm bench serve`, run in vLLM's Python, and reads its measurements."""
 
 import json
 import statistics
@@ -14,18 +14,18 @@ from mtptrain.serving.server_process import WorkerProcess
 
 @dataclass(frozen=True)
 class Load:
-    """Requests to a server, of which a fixed number is in flight at any time."""
+    """Requests to a server, with a fixed number of them in flight at any time."""
 
     name: str
-    """Part of the id and of the cache salt of each request, so that no two loads share a prefix."""
+    """Part of each request's id and cache salt, so that no two loads share a prefix."""
     url: str
     model: str
     """The model's name at the server."""
     prompts_path: str
-    """A JSON list of prompts, each a list of token ids."""
+    """Path of a JSON list of prompts, each a list of token ids."""
     num_requests: int
     concurrency: int
-    """Requests in flight."""
+    """Number of requests in flight."""
     max_new_tokens: int
     sampling: dict[str, Any]
     """Sampling parameters of each request, as in the body of `/v1/completions`."""
@@ -37,7 +37,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Spread:
-    """A latency over requests or tokens, in milliseconds."""
+    """Mean and quantiles of a latency over requests or tokens, in milliseconds."""
 
     mean: float
     p50: float
@@ -53,7 +53,7 @@ class Spread:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns a quantile of sorted values, linear between two of them, as `numpy.percentile` has it."""
+    """Returns a quantile of sorted values, with linear interpolation as in `numpy.percentile`."""
     position = share * (len(ordered) - 1)
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
@@ -62,7 +62,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Latencies:
-    """The latencies and rates that a client of the server saw, by the definitions of `vllm bench serve`."""
+    """The latencies and rates that a client of the server measured, as `vllm bench serve` defines them."""
 
     requests: int
     output_tokens: int
@@ -71,9 +71,9 @@ class Latencies:
     ttft_ms: Spread
     """Time to the first token of each request, from when it was sent."""
     tpot_ms: Spread
-    """Time per output token after the first: one value per request with two tokens or more."""
+    """Time per output token after the first: one value per request with at least two tokens."""
     itl_ms: Spread
-    """Time between two messages of a stream. A message carries every token of a step, so with drafts often several."""
+    """Time between consecutive messages of a stream. A message carries all tokens of a step: several with drafts."""
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -81,7 +81,7 @@ class Latencies:
 
     @classmethod
     def read(cls, path: Path) -> "Latencies":
-        """Returns the figures of a result file of `vllm bench serve --save-detailed`."""
+        """Returns the figures in a result file of `vllm bench serve --save-detailed`."""
         result = json.loads(path.read_text())
         requests = zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True)
         return cls(
@@ -95,13 +95,13 @@ class Latencies:
 
 
 class LoadGenerator:
-    """`vllm bench serve` in a process that answers one load after another. The context manager starts and ends it."""
+    """A process that runs `vllm bench serve` for one load after another. The context manager starts and ends it."""
 
     def __init__(self, python: Path, log_path: Path) -> None:
         self._python, self._log_path = python, log_path
 
     def __enter__(self) -> "LoadGenerator":
-        """Start it and ask for vLLM's version. Raises RuntimeError if it ended."""
+        """Start the process and read vLLM's version. Raises RuntimeError if the process ended."""
         self._worker = WorkerProcess(self._python, ["load"], self._log_path, subprocess.PIPE)
         try:
             facts = self._answer()
@@ -119,7 +119,7 @@ class LoadGenerator:
         self._worker.end()
 
     def run(self, load: Load, finished: Callable[[int], None] = lambda _: None) -> Latencies:
-        """Send the requests and return what they took. Calls `finished` with the number of requests that have ended.
+        """Send the requests and return their latencies. Calls `finished` with the number of requests finished so far.
 
         Raises:
             RuntimeError: `vllm bench serve` or one of its requests failed.

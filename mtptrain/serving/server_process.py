@@ -1,4 +1,4 @@
-"""Starts `vllm serve` in a process group of its own, waits until it answers, and ends the whole group."""
+"""Starts `vllm serve` in its own process group, waits until it answers, and ends the whole group."""
 
 import os
 import signal
@@ -16,21 +16,21 @@ from mtptrain.utils.distributed import free_port
 
 BENCH_WORKER = Path(__file__).with_name("bench_worker.py")
 SHUTDOWN_TIMEOUT_S = 20.0
-"""Seconds that a server gets to end by itself before its process group is killed."""
+"""Seconds that a server has to end by itself before its process group is killed."""
 POLL_S = 0.2
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # On a CPU the engine would pin its threads to cores, which a container may forbid.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""Environment variables of every server. The user's own values win."""
+"""Environment variables of every server. Values that the user has set take precedence."""
 
 
 class WorkerProcess:
-    """A process of `bench_worker.py` in a process group of its own, which ends with this process at the latest."""
+    """A `bench_worker.py` process in its own process group. It ends no later than this process."""
 
     def __init__(self, python: Path, arguments: Sequence[str], log_path: Path, stdout: int | None = None) -> None:
-        """Start it. Its output goes to the log, its stdout elsewhere if `stdout` is given."""
+        """Start the process. Its output goes to the log, except for stdout if `stdout` is given."""
         self.log_path = log_path
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
@@ -57,14 +57,14 @@ class WorkerProcess:
 
 
 class StartedServer:
-    """A `vllm serve` of one's own. The context manager starts it, waits until it answers, and ends it."""
+    """A `vllm serve` process. The context manager starts it, waits until it answers, and ends it."""
 
     def __init__(self, python: Path, arguments: Sequence[str], log_path: Path, timeout_s: float) -> None:
-        """Nothing is started yet.
+        """Store the settings. Only entering the context manager starts the server.
 
         Args:
             python: an interpreter with vLLM.
-            arguments: those of `vllm serve`, without host and port.
+            arguments: arguments of `vllm serve`, without host and port.
             log_path: the file for everything that the server prints.
             timeout_s: seconds that the server may take to start.
         """
@@ -75,7 +75,7 @@ class StartedServer:
         """Returns the server once it answers.
 
         Raises:
-            RuntimeError: it ended, or does not answer in time.
+            RuntimeError: the server ended, or did not answer in time.
         """
         port = free_port()
         address = ["--host", "127.0.0.1", "--port", str(port)]

@@ -1,6 +1,6 @@
-"""Decodes prompts with vLLM, in a process that it starts or on a running server, and reads vLLM's counters.
+"""Decodes prompts with vLLM, in a process started here or on a running server, and reads vLLM's counters.
 
-vLLM needs different versions of torch and transformers from training. It therefore has its own environment (`make
+vLLM and training need different versions of torch and transformers. vLLM therefore has its own environment (`make
 .venv-vllm`) and runs in its own process, as in production.
 """
 
@@ -23,14 +23,14 @@ DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 PROGRESS = "vllm_worker:"
 """The prefix of the worker's progress lines. Other lines are printed only after a failure."""
 SHOWN_LINES = 30
-"""The number of log lines in the error of a process that failed."""
+"""Number of log lines that the error of a failed process shows."""
 MAX_CONCURRENT_REQUESTS = 16
 REQUEST_TIMEOUT_S = 600.0
 SETTLED_AFTER_S = 0.3
 """Seconds after which unchanged counters are final."""
 
 Counters = dict[tuple[str, int | None], int]
-"""A server's counters, by name and, for those that have one, draft position."""
+"""A server's counters, by name and draft position (None for counters without positions)."""
 _SAMPLE = re.compile(r'^vllm:(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?[^}]*\})? (\S+)$')
 
 
@@ -39,10 +39,10 @@ class EngineCounts:
     """An engine's drafting counters, summed over all requests of a run."""
 
     rounds: int
-    """Verified drafts; vLLM calls them num_drafts."""
+    """Number of verified drafts, which vLLM calls num_drafts."""
     drafted: int
     accepted_at: list[int]
-    """Rounds that accepted the draft at each position [K]."""
+    """Number of rounds that accepted the draft at each position [K]."""
 
     @property
     def acceptance_length(self) -> float:
@@ -59,7 +59,7 @@ class EngineRun:
     counts: EngineCounts | None
     """None for an engine without drafts."""
     accepted_by_round: list[list[int]] | None
-    """Accepted drafts in each round of each prompt; None if the engine does not report them."""
+    """Number of accepted drafts in each round of each prompt; None if the engine does not report them."""
     error: str = ""
     """The engine's error, if it failed; everything else is then empty."""
 
@@ -82,11 +82,11 @@ class GenerateJob:
     stop_token_ids: Sequence[int] = ()
     dtype: str = "float32"
     max_num_seqs: int = 32
-    """Requests that are decoded at once."""
+    """Maximum number of requests decoded at once."""
     kv_cache_memory_bytes: int | None = None
     """None lets the engine choose; it then takes nearly all memory."""
     tensor_parallel_size: int = 1
-    """GPUs of the engine."""
+    """Number of GPUs that the engine uses."""
     device_type: str = "cpu"
     """`cuda` if this process has a GPU: the engine then refuses to run on CPUs."""
 
@@ -164,7 +164,7 @@ def _run_worker(jobs: Sequence[GenerateJob], python: Path) -> tuple[str, list[di
 
 @dataclass(frozen=True)
 class StartedVllm:
-    """vLLM in a process that is started for each list of prompts and ends after it."""
+    """Runs vLLM in a new process for each list of prompts."""
 
     python: str | None
     target_dir: Path
@@ -175,7 +175,7 @@ class StartedVllm:
     max_model_len: int
     kv_cache_memory_bytes: int | None
     tensor_parallel_size: int
-    """GPUs of the engine."""
+    """Number of GPUs that the engine uses."""
     device_type: str
     """`cuda` if this process has a GPU: the engine then refuses to run on CPUs."""
 
@@ -289,7 +289,7 @@ class VllmServer:
         return counters
 
     def _settled_counters(self) -> Counters:
-        """Returns the counters once they stop changing: the server answers a request before it counts the last step."""
+        """Returns the counters once they stop changing: the server answers a request before counting its last step."""
         counters = self.counters()
         while True:
             time.sleep(SETTLED_AFTER_S)
@@ -328,7 +328,10 @@ def _counts(counters: Counters) -> EngineCounts | None:
 
 
 def _accepted_by_round(answers: Sequence[dict[str, Any]]) -> list[list[int]] | None:
-    """Returns the accepted drafts of each round. Needs a server with `--per-request-spec-decode-metrics detailed`."""
+    """Returns the number of accepted drafts in each round, by answer.
+
+    This is None unless the server runs with `--per-request-spec-decode-metrics detailed`.
+    """
     accepted = [
         ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("per_step_accepted") for answer in answers
     ]

@@ -7,11 +7,11 @@ This file imports nothing from mtptrain, whose dependencies are not installed th
 because importing vLLM is slow.
 
 `generate`: the job is a list of engines, which run one after another. The result holds vLLM's version and the output of
-each engine, or `{"error": text}` if it failed.
+each engine, or `{"error": text}` if that engine failed.
 
 `extract`: one engine extracts hidden states. Every line is JSON. The first line describes the engine. Each further line
-is a window of prompts with the files to write, and is answered with a line once they are written. EOF on stdin means
-that the parent died or is done: the engine and its workers then end at once, even during startup or a window.
+is a window of prompts with the files to write, and is answered with a line once the files are written. EOF on stdin
+means that the parent died or is done: the engine and its workers then end at once, even during startup or a window.
 """
 
 import gc
@@ -35,7 +35,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a separate proce
 # By default a CPU engine binds to cores that other programs may be using.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # A forked worker inherits locks that other threads hold, and hangs on them. `vllm serve` and CPU engines spawn their
-# workers too, so that only one start method needs tests.
+# workers too, so only one start method needs tests.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 import torch
@@ -54,7 +54,7 @@ Engine = dict[str, Any]
 
 
 class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """vLLM's connector, which also runs on CPUs, frees blocks at fixed steps and reports failed writes."""
+    """Extends vLLM's connector to run on CPUs, free blocks at fixed steps and report failed writes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,9 +96,9 @@ class _Done:
 
 
 class _SecondQuery:
-    """Replaces the event of a copy, and reports it as done exactly one step after it began.
+    """Replaces the event of a copy, and reports the copy as done exactly one step after it began.
 
-    The base class frees a prompt's blocks when it first sees that its copy is done. Timing would then determine the
+    The base class frees a prompt's blocks when it first sees that their copy is done. Timing would then determine the
     size of the next batch, and thereby the bits of its states. The copy overlaps with the forward in between.
     """
 
@@ -130,11 +130,11 @@ def progress(text: str) -> None:
 
 
 def run_and_clean_up(run: Callable[[Engine], dict[str, Any]], engine: Engine) -> dict[str, Any]:
-    """Returns the result of an engine, or its error, and frees its memory."""
+    """Returns an engine's result or error, and frees the engine's memory."""
     try:
         with few_collections():
             return run(engine)
-    except Exception as error:  # a third party's engine may raise anything, which must not stop the next one
+    except Exception as error:  # third-party code may raise anything, and the next engine must still run
         return {"error": "".join(traceback.format_exception(error))}
     finally:
         with few_collections():
@@ -144,7 +144,7 @@ def run_and_clean_up(run: Callable[[Engine], dict[str, Any]], engine: Engine) ->
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Disable `gc.collect`: vLLM calls it ten times per engine, which takes most of a small engine's start and end."""
+    """Disable `gc.collect`, which vLLM calls ten times per engine. It dominates a small engine's start and shutdown."""
     collect = gc.collect
     gc.collect = lambda generation=2: 0
     try:
@@ -171,7 +171,7 @@ def build(engine: Engine, **settings: Any) -> Any:
 
 
 def check_platform(device_type: str) -> None:
-    """Refuse to run on CPUs for a parent that has a GPU; vLLM's package for CPUs does not warn.
+    """Refuse to run on CPUs for a parent that has a GPU, because vLLM's CPU package does not warn.
 
     Raises:
         ValueError: vLLM runs on CPUs, but the parent process has a GPU.
@@ -185,12 +185,12 @@ def check_platform(device_type: str) -> None:
 
 
 def generate(engine: Engine) -> dict[str, Any]:
-    """Returns greedy answers to all prompts, which the engine receives at once, and how much its counters grew.
+    """Returns greedy answers to all prompts, and how much the counters grew. The engine gets all prompts at once.
 
-    Prompts are not split into chunks. At the end of each chunk vLLM 0.32 gives the head the prompt's last token instead
-    of the next one (`prepare_next_token_ids_padded` of its first runner), so that drafts would depend on how requests
-    are batched. vLLM, or the user with VLLM_USE_V2_MODEL_RUNNER, chooses the model runner, so that the checked engine
-    is the one that will serve.
+    Prompts are not split into chunks. At the end of each chunk, vLLM 0.32 gives the head the prompt's last token
+    instead of the next one (`prepare_next_token_ids_padded` of the V1 model runner), so drafts would depend on how
+    requests are batched. The model runner is left to vLLM, or to the user's VLLM_USE_V2_MODEL_RUNNER, so that the
+    checked engine is the one that will serve.
     """
     speculative = engine["speculative_config"]
     settings = (
@@ -227,7 +227,7 @@ def generate(engine: Engine) -> dict[str, Any]:
 
 
 def read_counters(llm: Any) -> dict[str, Any]:
-    """Returns vLLM's drafting counters, numbers and a list; empty for an engine without drafts."""
+    """Returns vLLM's drafting counters, each a number or a list; empty for an engine without drafts."""
     metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
     counters = {name: metrics[name] for name in COUNTERS if name in metrics}
     return {name: metric.values if hasattr(metric, "values") else metric.value for name, metric in counters.items()}
@@ -259,8 +259,8 @@ def answer_windows() -> None:
 def end_with_input(descriptor: int) -> None:
     """Start a thread that kills the engine's workers and ends this process when the other end of a pipe is closed.
 
-    The thread polls and never reads. A thread that blocks in reading stdin holds its lock, and a forked worker, which
-    first closes its copy of stdin, would wait for that lock forever.
+    The thread polls and never reads, because a thread that blocks on reading stdin holds stdin's lock. A forked worker
+    first closes its copy of stdin and would wait for that lock forever.
     """
     poller = select.poll()
     poller.register(descriptor, 0)  # a hang-up is always reported

@@ -48,7 +48,7 @@ class TargetConfig:
     revision: str | None = None
     """Hub revision; ignored for a local directory."""
     verify: bool = False
-    """Before extraction, compare the weight files with the hub's hashes, which a download by huggingface_hub keeps."""
+    """Before extraction, compare the weight files with the hub's hashes, which huggingface_hub saves on download."""
 
 
 @dataclass
@@ -69,10 +69,11 @@ class PromptsConfig:
     max_document_tokens: int = at_least(4, default=2048)
     """Longer documents are cut into windows of this many tokens."""
     validation_fraction: float = proper_share(default=0.05, hint="both training and validation need documents")
-    """Share of files or conversations held out for validation. Files are chosen by a hash of their name, conversations
-    by a hash of their question (normalised system prompt and first user turn): no held-out question is trained on."""
+    """Share of files or conversations held out for validation. Files are chosen by a hash of their name. Conversations
+    are chosen by a hash of their question (normalised system prompt and first user turn), so that no held-out question
+    is trained on."""
     max_train_tokens: int = at_least(0, default=0)
-    """Maximum number of training tokens; 0 keeps all. Documents are kept in the order of the same hashes."""
+    """Maximum number of training tokens; 0 keeps all. Documents are kept in order of the hashes above."""
 
 
 @dataclass
@@ -80,14 +81,14 @@ class ResponsesConfig:
     """Optional stage before stage 1: the target regenerates the assistant turns of `prompts.paths`."""
 
     url: str | None = None
-    """Base URL of a running OpenAI-compatible server (vLLM, SGLang) that serves the target: `http://localhost:8000/v1`.
-    null runs the target in this process with transformers."""
+    """Base URL of an OpenAI-compatible server (vLLM, SGLang) that serves the target, such as
+    `http://localhost:8000/v1`. null runs the target in this process with transformers."""
     model: str | None = None
-    """Name under which the server serves the target; null takes its only model."""
+    """The target's model name on the server; null uses the server's only model."""
     concurrency: int = at_least(1, default=64)
-    """Conversations in flight at the server."""
+    """Number of conversations in flight at the server."""
     batch_size: int = at_least(1, default=8)
-    """With transformers: conversations generated together."""
+    """With transformers: number of conversations generated together."""
     dtype: Dtype = Dtype.bfloat16
     """With transformers: dtype of the target."""
     temperature: float = at_least(0.0, default=0.0)
@@ -95,13 +96,13 @@ class ResponsesConfig:
     top_k: int = at_least(0, default=0)
     """0 keeps all tokens."""
     max_new_tokens: int = at_least(1, default=2048)
-    """Maximum length of a response. A response that reaches it is the last of its conversation."""
+    """Maximum length of a response in tokens. A response that reaches it is the last of its conversation."""
     max_retries: int = at_least(0, default=3)
-    """Retries of a failed request."""
+    """Number of times to retry a failed request."""
     timeout_s: float = at_least(0.01, default=600.0)
     """Timeout of one request."""
     api_key_variable: str = "OPENAI_API_KEY"
-    """Environment variable that holds the server's key; no key is sent if it is unset."""
+    """Environment variable that holds the server's API key. If it is unset, no key is sent."""
 
 
 @dataclass
@@ -115,22 +116,22 @@ class HiddenStatesConfig:
     store_dtype: StoreDtype = StoreDtype.bfloat16
     """Dtype of the states on disk."""
     batch_tokens: int = at_least(1, default=16_384)
-    """Tokens in one forward, which packs whole documents without padding."""
+    """Number of tokens in one forward, which packs whole documents without padding."""
     shard_tokens: int = at_least(1, default=262_144)
     """A shard ends with the document that reaches this many tokens."""
     writer_threads: int = at_least(1, default=4)
-    """CPU threads per rank that check, encode and write states; the bytes on disk are the same for any number."""
+    """Number of CPU threads per rank that check, encode and write states. It does not change the bytes on disk."""
     compile: bool = False
     """`transformers`: torch.compile the decoder layers."""
     num_parts: int = at_least(1, default=1)
-    """Groups of processes that divide the shards among them, such as the tasks of a Slurm array. The group that ends
-    last finalizes the store."""
+    """Number of groups of processes that share the shards, such as the tasks of a Slurm array. The last group to
+    finish finalizes the store."""
     part: int = at_least(0, default=0)
     """Index of this group, from 0."""
     tensor_parallel_size: int = at_least(1, default=1)
-    """`vllm`: GPUs per engine; each rank starts its own engine."""
+    """`vllm`: number of GPUs per engine; each rank starts its own engine."""
     kv_cache_memory_bytes: int | None = None
-    """`vllm`: the engine's setting of this name; null leaves the choice to the engine."""
+    """`vllm`: the engine's setting of the same name; null lets the engine choose."""
     scratch_dir: str | None = None
-    """`vllm`: directory for the states of up to two shards per rank, which the engine writes there first. `/dev/shm`
-    saves disk traffic; null creates a directory inside the store."""
+    """`vllm`: directory where the engine first writes the states of up to two shards per rank. `/dev/shm` saves
+    disk traffic; null creates a directory inside the store."""

@@ -7,23 +7,23 @@ from mtptrain.utils.settings import at_least, share
 
 @dataclass
 class PlannerConfig:
-    """Hardware figures that `plan=true` computes with."""
+    """Hardware figures that `plan=true` uses."""
 
     num_gpus: int = at_least(1, default=8)
     gpu_memory_gb: float = at_least(1, default=80.0)
     gpu_tflops: float = at_least(0.0, default=0.0)
     """Dense bf16 peak of one GPU; 0 measures the peak of this machine's GPU or CPU."""
     gpu_memory_gb_per_s: float = at_least(0.0, default=0.0)
-    """Memory bandwidth of one GPU. With 0, estimates ignore the limits of memory traffic, PCIe and CPU."""
+    """Memory bandwidth of one GPU. 0 makes estimates ignore the limits of memory traffic, PCIe and CPU."""
     hidden_states_peak_share: float = share(default=0.4, hint="1 is the whole peak")
     """Share of the peak that extraction's matrix products reach; used if `hidden_states_tokens_per_s` is 0."""
     train_peak_share: float = share(default=0.65, hint="1 is the whole peak")
     """Share of the peak that training's matrix products reach; used if `train_tokens_per_s` is 0."""
     disk_gb_per_s: float = at_least(0.0, default=0.0)
-    """Rate of reading or writing states, which limits both estimates; 0 ignores it."""
+    """Disk bandwidth for reading or writing states, which limits both estimates; 0 ignores this limit."""
     hidden_states_tokens_per_s: float = at_least(0.0, default=0.0)
-    """Measured extraction speed of all GPUs together; 0 estimates it from a token's FLOPs, memory traffic,
-    PCIe and disk bytes, the time to write its states, and the rates above."""
+    """Measured extraction speed of all GPUs together; 0 estimates it from the rates above and from each token's FLOPs,
+    memory traffic, PCIe bytes, disk bytes and writing time."""
     train_tokens_per_s: float = at_least(0.0, default=0.0)
-    """Measured training speed of all GPUs together; 0 estimates it from a token's FLOPs, memory traffic,
-    PCIe and disk bytes, and the rates above."""
+    """Measured training speed of all GPUs together; 0 estimates it from the rates above and from each token's FLOPs,
+    memory traffic, PCIe bytes and disk bytes."""
