@@ -284,7 +284,7 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
         ),
         (
             ("acceptance.baselines=[model]", "acceptance.draft_model=demo"),
-            "acceptance.draft_model: must have the target's tokenizer, but the vocabulary of",
+            "acceptance.draft_model: the vocabulary must have at most 260 rows, as many as the target's, but",
         ),
         (
             ("acceptance.baselines=[model]", "acceptance.draft_model=/none"),

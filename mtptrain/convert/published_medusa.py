@@ -65,7 +65,7 @@ def check_medusa(directory: Path, config: dict[str, Any], tensors: Tensors, targ
             raise ValueError(
                 f"{path}: {name} must be {value} for this target, but is {config[name]}; choose another head"
             )
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         if name.startswith("lm_head") and len(tensor) != vocab_size:
             raise ValueError(
                 f"head.init_from: {name} of {directory} must have {vocab_size} rows, the target's vocabulary, but has "

@@ -16,7 +16,7 @@ from eval.checks.stages import Stages, run_in_process
 from eval.gpu_check import COMMON, SIZES, checks_of, forwarded, report, run_all
 from mtptrain.config import CheckSize
 from mtptrain.heads.attention.training import depth_attention
-from mtptrain.heads.base import Head
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import Packing
 from tests.conftest import make_config, run_program, write_text_files
 from tests.programs import run_ranks
@@ -105,14 +105,14 @@ def test_a_loss_whose_teacher_is_shifted_is_found(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("head", ["mtp", "eagle3"])
 def test_decoding_that_reads_other_embeddings_is_found(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Head.decode
+    decode = LayerHead.decode
 
     def shifted(
-        self: Head, states: torch.Tensor, embeddings: torch.Tensor, *rest: Any
+        self: LayerHead, states: torch.Tensor, embeddings: torch.Tensor, *rest: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return decode(self, states, embeddings.roll(1, -1), *rest)
 
-    monkeypatch.setattr(Head, "decode", shifted)
+    monkeypatch.setattr(LayerHead, "decode", shifted)
     assert numerics.check_decode(head, CPU, torch.float32).outcome is Outcome.failed
 
 

@@ -79,7 +79,7 @@ def plain_step(
                 j = t + 2 + depth
                 if j < n and all(mask[t + 1 : j + 1]):
                     logits = out[depth] @ head.output_weight(frozen).T
-                    draft = plain_loss(teacher[j - 1], logits, head.draft_token_ids, loss.kind, loss.lk_eta)
+                    draft = plain_loss(teacher[j - 1], logits, head.draft_token_ids, loss.kind, loss.lk_eta, ids[j])
                     feature = F.smooth_l1_loss(out[depth], hidden[j - 1])
                     sums[depth] = sums[depth] + draft + loss.feature_weight * feature
                     counts[depth] += 1
