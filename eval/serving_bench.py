@@ -34,7 +34,7 @@ from mtptrain.decoding.prompts import read_prompts
 from mtptrain.run_dir import write_provenance
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
 from mtptrain.serving.depth_choice import best_depths
-from mtptrain.serving.exports import cache_bytes, read_serving_facts, speculative_config
+from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
 from mtptrain.serving.server_process import StartedServer
 from mtptrain.serving.vllm_client import EngineCounts, VllmServer, find_python
@@ -214,7 +214,7 @@ def engine(bench: Bench, depth: int | None) -> Iterator[VllmServer]:
 def server_arguments(bench: Bench, depth: int) -> list[str]:
     """Returns the arguments of `vllm serve`. Engines differ only in their drafts."""
     config = bench.config
-    model_dir = bench.head_dir if depth and bench.facts.get("holds_target", False) else bench.target_dir
+    model_dir = served_model(bench.facts, bench.head_dir, bench.target_dir) if depth else bench.target_dir
     arguments = [str(model_dir), "--dtype", str(config.acceptance.dtype)]
     arguments += ["--max-model-len", str(bench.context_tokens)]
     arguments += ["--tensor-parallel-size", str(config.serving.tensor_parallel_size)]

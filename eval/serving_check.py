@@ -31,7 +31,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.run_dir import write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
-from mtptrain.serving.exports import cache_bytes, read_serving_facts, speculative_config
+from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
 from mtptrain.target.families import eos_token_ids, read_target_config
 from mtptrain.target.hub import resolve_target
@@ -115,7 +115,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     has_gpu = torch.cuda.is_available()
     return StartedVllm(
         python=str(python),
-        target_dir=head_dir.resolve() if facts.get("holds_target", False) else target_dir,
+        target_dir=Path(served_model(facts, head_dir, target_dir)),
         speculative_config=speculative_config(facts, head_dir, settings.num_speculative_tokens),
         hf_overrides=facts["hf_overrides"],
         dtype=str(settings.dtype),

@@ -67,14 +67,14 @@ class HeadDrafter:
 
     def first_depth(self, verified: Verified) -> FirstDepth:
         """Run depth 0 over the rows that the target has just read, which rebuilds the head's keys of these rows."""
+        position = verified.num_tokens - 2  # [B]
         if not self.rebuild_cache:
-            position = verified.num_tokens - 2  # [B]
             if self._drafted_to is not None:
                 num_kept = self._drafted_to - verified.positions[:, 0]
                 verified = verified.from_row(torch.minimum(num_kept, verified.last_row).clamp(min=0))
             self._drafted_to = position + self.num_speculative_tokens
         first = self.head.draft_first(verified, self.parts, self.cache, self.num_speculative_tokens)
-        return FirstDepth(self.head.logits(first.states, self.parts), first.fed_back, verified.num_tokens - 2)
+        return FirstDepth(self.head.logits(first.states, self.parts), first.fed_back, position)
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
         """Run the remaining depths, each on the previous depth's token and state, and return the draft."""

@@ -94,6 +94,14 @@ class Head(nn.Module, ABC):
         self.ttt_steps = int(config.ttt_steps)
         self.capture_layers = self.layers_to_capture(config, target_config)
 
+    def _add_own_vocabulary(self, size: int | None, target_config: PreTrainedConfig) -> None:
+        """Give the head its own lm_head [D, H] if `size` D is set, and `d2t` if D is not the target's vocabulary."""
+        if size is None:
+            return
+        self.lm_head = nn.Linear(target_config.hidden_size, size, bias=False)
+        if size != target_config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
+
     @classmethod
     def layers_to_capture(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
         """Returns the residual streams of the target that the head reads, in order: id k is the stream after k layers.
@@ -143,7 +151,6 @@ class Head(nn.Module, ABC):
             num_drafts: K.
         """
 
-    @abstractmethod
     def draft_next(
         self,
         fed_back: torch.Tensor,
@@ -154,6 +161,8 @@ class Head(nn.Module, ABC):
         tree: TreeRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inference: run a later depth, on the state and the token of the previous one.
+
+        A head whose `draft_first` returns the states of all depths does not need it.
 
         Args:
             fed_back: the states that the previous depth fed back [B, W, H or wider]. W is 1, or the number of rows of a
@@ -167,6 +176,7 @@ class Head(nn.Module, ABC):
         Returns:
             The states that `logits` reads [B, W, H], and the states to feed back [B, W, H or wider].
         """
+        raise AssertionError("draft_first returns the states of all depths")
 
     @abstractmethod
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:

@@ -22,7 +22,7 @@ from mtptrain.heads.packing import PackedTokens
 from mtptrain.heads.peagle import mask_token_id
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
-from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
 from mtptrain.utils.settings import at_least, at_least_or_none
 
@@ -117,10 +117,7 @@ class DflashHead(Head):
         self.hidden_norm = RmsNorm(hidden_size, eps)
         self.layers = nn.ModuleList(DflashLayer(dims, target_config) for _ in range(config.num_layers))
         self.norm = RmsNorm(hidden_size, eps)
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
-            if config.draft_vocab_size != target_config.vocab_size:
-                self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self._add_own_vocabulary(config.draft_vocab_size, target_config)
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
     @classmethod
@@ -180,18 +177,6 @@ class DflashHead(Head):
             x = layer.finish(x[num_unread:], attended.permute(2, 0, 1, 3))
         states = self._normed(x).transpose(0, 1)  # [B, K, H]
         return FirstStates(states, states[:, -1])
-
-    def draft_next(
-        self,
-        fed_back: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        parts: FrozenParts,
-        cache: PositionCache,
-        tree: TreeRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not called, because `draft_first` returns the states of all depths."""
-        raise AssertionError("draft_first drafts all tokens")
 
     def _layers(self) -> list[tuple[DflashLayer, int]]:
         """Returns the layers, each with the number of leading rows of a block whose output is unused."""

@@ -57,10 +57,7 @@ class Eagle3Head(LayerHead):
         self.post_attention_layernorm = RmsNorm(hidden_size, eps)
         self.mlp = SwiGlu(hidden_size, dims.intermediate_size)
         self.norm = RmsNorm(hidden_size, eps)
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
-            if config.draft_vocab_size != target_config.vocab_size:
-                self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self._add_own_vocabulary(config.draft_vocab_size, target_config)
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
     @classmethod

@@ -17,7 +17,7 @@ from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
-from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
 from mtptrain.utils.settings import at_least
 
@@ -84,18 +84,6 @@ class MedusaHead(Head):
         hidden_states = last_states(verified)  # [B, H]
         states = torch.stack([block(hidden_states) for block in self.blocks[:num_drafts]], dim=1)  # [B, K, H]
         return FirstStates(states, hidden_states)
-
-    def draft_next(
-        self,
-        fed_back: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        parts: FrozenParts,
-        cache: PositionCache,
-        tree: TreeRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not called: `draft_first` returns all depths."""
-        raise AssertionError
 
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
         """Returns the FLOPs of a training step. The first layer's input, the target's state, needs no gradient."""

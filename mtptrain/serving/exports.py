@@ -30,6 +30,11 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
     return facts
 
 
+def served_model(facts: dict[str, Any], head_dir: Path, target: Path | str) -> Path | str:
+    """Returns the model that the engine is started with: the export itself if it also holds the target."""
+    return head_dir.resolve() if facts.get("holds_target", False) else target
+
+
 def speculative_config(facts: dict[str, Any], head_dir: Path, num_speculative_tokens: int) -> dict[str, Any]:
     """Returns vLLM's `--speculative-config`. An export that also holds the target is served as the target itself."""
     return {
