@@ -17,7 +17,7 @@ from mtptrain.serving.depth_choice import (
     per_batch_size,
     why_fixed,
 )
-from mtptrain.serving.exports import speculative_config
+from mtptrain.serving.exports import served_model, speculative_config
 from mtptrain.target.families import read_target_config
 from mtptrain.utils.files import write_json, write_text
 
@@ -58,7 +58,8 @@ def write_engine_settings(
     settings, said = vllm_settings(speeds, facts, head_dir)
     write_json(output_dir / VLLM_FILE, settings)
     parts = ["# The fastest number of drafts at each batch size", table(speeds, best), "## vLLM", said]
-    parts.append(f"```bash\n{vllm_command(output_dir / VLLM_FILE, target, facts)}\n```")
+    served = str(served_model(facts, head_dir, target))
+    parts.append(f"```bash\n{vllm_command(output_dir / VLLM_FILE, served, facts)}\n```")
     parts += ["## SGLang", sglang_part(output_dir / SGLANG_FILE, best, head_dir, target, head, target_dir)]
     write_text(output_dir / README, "\n\n".join(parts) + "\n")
     found = ", ".join(f"{depth} at {size}" for size, depth in best.items())

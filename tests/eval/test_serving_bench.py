@@ -77,6 +77,14 @@ def write(
     )
 
 
+def test_an_export_that_holds_the_target_is_what_the_command_serves(
+    config_for: Callable[..., PipelineConfig], tmp_path: Path, tiny_target: Path
+) -> None:
+    _, vllm, readme = write(config_for, tmp_path, tiny_target, method="mtp", holds_target=True)
+    assert vllm is not None and "model" not in vllm
+    assert f"vllm serve {tmp_path}/export/vllm --speculative-config" in readme
+
+
 def test_the_settings_are_files_that_the_readmes_commands_use(
     config_for: Callable[..., PipelineConfig], tmp_path: Path, tiny_target: Path
 ) -> None:
