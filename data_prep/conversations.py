@@ -65,7 +65,7 @@ class Rows:
             yield from enumerate(self.rows)
         except ValueError as error:
             raise ValueError(
-                f"{self.path}: every row must be readable, but one is not ({error}); write the file again"
+                f"{self.path}: every row must be readable, but one is not ({error}); create the file again"
             ) from error
 
 
@@ -81,7 +81,10 @@ class Conversations:
     """Group of each usable row. Rows with the same question share a group, which stays in one split."""
 
     def messages(self, index: int) -> list[Message]:
-        """Reads a conversation from its file again, so that a large data set need not fit into memory."""
+        """Parses the row of a conversation again, because messages are not stored.
+
+        Parquet files and hub data sets are memory-mapped. The rows of jsonl and json files are in memory.
+        """
         rows, row = self.origins[index]
         return parse_row(rows.rows[row], self.schema)
 
@@ -207,7 +210,7 @@ def _reasoning(message: Row) -> dict[str, str]:
 
 
 def _check_schema(row: Row, schema: ConversationSchema, location: str) -> None:
-    """Raises ValueError if the first row of a file has an unknown format. Any later such row is only refused."""
+    """Raises ValueError if the first row of a file has an unknown format. Later rows like it are only left out."""
     listed = _message_column(row) if isinstance(row, Mapping) else None
     if listed is not None and (not listed or _schema_of(listed[0], schema) is not None):
         return
@@ -270,7 +273,7 @@ def _read_parquet(path: str) -> Rows:
     except (ValueError, OSError, DatasetGenerationError) as error:
         reason = str(error.__cause__ or error).strip()
         raise ValueError(
-            f"{path}: must be a parquet file with rows, but cannot be read ({reason}); write it again"
+            f"{path}: must be a parquet file with rows, but cannot be read ({reason}); create it again"
         ) from error
     return Rows(path, rows, range(1, len(rows) + 1))
 

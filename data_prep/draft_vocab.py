@@ -54,7 +54,7 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
     capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     identity = expected_identity(config, target_dir, capture_layers, paths[Split.train])
 
-    counts = {split: count_drafted(Documents.load(path), vocab_size) for split, path in paths.items()}
+    counts = {split: count_predictable(Documents.load(path), vocab_size) for split, path in paths.items()}
     token_ids = choose_tokens(counts[Split.train], size, special_token_ids(target_dir, target_config))
 
     stage_dir = config.stage_dir("draft_vocab")
@@ -109,22 +109,22 @@ def special_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> set[
     }
 
 
-def count_drafted(documents: Documents, vocab_size: int) -> NDArray[np.int64]:
+def count_predictable(documents: Documents, vocab_size: int) -> NDArray[np.int64]:
     """Returns how often each token occurs at a position that a draft can predict, i64[V]."""
-    return np.bincount(documents.input_ids[is_drafted(documents)], minlength=vocab_size)
+    return np.bincount(documents.input_ids[is_predictable(documents)], minlength=vocab_size)
 
 
-def is_drafted(documents: Documents) -> NDArray[np.bool_]:
+def is_predictable(documents: Documents) -> NDArray[np.bool_]:
     """Returns which tokens the first draft of a round can predict, bool[N]; later drafts predict a subset of them.
 
     As in `make_batch`, token t counts if the assistant generates tokens t - 1 and t, and if the document has a token
     t - 2, whose hidden state the draft reads.
     """
     generated = documents.loss_mask.astype(bool)
-    drafted = generated & np.roll(generated, 1)
+    predictable = generated & np.roll(generated, 1)
     for position in (0, 1):  # no draft predicts the first two tokens of a document
-        drafted[documents.document_offsets[:-1][documents.lengths > position] + position] = False
-    return drafted
+        predictable[documents.document_offsets[:-1][documents.lengths > position] + position] = False
+    return predictable
 
 
 def choose_tokens(counts: NDArray[np.int64], size: int, always: set[int]) -> NDArray[np.int64]:
@@ -151,9 +151,9 @@ def coverage(counts: NDArray[np.int64], token_ids: NDArray[np.int64]) -> float:
 def print_summary(manifest: DraftVocabManifest) -> None:
     table = Table(title="data_prep.draft_vocab", show_header=False)
     table.add_row("draft vocabulary", f"{manifest.draft_vocab_size:,} of {manifest.vocab_size:,} tokens")
-    table.add_row("distinct tokens drafted", f"{manifest.distinct_tokens:,}")
+    table.add_row("distinct tokens that a draft can predict", f"{manifest.distinct_tokens:,}")
     for split, share in manifest.coverage.items():
-        table.add_row(f"drafted tokens covered, {split}", f"{share:.2%}")
+        table.add_row(f"their occurrences covered, {split}", f"{share:.2%}")
     Console().print(table)
     if manifest.filled_up_tokens:
         print(

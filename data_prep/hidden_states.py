@@ -58,7 +58,9 @@ def main(cfg: DictConfig) -> None:
 
 
 def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
-    """Fill `run_dir/hidden_states` with the missing shards of this part. Every rank must call this.
+    """Fill `run_dir/hidden_states` with the missing shards of this part (`hidden_states.part`).
+
+    Every rank must call this.
 
     Raises:
         FileNotFoundError: stage 1 has not been run, or vLLM is not installed although the backend is vllm.
@@ -74,7 +76,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         verify_weights(extraction.target_dir)
     if ranks.local_rank == 0:
         remove_scratch(config)
-    if is_finished(extraction, ranks):
+    if not begin_unless_finished(extraction, ranks):
         return
     missing = missing_shards(extraction.store_dir, extraction.own, ranks)
     if ranks.is_first:
@@ -107,8 +109,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         )
 
 
-def is_finished(extraction: Extraction, ranks: Ranks) -> bool:
-    """Returns whether the store is finished, and prepares its directory if it is not."""
+def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:
+    """Prepare the store's directory and return True. If the store is finished, print that and return False."""
     store_dir, shard_tokens = extraction.store_dir, extraction.config.hidden_states.shard_tokens
     manifest = begin_store(store_dir, extraction.identity, shard_tokens, extraction.own) if ranks.is_first else None
     if manifest:
@@ -116,7 +118,7 @@ def is_finished(extraction: Extraction, ranks: Ranks) -> bool:
             f"{store_dir} is finished already: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens",
             flush=True,
         )
-    return any(ranks.gather(manifest is not None))
+    return not any(ranks.gather(manifest is not None))
 
 
 def fill(extraction: Extraction, streams: Streams, indices: Sequence[int], ranks: Ranks) -> None:
@@ -136,9 +138,9 @@ def fill(extraction: Extraction, streams: Streams, indices: Sequence[int], ranks
 
 
 def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
-    """Write shards in the order of training, up to `OPEN_WINDOWS` windows ahead, until training has released them all.
+    """Write the shards of the first `OPEN_WINDOWS` windows that training has not released, until it has released all.
 
-    Ranks divide the shards by their position in that order, and do not wait for each other.
+    Ranks divide the shards by their position in the order of training, and do not wait for each other.
     """
     windows = extraction.windows
     rank_shards = set(list(chain.from_iterable(windows))[ranks.rank :: ranks.world_size])
@@ -159,7 +161,7 @@ def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> N
 
 
 def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager[Streams]:
-    """Load the target in the backend, to extract the captured layers, then the last layer before the final norm."""
+    """Returns a backend for the target. It extracts the captured streams, then the state before the final norm."""
     config, target_dir = extraction.config, extraction.target_dir
     settings = config.hidden_states
     layers = (*extraction.capture_layers, int(extraction.target_config.num_hidden_layers))
@@ -223,7 +225,7 @@ def fullest_windows(extraction: Extraction) -> list[int]:
 
 
 def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> None:
-    """Print how much will be written, and refuse if that and the backend's temporary files exceed the free disk space.
+    """Print how much disk space is needed, and refuse if that and the backend's temporary files exceed the free space.
 
     With streaming, training deletes the shards that it has read, so only the fullest windows must fit. The space of
     shards already on the disk counts as free.
@@ -250,7 +252,7 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
     total_tokens = int(documents.document_offsets[-1])
     print(
         f"hidden states of {len(documents):,} documents: {total_tokens:,} tokens x {token_bytes:,} bytes = "
-        f"{total_tokens * token_bytes / 1e9:.3f} GB; to write: {missing_bytes / 1e9:.3f} GB, free: "
+        f"{total_tokens * token_bytes / 1e9:.3f} GB; space needed: {missing_bytes / 1e9:.3f} GB, free: "
         f"{free_bytes / 1e9:.3f} GB",
         flush=True,
     )

@@ -2,8 +2,9 @@
 
 A conversation with n assistant turns is usually one text with n spans. But some templates render a turn differently
 once the conversation continues; Qwen3's, for instance, strips reasoning from the history. Such a turn gets an
-additional text: its prompt and the turn as generated. In this text, all earlier turns that appear as generated are
-supervised too. Working backwards from the last turn gives the smallest number of texts.
+additional text: its prompt and the turn as generated. In this text, earlier turns that appear as generated are
+supervised too, unless another text already supervises them. Working backwards from the last turn gives the smallest
+number of texts.
 
 A template with `{% generation %}` blocks marks what the assistant generates. With any other template, an assistant turn
 is all text that is rendered after its prompt.
@@ -39,7 +40,8 @@ class Rendering:
     turn: int = 0
     """0 for the first text of a conversation; otherwise the number of the text's last message, counted from 1."""
     answers_left_out: int = 0
-    """In the first text, the number of assistant turns that the template does not render after their prompt."""
+    """Number of assistant turns left out, because the template does not render them after their prompt; set only in the
+    first text."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,8 @@ def _render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: bool
 ) -> tuple[str, list[Span]]:
     """Returns the text and, on request, the spans of its generation blocks."""
-    # apply_chat_template rejects an empty list of messages, which is the history of a leading assistant turn. Its mask
-    # also loses the last bytes of a span that ends inside a multi-token character.
+    # Calls render_jinja_template directly. apply_chat_template rejects an empty list of messages, the history of a
+    # leading assistant turn, and its mask omits the last tokens of a span that ends with a character of several tokens.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
     with rendering(tokenizer, messages):
         rendered: Any = render_jinja_template(

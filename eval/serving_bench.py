@@ -36,7 +36,7 @@ from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal
 from mtptrain.serving.depth_choice import best_depths
 from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
-from mtptrain.serving.server_process import StartedServer
+from mtptrain.serving.server_process import ManagedServer
 from mtptrain.serving.vllm_client import EngineCounts, VllmServer, find_python
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import DEMO, resolve_target, weights_fingerprint
@@ -207,7 +207,7 @@ def engine(bench: Bench, depth: int | None) -> Iterator[VllmServer]:
         yield bench.server
         return
     log_path, timeout_s = bench.output_dir / f"server_K{depth}.log", bench.config.serving_bench.start_timeout_s
-    with StartedServer(bench.python, server_arguments(bench, depth), log_path, timeout_s) as server:
+    with ManagedServer(bench.python, server_arguments(bench, depth), log_path, timeout_s) as server:
         yield server
 
 

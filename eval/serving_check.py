@@ -32,7 +32,7 @@ from mtptrain.decoding.speculate import Generation
 from mtptrain.run_dir import write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
-from mtptrain.serving.vllm_client import EngineCounts, EngineRun, StartedVllm, VllmServer, find_python
+from mtptrain.serving.vllm_client import EngineCounts, EngineRun, VllmProcess, VllmServer, find_python
 from mtptrain.target.families import eos_token_ids, read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
@@ -89,7 +89,7 @@ def spare_tokens(config: PipelineConfig) -> int:
     return 2 * config.acceptance.num_speculative_tokens
 
 
-def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> StartedVllm | VllmServer:
+def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> VllmProcess | VllmServer:
     """Returns the engine, after quick checks that it can serve the head and the prompts.
 
     Raises:
@@ -113,7 +113,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     facts = read_serving_facts(head_dir, serving.engine, found.sha256)
     python = find_python(serving.python)
     has_gpu = torch.cuda.is_available()
-    return StartedVllm(
+    return VllmProcess(
         python=str(python),
         target_dir=Path(served_model(facts, head_dir, target_dir)),
         speculative_config=speculative_config(facts, head_dir, settings.num_speculative_tokens),

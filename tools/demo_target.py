@@ -1,4 +1,4 @@
-"""Train the demo target, a 6M-parameter Llama, on the Python standard library, or a smaller draft model for it.
+"""Trains the demo target, a 6M-parameter Llama, or a smaller draft model for it, on the Python standard library.
 
 This is not a stage of the pipeline: the result ships in ``mtptrain/demo_target/`` so that ``make demo`` needs no
 network. Reads the ``.py`` files of the running Python's standard library; writes the tokenizer, config, bf16 weights
@@ -89,7 +89,7 @@ GENERATED = ("pydoc_data/*", "encodings/*")
 
 
 def sizes_of(hidden_size: int) -> dict[str, int]:
-    """Returns the sizes of a model's layers, in the demo target's proportions, with heads of 64."""
+    """Returns the sizes of a model's layers, in the demo target's proportions, with a head dim of 64."""
     heads = hidden_size // 64
     return {
         "hidden_size": hidden_size,
@@ -261,8 +261,8 @@ def arguments() -> tuple[argparse.Namespace, dict[str, int], tuple[Phase, ...]]:
         "--from-phase", type=int, default=0, help="0: start from random weights; above 0: from those in output-dir"
     )
     parser.add_argument("--draft-for", type=Path, help="train a small model with the tokenizer of this target")
-    parser.add_argument("--hidden-size", type=int, help="a multiple of 64; by default that of the demo target")
-    parser.add_argument("--layers", type=int, help="decoder layers; by default those of the demo target")
+    parser.add_argument("--hidden-size", type=int, help="a multiple of 64; by default 256, or 128 with --draft-for")
+    parser.add_argument("--layers", type=int, help="decoder layers; by default 6, or 2 with --draft-for")
     parser.add_argument("--tokens", type=int, help="tokens of the first phase")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

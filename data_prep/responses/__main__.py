@@ -97,7 +97,7 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
     done = ranks.gather(store.rows)[0]
     missing = [row for row in job.survey.turns if row not in done]
     if missing and ranks.is_first:
-        store.resume()
+        store.mark_unfinished()
         write_provenance(store.directory, config)
     ranks.barrier()
 

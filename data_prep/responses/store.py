@@ -73,7 +73,7 @@ class ResponsesStore:
             if path.exists():
                 self._read(path)
 
-    def resume(self) -> None:
+    def mark_unfinished(self) -> None:
         """Write the plan and remove the manifest, which marks a finished stage, before the responses change."""
         write_json(
             self.directory / PLAN, {"identity": asdict(self._identity), "server_versions": self._server_versions}

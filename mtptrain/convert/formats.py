@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format
-from mtptrain.convert.limits import check_served
+from mtptrain.convert.limits import check_servable
 from mtptrain.convert.mimo import VllmMimo
 from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
 from mtptrain.convert.transformers import TransformersMtp
@@ -52,7 +52,7 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
             f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class "
             f"for it; set export.engine={engines[0]}"
         )
-    check_served(engine, head, target)
+    check_servable(engine, head, target)
     if (engine, head.name, target.model_type) == ("vllm", "mtp", MiMoConfig.model_type):
         return VllmMimo(head, target)
     return FORMATS[engine, head.name](head, target)

@@ -69,11 +69,11 @@ def biases_without_mimo(head: MtpHead.Config, target: PreTrainedConfig) -> objec
     return "true" if head.attention_bias and not is_mimo(target) else None
 
 
-def other_first_embedding(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+def wrong_zero_first_embedding(head: MtpHead.Config, target: PreTrainedConfig) -> object:
     return None if head.zero_first_embedding == is_mimo(target) else str(head.zero_first_embedding).lower()
 
 
-def other_norm_state(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+def wrong_prenorm_states(head: MtpHead.Config, target: PreTrainedConfig) -> object:
     return None if head.prenorm_states == is_mimo(target) else str(head.prenorm_states).lower()
 
 
@@ -91,15 +91,15 @@ def mimo_target(head: HeadConfig, target: PreTrainedConfig) -> object:
     return target.model_type if is_mimo(target) else None
 
 
-def foreign_sizes_for_mimo(head: LayerConfig, target: PreTrainedConfig) -> object:
-    return foreign_sizes(head, target) if is_mimo(target) else None
+def different_sizes_for_mimo(head: LayerConfig, target: PreTrainedConfig) -> object:
+    return different_sizes(head, target) if is_mimo(target) else None
 
 
 def normed_residual(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     return head.norm_before_residual or None
 
 
-def foreign_layer(head: HeadConfig, target: PreTrainedConfig) -> object:
+def unsupported_layer(head: HeadConfig, target: PreTrainedConfig) -> object:
     """Returns how the target's decoder layer differs from the head's, or None."""
     if target.model_type not in MODEL_CLASSES:
         return f"a {target.model_type}"
@@ -110,39 +110,39 @@ def foreign_layer(head: HeadConfig, target: PreTrainedConfig) -> object:
     return None if sliding_window(target) is None else f"one with a sliding window of {sliding_window(target)} tokens"
 
 
-def foreign_sizes(head: LayerConfig, target: PreTrainedConfig) -> object:
+def different_sizes(head: LayerConfig, target: PreTrainedConfig) -> object:
     """Returns the head's sizes if they differ from those of the target's layers, otherwise None."""
     dims = head_dims(head, target)
     ours = (dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim, dims.intermediate_size)
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     theirs = (target.num_attention_heads, target.num_key_value_heads, head_dim, target.intermediate_size)
-    return None if ours == theirs else f"{ours} instead of {theirs}"
+    return None if ours == theirs else f"one with {ours} instead of {theirs}"
 
 
 # fmt: off
 LIMITS = (
     *(Limit(engine, "mtp", "head.norms", "all four", norms_left_out,
-            "its class has every norm",
+            "the engine's class has all four norms",
             "train with all of them")
       for engine in ("vllm", "sglang", "transformers")),
     Limit("vllm", "mtp", "target.path", "a target that is not quantised", quantisation,
           "vLLM builds the layers of this head with the target's quantisation",
           "export for the target in bf16, or train head=eagle3, which keeps its own dtype"),
-    Limit("vllm", "mtp", "head.prenorm_states", "true for a mimo target and false for any other", other_norm_state,
-          "vLLM passes the states before the final norm of a mimo target to a head, and those after it of any other",
-          "set it and train again"),
+    Limit("vllm", "mtp", "head.prenorm_states", "true for a mimo target and false for any other", wrong_prenorm_states,
+          "vLLM passes a head the states before the final norm if the target is a mimo, otherwise those after it",
+          "change it and train again"),
     Limit("vllm", "mtp", "head.zero_first_embedding", "true for a mimo target and false for any other",
-          other_first_embedding,
-          "vLLM zeroes the embedding at position 0 in MiMo's MTP layer alone",
-          "set it and train again"),
-    Limit("vllm", "mtp", "head.attention_bias", "false unless the target is a mimo", biases_without_mimo,
-          "MiMo's MTP layer alone has biases in vLLM",
+          wrong_zero_first_embedding,
+          "of the vLLM classes that serve this head, only MiMo's zeroes the embedding at position 0",
+          "change it and train again"),
+    Limit("vllm", "mtp", "head.attention_bias", "false for families other than mimo", biases_without_mimo,
+          "of the vLLM classes that serve this head, only MiMo's has biases",
           "train without it"),
-    Limit("vllm", "mtp", "head", "of the heads, key/value heads, head dim and intermediate size of the "
-                                 "mimo target", foreign_sizes_for_mimo,
+    Limit("vllm", "mtp", "head", "a layer with the mimo target's sizes (attention heads, key/value heads, "
+                                 "head dim, intermediate size)", different_sizes_for_mimo,
           "vLLM builds MiMo's MTP layer from the target's config",
           "train without these settings"),
-    *(Limit("vllm", name, "target.path", "of another family", mimo_target,
+    *(Limit("vllm", name, "target.path", "of a family other than mimo", mimo_target,
             "vLLM passes the states before the target's final norm to the head, which reads those after it",
             "train head=mtp with head.prenorm_states=true")
       for name in ("eagle", "medusa")),
@@ -170,24 +170,25 @@ LIMITS = (
     Limit("sglang", "eagle3", "head.capture_layers", "below the target's last layer", last_stream,
           "SGLang captures a stream at the input of the next layer",
           "set export.engine=vllm, or train with other layers"),
-    Limit("sglang", "eagle3", "head.capture_layers", "above 0, the embeddings", embeddings_stream,
+    Limit("sglang", "eagle3", "head.capture_layers", "above 0 (the embeddings)", embeddings_stream,
           "SGLang counts layers from 0 and has no id for the embeddings",
           "set export.engine=vllm, or train with other layers"),
     Limit("sglang", "eagle3", "head.capture_layers", "two or more", single_stream,
           "SGLang applies fc only if it reduces the width of the state",
           "set export.engine=vllm, or train with more layers"),
-    Limit("sglang", "eagle3", "head.capture_layers", "other than 1 at first for a deepseek_v2", deepseek_stream_1,
+    Limit("sglang", "eagle3", "head.capture_layers", "a list that does not start with 1 for a deepseek_v2 target",
+          deepseek_stream_1,
           "for this family SGLang counts layers from 0 if the list starts with 1, and from 1 otherwise",
           "set export.engine=vllm, or train with other layers"),
     Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no "
-                                                "biases", foreign_layer,
+                                                "biases", unsupported_layer,
           "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm"),
     Limit("transformers", "mtp", "target.path", "a target that is not quantised", quantisation,
           "the head's layer would have to be quantised like the target's",
           "export for the target in bf16"),
-    Limit("transformers", "mtp", "head", "of the target's heads, key/value heads, head dim and intermediate "
-                                         "size", foreign_sizes,
+    Limit("transformers", "mtp", "head", "a layer with the target's sizes (attention heads, key/value heads, "
+                                         "head dim, intermediate size)", different_sizes,
           "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm, or train without these settings"),
 )
@@ -195,7 +196,7 @@ LIMITS = (
 """Limits are checked in this order."""
 
 
-def check_served(engine: str, head: HeadConfig, target: PreTrainedConfig) -> None:
+def check_servable(engine: str, head: HeadConfig, target: PreTrainedConfig) -> None:
     """Check that an engine can serve a head with a target.
 
     Raises:

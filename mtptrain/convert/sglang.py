@@ -30,8 +30,8 @@ class SglangMtp(MimoLayer):
         if self.head.zero_first_embedding:
             return []
         return [
-            "SGLang zeroes the embedding that this class reads at position 0, which training and measurement do not. "
-            "Only the key and value of that position differ. Train with head.zero_first_embedding=true to avoid it."
+            "At position 0, SGLang's model reads zeros in place of the embedding; training and evaluation do not. Only "
+            "the key and value of that position differ. To avoid this, train with head.zero_first_embedding=true."
         ]
 
 

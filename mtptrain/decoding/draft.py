@@ -25,7 +25,7 @@ class Draft:
     """For a chain drafted by a head, the logits of each depth over the head's own vocabulary: K tensors [B, D]."""
 
     def ancestors(self) -> torch.Tensor:
-        """Returns bool[B, P + 1, P + 1]: whether row j is row i or an ancestor of it, at index [b, i, j].
+        """Returns bool[B, P + 1, P + 1], whose entry [b, i, j] says whether row j is row i or an ancestor of it.
 
         Row 0 is the newest token of the sequence, row 1 + p is draft p."""
         batch_size, num_drafts = self.tokens.shape

@@ -86,7 +86,7 @@ class LayerHead(Head):
 
         Draft position t attends to the depth-0 keys of its document up to t, and to its own keys of depths 1 .. k.
         """
-        # 1. Split the tokens into draft positions and prompt tokens, which only provide keys and values at depth 0.
+        # 1. Split the tokens into draft positions and all others, which only provide keys and values at depth 0.
         packing = tokens.packing
         hidden_states, prompt_states = packing.split(self._run(self._fuse, tokens.target_states))  # [M, H], [N - M, H]
         embeddings, prompt_embeddings = packing.split(parts.embed(tokens.next_ids))
@@ -191,7 +191,7 @@ class LayerHead(Head):
         self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns residual stream, queries, keys and values."""
-        residual, x = self.combine(hidden_states, self._read_at(positions, embeddings))
+        residual, x = self.combine(hidden_states, self._zero_first(positions, embeddings))
         return residual, *self.self_attn.queries_keys_values(x, positions)
 
     @fused
@@ -199,10 +199,10 @@ class LayerHead(Head):
         self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values, without computing queries."""
-        _, x = self.combine(hidden_states, self._read_at(positions, embeddings))
+        _, x = self.combine(hidden_states, self._zero_first(positions, embeddings))
         return self.self_attn.keys_values(x, positions)
 
-    def _read_at(self, positions: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+    def _zero_first(self, positions: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings, with zeros at position 0 if `zero_first_embedding` is set."""
         return torch.where(positions[..., None] == 0, 0, embeddings) if self.zero_first_embedding else embeddings
 

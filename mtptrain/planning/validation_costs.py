@@ -80,7 +80,7 @@ def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype
 
 
 def read_prompt(head: Head, parts: FrozenParts, target_config: PreTrainedConfig, tokens: int) -> HeadDrafter:
-    """Returns a drafter whose head has run depth 0 over a prompt of `tokens` tokens. The states have no data."""
+    """Returns a drafter whose head has run depth 0 over a prompt of `tokens` tokens. The states are uninitialised."""
     drafter = HeadDrafter(head, parts, 1)
     drafter.start(1, tokens + 1)
     states = torch.empty(1, tokens, target_config.hidden_size)

@@ -16,7 +16,7 @@ from mtptrain.utils.distributed import free_port
 
 BENCH_WORKER = Path(__file__).with_name("bench_worker.py")
 SHUTDOWN_TIMEOUT_S = 20.0
-"""Seconds that a server has to end by itself before its process group is killed."""
+"""Seconds that a server may take to shut down before its process group is killed."""
 POLL_S = 0.2
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -56,7 +56,7 @@ class WorkerProcess:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
 
 
-class StartedServer:
+class ManagedServer:
     """A `vllm serve` process. The context manager starts it, waits until it answers, and ends it."""
 
     def __init__(self, python: Path, arguments: Sequence[str], log_path: Path, timeout_s: float) -> None:
@@ -104,7 +104,7 @@ class StartedServer:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"serving_bench.start_timeout_s: the server must answer within {self._timeout_s:g} s, but does "
-                    f"not; read {self._log_path}, or raise it"
+                    f"not; read {self._log_path}, or raise the timeout"
                 )
             time.sleep(POLL_S)
 

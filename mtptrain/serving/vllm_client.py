@@ -1,7 +1,7 @@
 """Decodes prompts with vLLM, in a process started here or on a running server, and reads vLLM's counters.
 
 vLLM and training need different versions of torch and transformers. vLLM therefore has its own environment (`make
-.venv-vllm`) and runs in its own process, as in production.
+.venv-vllm/.installed`) and runs in its own process, as in production.
 """
 
 import json
@@ -74,7 +74,8 @@ class GenerateJob:
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     max_model_len: int
-    """The engine's context length. Once a request is within 2 num_speculative_tokens of it, all drafts are useless."""
+    """The engine's context length. If a request comes within 2 * num_speculative_tokens tokens of it, vLLM's drafts
+    become useless for all requests."""
     speculative_config: dict[str, Any] | None = None
     """vLLM's `--speculative-config`; None decodes without drafts."""
     hf_overrides: dict[str, Any] | None = None
@@ -163,7 +164,7 @@ def _run_worker(jobs: Sequence[GenerateJob], python: Path) -> tuple[str, list[di
 
 
 @dataclass(frozen=True)
-class StartedVllm:
+class VllmProcess:
     """Runs vLLM in a new process for each list of prompts."""
 
     python: str | None

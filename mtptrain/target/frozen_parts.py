@@ -73,7 +73,7 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     """Read only the embeddings, final norm and lm_head from the target's safetensors files.
 
     Raises:
-        ValueError: a tensor is missing or quantised, the weights do not belong to the config, or the family is not
+        ValueError: a tensor is missing or quantised, the weights do not match the config, or the family is not
             supported.
     """
     config = read_target_config(target_dir)

@@ -1,7 +1,8 @@
 """Losses of a head against the target's distribution, as sums and counts; the trainer divides once.
 
-The teacher's logits are recomputed from the target's hidden states, once per target token for all depths. The forward
-pass also computes the gradient with respect to the head's states, so each block of logits can be freed immediately.
+The teacher's logits are recomputed from the target's hidden states, once per target token (see `draft_losses`) for all
+depths. The forward pass also computes the gradient with respect to the head's states, so each block of logits can be
+freed immediately.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,15 +60,16 @@ def draft_losses(
 ) -> LossSums:
     """Compare every draft with the target's distribution.
 
-    Depth k of row i has the same target token as depth 0 of row i + k, because the rows of a span are consecutive.
+    If row i is at token t, the target token of its depth k is token t + 1 + k: the target's state there gives the
+    distribution to learn. Depth 0 of row i + k has the same target token, because the rows of a span are consecutive.
 
     If the head has its own vocabulary, the target's probabilities are not renormalised over it. The probability mass
-    outside it is added to the KL, and a target token outside it counts as a wrong top-1 prediction.
+    outside it is added to the KL. If the target's most likely token is outside it, the top-1 prediction is wrong.
 
     Args:
         states: the head's states [T, M, H].
         lm_head: the head's own lm_head [D, H], or the target's frozen one [V, H].
-        target_states: the target's post-norm states for depth 0 of each row [M, H].
+        target_states: the target's post-norm states at the target tokens of the first depth in `states` [M, H].
         target_logits: returns the target's logits [C, V] for its states [C, H].
         is_draft: whether depth k of row i counts, bool [T, M]. If a row counts at a depth, it counts at all smaller
             depths.
@@ -115,19 +117,20 @@ class _ChunkedLoss(torch.autograd.Function):
             target_block = target_states[first : first + num_positions]
             teacher = teach(target_logits(target_block), draft_token_ids)
             slots = rows_of_block(first, len(target_block), num_depths)
-            block, counts = (at_targets(x, slots, len(target_block)) for x in (states, is_draft))  # [T, C, H], [T, C]
+            block = at_targets(states, slots, len(target_block))  # [T, C, H]
+            is_counted = at_targets(is_draft, slots, len(target_block))  # [T, C]
             row_states = block.flatten(0, 1)
             data_block = None if data_tokens is None else data_tokens[first : first + num_positions]
             logits = F.linear(row_states, lm_head)
             block_sums, grad_logits = compare(
-                logits, counts.flatten(), teacher, scale, settings.kind, settings.lk_eta, data_block
+                logits, is_counted.flatten(), teacher, scale, settings.kind, settings.lk_eta, data_block
             )
             grad = (grad_logits @ lm_head).view_as(block)
             if grad_lm_head is not None:
                 grad_lm_head += grad_logits.T @ row_states
             if settings.feature_weight:
                 feature_sums, feature_grad = compare_features(
-                    block, counts, target_block, scale, settings.feature_weight
+                    block, is_counted, target_block, scale, settings.feature_weight
                 )
                 block_sums[0] += feature_sums
                 grad += feature_grad
@@ -168,18 +171,18 @@ def at_targets(x: torch.Tensor, slots: Sequence[tuple[slice, slice]], num_positi
 
 def compare(
     logits: torch.Tensor,
-    counts: torch.Tensor,
+    is_counted: torch.Tensor,
     teacher: Teacher,
     scale: torch.Tensor,
     kind: LossKind,
     lk_eta: float,
     data_tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare the logits of drafts with their teacher; rows whose `counts` is false contribute nothing.
+    """Compare the logits of drafts with their teacher; rows whose `is_counted` is false contribute nothing.
 
     Args:
         logits: the logits of all depths, concatenated [T * C, D].
-        counts: whether each row counts, bool [T * C].
+        is_counted: whether each row counts, bool [T * C].
         teacher: the distributions of C target tokens, the same for every depth.
         scale: weight of each depth in the loss [T].
         kind: the kind of loss.
@@ -194,7 +197,7 @@ def compare(
     tokens = teacher.tokens.repeat(num_depths)
     labels = tokens if data_tokens is None else data_tokens.repeat(num_depths)
     mass = None if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
-    weights = counts * scale.repeat_interleave(len(counts) // num_depths)
+    weights = is_counted * scale.repeat_interleave(len(is_counted) // num_depths)
     largest, total, product, overlap, grad = _rows_and_grad(
         mark_width_static(logits),
         mark_width_static(teacher.values),
@@ -210,7 +213,7 @@ def compare(
     cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product
     kl = cross + log_total
     if mass is not None:
-        kl = kl + (1 - mass) * (1 - log_total)  # target_probs sum to mass here, not to 1; add the rest
+        kl = kl + (1 - mass) * (1 - log_total)  # weights log_total by mass, and adds the mass outside the vocabulary
     agrees = (at_token == largest) & (tokens >= 0)
     if kind in CROSS_ENTROPIES:
         at_label = at_token if labels is tokens else _at(logits, labels)
@@ -220,7 +223,7 @@ def compare(
         loss = weight * kl + (1 - weight) * (1 - overlap)
     else:
         loss = kl
-    rows = torch.stack([loss, kl, agrees.float(), overlap]) * counts  # [4, T * C]
+    rows = torch.stack([loss, kl, agrees.float(), overlap]) * is_counted  # [4, T * C]
     return rows.unflatten(1, (num_depths, -1)).sum(-1), grad
 
 
@@ -279,7 +282,7 @@ def _rows_and_grad(
 
 
 def compare_features(
-    states: torch.Tensor, counts: torch.Tensor, target_states: torch.Tensor, scale: torch.Tensor, weight: float
+    states: torch.Tensor, is_counted: torch.Tensor, target_states: torch.Tensor, scale: torch.Tensor, weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compare the head's states [T, C, H] with the target's states [C, H] by smooth L1 distance, averaged over H.
 
@@ -289,5 +292,5 @@ def compare_features(
     """
     difference = states.float() - target_states.float()
     distance = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").mean(-1)  # [T, C]
-    grad = difference.clamp(-1, 1) * (counts * scale[:, None] * (weight / states.shape[-1]))[..., None]
-    return (distance * counts).sum(-1) * weight, grad.to(states.dtype)
+    grad = difference.clamp(-1, 1) * (is_counted * scale[:, None] * (weight / states.shape[-1]))[..., None]
+    return (distance * is_counted).sum(-1) * weight, grad.to(states.dtype)

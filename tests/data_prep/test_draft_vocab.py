@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.draft_vocab import choose_tokens, count_drafted, coverage, prepare_draft_vocab, special_token_ids
+from data_prep.draft_vocab import choose_tokens, count_predictable, coverage, prepare_draft_vocab, special_token_ids
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
 from mtptrain.data.draft_vocab import read_draft_vocab
@@ -35,7 +35,7 @@ def config(tmp_path: Path, config_for: Callable[..., PipelineConfig]) -> Pipelin
 
 
 def drafts_of_training(documents: Documents) -> Counter[int]:
-    """Counts the target tokens of depth 0 in the batches that training makes."""
+    """Counts the tokens that depth 0 drafts in the batches that training makes."""
     counts: Counter[int] = Counter()
     for index in range(len(documents)):
         ids = torch.from_numpy(documents.tokens(index).copy())
@@ -53,7 +53,7 @@ masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, m
 def test_the_tokens_counted_are_those_that_training_drafts(found: list[list[bool]]) -> None:
     generator = np.random.default_rng(0)
     documents = Documents.from_list([(i, generator.integers(0, 20, len(mask)), mask) for i, mask in enumerate(found)])
-    counts = count_drafted(documents, 20)
+    counts = count_predictable(documents, 20)
     assert dict(drafts_of_training(documents)) == {token: count for token, count in enumerate(counts.tolist()) if count}
 
 

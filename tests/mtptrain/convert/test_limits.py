@@ -22,8 +22,8 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     *(
         (
             engine, "mtp", {"norms": ["norm"]}, "llama", {},
-            rf"head\.norms: must be all four to export head mtp for {engine}, but is \[norm\]: its class has every "
-            r"norm; train with",
+            rf"head\.norms: must be all four to export head mtp for {engine}, but is \[norm\]: the engine's "
+            r"class has all four norms; train with",
         )
         for engine in ("vllm", "sglang", "transformers")
     ),
@@ -54,13 +54,14 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         r"head\.capture_layers: must be below the target's last layer .* but is \[1, 2, 4\]: SGLang captures a stream "
         r"at the input",
     ),
-    ("sglang", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"head\.capture_layers: must be above 0, .* but is "
-                                                                  r"\[0, 2\]"),
+    ("sglang", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"head\.capture_layers: must be above 0 \(the "
+                                                                  r"embeddings\) .* but is \[0, 2\]"),
     ("sglang", "eagle3", {"capture_layers": [2]}, "llama", {}, r"head\.capture_layers: must be two or more .* but is "
                                                                r"\[2\]"),
     (
         "sglang", "eagle3", {"capture_layers": [1, 2, 3]}, "deepseek_v2", {},
-        r"head\.capture_layers: must be other than 1 at first for a deepseek_v2 .* but is \[1, 2, 3\]",
+        r"head\.capture_layers: must be a list that does not start with 1 for a deepseek_v2 target .* but is "
+        r"\[1, 2, 3\]",
     ),
     (
         "transformers", "mtp", {}, "qwen3", {},
@@ -71,28 +72,30 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     (
         "vllm", "mtp", {}, "mimo", {},
         r"head\.prenorm_states: must be true for a mimo target and false for any other .* but is false: vLLM passes "
-        r"the states before",
+        r"a head the states before",
     ),
     (
         "vllm", "mtp", {"prenorm_states": True}, "llama", {},
-        r"head\.prenorm_states: must be true for a mimo .* but is true: .*; set it and train again",
+        r"head\.prenorm_states: must be true for a mimo .* but is true: .*; change it and train again",
     ),
     (
         "vllm", "mtp", {"prenorm_states": True}, "mimo", {},
-        r"head\.zero_first_embedding: must be true for a mimo target .* but is false: vLLM zeroes the embedding",
+        r"head\.zero_first_embedding: must be true for a mimo target .* but is false: of the vLLM "
+        r"classes that serve this head, only MiMo's zeroes the embedding",
     ),
     ("vllm", "mtp", {"zero_first_embedding": True}, "qwen3", {}, r"head\.zero_first_embedding: must .* but is true: "),
     (
         "vllm", "mtp", {"attention_bias": True}, "llama", {},
-        r"head\.attention_bias: must be false unless the target is a mimo .* but is true: MiMo's .*; train without it",
+        r"head\.attention_bias: must be false for families other than mimo .* but is true: of the vLLM .*, only MiMo's "
+        r"has biases; train without it",
     ),
     (
         "vllm", "mtp", {**MIMO, "intermediate_size": 64}, "mimo", {},
-        r"head: must be of the heads, .* of the mimo target .* \(1, 1, 128, 64\) instead of "
+        r"head: must be a layer with the mimo target's sizes \(.*\) .* but is one with \(1, 1, 128, 64\) instead of "
         r"\(1, 1, 128, 96\): vLLM builds",
     ),
-    ("vllm", "eagle", {}, "mimo", {}, r"target\.path: must be of another family .* but is mimo: vLLM passes .*; train "
-                                      r"head=mtp with head\.prenorm_states=true"),
+    ("vllm", "eagle", {}, "mimo", {}, r"target\.path: must be of a family other than mimo .* but is mimo: vLLM "
+                                      r"passes .*; train head=mtp with head\.prenorm_states=true"),
     ("vllm", "medusa", {}, "mimo", {}, r"head medusa for vllm, but is mimo: vLLM passes .* before .*; train head=mtp"),
     ("vllm", "eagle3", {}, "mimo", {}, r"head eagle3 for vllm, but is mimo: vLLM's class does not return"),
     (
@@ -112,8 +115,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
                                               r"transformers"),
     (
         "transformers", "mtp", {"intermediate_size": 64}, "llama", {},
-        r"head: must be of the target's heads, key/value heads, head dim and intermediate size .* \(1, 1, 128, 64\) "
-        r"instead of "
+        r"head: must be a layer with the target's sizes \(.*\) .* but is one with \(1, 1, 128, 64\) instead of "
         r"\(1, 1, 128, 96\)",
     ),
     ("transformers", "mtp", {}, "llama", {"head_dim": 64}, r"\(1, 1, 128, 96\) instead of \(1, 1, 64, 96\)"),

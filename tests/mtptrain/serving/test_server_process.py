@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.serving.load_generator import LoadGenerator
-from mtptrain.serving.server_process import BENCH_WORKER, StartedServer
+from mtptrain.serving.server_process import BENCH_WORKER, ManagedServer
 
 PYTHON = Path(sys.executable)
 
@@ -19,7 +19,7 @@ PYTHON = Path(sys.executable)
 def test_a_server_that_ends_names_its_log_and_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with pytest.raises(RuntimeError, match="vllm serve: must start, but ended with status 1; its log is") as refused:
-        StartedServer(PYTHON, ["target"], log, 60).__enter__()
+        ManagedServer(PYTHON, ["target"], log, 60).__enter__()
     assert str(log) in str(refused.value) and "No module named 'vllm'" in str(refused.value)
 
 
@@ -56,7 +56,7 @@ def wait_until_ended(pid: int, timeout_s: float = 30) -> None:
 def test_a_server_that_does_not_answer_in_time_is_killed_with_its_children(tmp_path: Path) -> None:
     python = sleeping_python(tmp_path)
     with pytest.raises(RuntimeError, match=r"serving_bench\.start_timeout_s: the server must answer within 1 s, but"):
-        StartedServer(python, ["target"], tmp_path / "server.log", 1).__enter__()
+        ManagedServer(python, ["target"], tmp_path / "server.log", 1).__enter__()
     wait_until_ended(int((tmp_path / "child").read_text()))
 
 

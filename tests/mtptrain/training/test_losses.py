@@ -227,18 +227,18 @@ def blocks(num_depths: int, num_positions: int, vocab_size: int) -> tuple[torch.
     """Drafts' logits [T * C, D], which of them count, the target's logits [C, V] and the weights of the depths."""
     generator = torch.Generator().manual_seed(num_depths)
     logits = 2 * torch.randn(num_depths * num_positions, vocab_size, generator=generator)
-    counts = torch.rand(len(logits), generator=generator) < 0.9
-    return logits, counts, 2 * torch.randn(num_positions, V, generator=generator), 0.8 ** torch.arange(num_depths)
+    is_counted = torch.rand(len(logits), generator=generator) < 0.9
+    return logits, is_counted, 2 * torch.randn(num_positions, V, generator=generator), 0.8 ** torch.arange(num_depths)
 
 
 @pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
 @pytest.mark.parametrize("kind", list(LossKind))
 def test_a_teacher_by_logits_is_the_one_by_probabilities(kind: LossKind, draft_token_ids: torch.Tensor | None) -> None:
     """GPUs use the former, CPUs the latter."""
-    logits, counts, target_logits, scale = blocks(3, 16, V if draft_token_ids is None else len(draft_token_ids))
+    logits, is_counted, target_logits, scale = blocks(3, 16, V if draft_token_ids is None else len(draft_token_ids))
     by_logits, by_probs = (form(target_logits, draft_token_ids) for form in (teach_by_logits, teach_by_probs))
     assert torch.equal(by_logits.tokens, by_probs.tokens)
-    found, wanted = (compare(logits, counts, teacher, scale, kind, 3.0) for teacher in (by_logits, by_probs))
+    found, wanted = (compare(logits, is_counted, teacher, scale, kind, 3.0) for teacher in (by_logits, by_probs))
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
 
@@ -249,10 +249,10 @@ def test_a_teacher_by_logits_is_the_one_by_probabilities(kind: LossKind, draft_t
 def test_a_teacher_by_logits_shows_a_logit_that_is_not_finite_in_the_kl(
     token: int, bad: float, draft_token_ids: torch.Tensor | None
 ) -> None:
-    logits, counts, target_logits, scale = blocks(2, 16, V if draft_token_ids is None else len(draft_token_ids))
+    logits, is_counted, target_logits, scale = blocks(2, 16, V if draft_token_ids is None else len(draft_token_ids))
     target_logits[5, token] = bad
-    counts[:] = True
-    sums, _ = compare(logits, counts, teach_by_logits(target_logits, draft_token_ids), scale, LossKind.kl, 3.0)
+    is_counted[:] = True
+    sums, _ = compare(logits, is_counted, teach_by_logits(target_logits, draft_token_ids), scale, LossKind.kl, 3.0)
     assert sums[1].isnan().all()
 
 
@@ -260,12 +260,12 @@ def compare_compiled_in_one_process() -> None:
     """Compares compiled blocks of different sizes and depths with plain ones, in the order that once ran code of one
     depth for two."""
     for num_depths, num_positions in ((1, 50), (2, 50), (1, 13), (2, 20)):
-        logits, counts, target_logits, scale = blocks(num_depths, num_positions, V)
+        logits, is_counted, target_logits, scale = blocks(num_depths, num_positions, V)
         teacher: Teacher = teach(target_logits, None)
         found = []
         for is_fused in (False, True):
             fusing.fuse(is_fused)
-            found.append(compare(logits, counts, teacher, scale, LossKind.lk, 3.0))
+            found.append(compare(logits, is_counted, teacher, scale, LossKind.lk, 3.0))
         for plain, compiled in zip(*found, strict=True):
             torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-5)
 
