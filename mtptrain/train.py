@@ -160,7 +160,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
 
 
 def initialise(config: PipelineConfig, head: Head, parts: FrozenParts, target_dir: Path, prompts_sha256: str) -> None:
-    """Replace a head's random weights with those that its settings start from, if any."""
+    """Replace a head's random weights, in whole or in part, with the initial weights that its settings ask for."""
     if config.head.start_from_target:
         start_from_target(head, target_dir)
     if config.head.init_from is not None:
@@ -271,7 +271,7 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
 
 
 def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-    """Wait for the states of step `step` (from 0) if they are streamed. Returns a stop signal that a rank received."""
+    """Wait for the states of step `step` (from 0) if they are streamed. Returns a stop signal if any rank got one."""
     if run.releases is None or step >= run.num_steps:
         return None
     return run.releases.wait_for(step, ranks, stop)

@@ -51,7 +51,7 @@ OUT_OF_RANGE = {
     "bench.longest_tokens": {"512": "at least 1024, but is 512"},
     "prompts.max_document_tokens": {"3": "at least 4, but is 3"},
     "prompts.max_train_tokens": {"-1": "at least 0, but is -1"},
-    "prompts.validation_fraction": {"0": "between 0 and 1, but is 0.0", "1": "between 0 and 1, but is 1.0"},
+    "prompts.validation_fraction": {"0": "above 0 and below 1, but is 0.0", "1": "above 0 and below 1, but is 1.0"},
     "hidden_states.batch_tokens": {"0": "at least 1, but is 0"},
     "hidden_states.shard_tokens": {"0": "at least 1, but is 0"},
     "hidden_states.num_parts": {"0": "at least 1, but is 0"},
@@ -61,8 +61,8 @@ OUT_OF_RANGE = {
     "serving_bench.concurrency": {
         "[]": "at least one number, each at least 1, but is []",
         "[0,1]": "each at least 1, but is [0, 1]",
-        "[2,1]": "must rise, but is [2, 1]; sort it",
-        "[1,1]": "must rise, but is [1, 1]; sort it and name each number once",
+        "[2,1]": "must increase, but is [2, 1]; sort it",
+        "[1,1]": "must increase, but is [1, 1]; sort it and name each number once",
     },
     "serving_bench.repeats": {"0": "at least 1, but is 0"},
     "serving_bench.warmup_requests": {"-1": "at least 0, but is -1"},
@@ -172,11 +172,11 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str) -> No
     [
         (
             ["temperatures=[0.7,0.70000001]"],
-            "acceptance.temperatures: must be different numbers of at least 0.01, but are",
+            r"must be finite numbers of at least 0.01 that differ from each other and from .*, but are \[0.7, 0.7",
         ),
         (
             ["temperatures=[0]"],
-            r"but are \[0.0\] in addition to acceptance.temperature=0, which is measured in any case",
+            r"acceptance.temperature=0, which is always measured, but are \[0.0\]; correct them",
         ),
         (
             ["top_p=0.9"],

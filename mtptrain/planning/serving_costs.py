@@ -16,7 +16,7 @@ from mtptrain.planning.validation_costs import cached_values, read_prompt
 
 @dataclass(frozen=True)
 class ServingCosts:
-    """Bytes that an engine holds for a head, without the parts that it shares with the target."""
+    """Bytes that an engine holds for a head, without the tensors that the head shares with the target."""
 
     weights: int
     cached_per_token: int
@@ -24,7 +24,7 @@ class ServingCosts:
 
 
 def serving_costs(config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype) -> ServingCosts:
-    """Returns the costs of a head. Its cache is measured on tensors without data."""
+    """Returns the costs of a head. The size of its cache is measured with fake tensors, which hold no data."""
     with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(dtype), torch.no_grad():
         drafter = read_prompt(build_head(config, target_config), _frozen_parts(target_config), target_config, 2)
         cached = drafter.cache.values_per_slot
@@ -37,10 +37,10 @@ def describe_serving(config: HeadConfig, target_config: PreTrainedConfig, dtype:
         return None
     own = serving_costs(config, target_config, dtype)
     text = f"{_gb(own.weights)} of weights and {own.cached_per_token:,} bytes of keys and values per token"
-    if target_config.hidden_size % 64 == 0:  # other heads can only be built for these sizes
+    if target_config.hidden_size % 64 == 0:  # an mtp head can only be built for these sizes
         head = serving_costs(MtpHead.Config(), target_config, dtype)
-        text += f"; a head mtp takes {_gb(head.weights)} and {head.cached_per_token:,} bytes"
-    return f"{text}, the target itself {cached_values(target_config) * dtype.itemsize:,} bytes"
+        text += f"; an mtp head takes {_gb(head.weights)} and {head.cached_per_token:,} bytes"
+    return f"{text}; the target caches {cached_values(target_config) * dtype.itemsize:,} bytes per token"
 
 
 def _gb(num_bytes: int) -> str:

@@ -54,7 +54,8 @@ def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
 def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
     """Returns the number of training steps.
 
-    Documents of stage 1 are packed as in training. If stage 1 has not been run, all steps are assumed to be full.
+    The documents of stage 1 are packed as in training, except that lengths stand in for costs. If stage 1 has not been
+    run, or a document is longer than `batch_tokens`, all steps are assumed to be full.
     """
     train, path = config.train, config.stage_dir("prompts") / f"{Split.train}.safetensors"
     if train.max_steps:

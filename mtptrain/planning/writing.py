@@ -24,7 +24,7 @@ def writer_tokens_per_s(hidden_size: int, num_captured: int, dtype: StoreDtype, 
         hidden_size: H.
         num_captured: L.
         dtype: the store's dtype.
-        num_threads: `hidden_states.writer_threads`; at most the number of CPU cores per rank.
+        num_threads: `hidden_states.writer_threads`. The estimate assumes that each rank has that many CPU cores.
     """
     seconds = sum(
         count * hidden_size / (FP8_VALUES_PER_S if is_fp8(dtype, name) else EXACT_VALUES_PER_S)

@@ -10,7 +10,7 @@ from mtptrain.serving.load_generator import Latencies
 from mtptrain.serving.vllm_client import EngineCounts
 
 MOST_DIFFERENT_TOKENS = 0.01
-"""Relative difference in output tokens between two engines above which to warn."""
+"""Warn if the numbers of output tokens of two engines differ by more than this share."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def warn_of_unequal_work(rows: Sequence[Row]) -> None:
     numbers = {row.latencies.output_tokens for row in rows}
     if max(numbers) > (1 + MOST_DIFFERENT_TOKENS) * min(numbers):
         warnings.warn(
-            f"serving_bench: all engines should write the same answers, but they wrote {min(numbers):,} to "
-            f"{max(numbers):,} tokens; rounding or sampling has changed where answers end; set "
+            f"serving_bench: all engines must write the same number of tokens, but wrote {min(numbers):,} "
+            f"to {max(numbers):,}, because rounding or sampling has changed where answers end; set "
             "serving_bench.ignore_eos=true for equal numbers",
             stacklevel=2,
         )

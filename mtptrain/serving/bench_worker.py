@@ -1,6 +1,6 @@
 """Runs `vllm serve` or `vllm bench serve` in vLLM's Python, for `eval.serving_bench`.
 
-`bench_worker.py serve ARGUMENTS` runs `vllm serve`, and `bench_worker.py load` runs `vllm bench serve`. Both end when
+`bench_worker.py serve ARGUMENTS` runs `vllm serve`, and `bench_worker.py load` runs `vllm bench serve`. Both exit when
 the other end of their stdin is closed, so that neither outlives the program that started it. `load` replaces the
 prompts and the progress bar of `vllm bench serve`. The prompts are token ids, which none of vLLM's datasets supports.
 vLLM's jsonl dataset also needs pandas, which vLLM does not install.
@@ -40,10 +40,11 @@ def serve(arguments: list[str]) -> None:
 
 
 def generate_load() -> None:
-    """Answer each job, a `load_generator.Load` as a line on stdin, with lines on stdout. vLLM's output goes to stderr.
+    """Run the jobs that arrive on stdin, and answer on stdout. vLLM's own output goes to stderr.
 
-    The first line on stdout describes vLLM. A job is answered with `{"done": n}` once n of its requests have finished,
-    for each n, and at its end with `{"result": path}` or `{"error": traceback}`.
+    Every job and every answer is one line of JSON. A job is a `load_generator.Load`. The first line on stdout describes
+    vLLM. While a job runs, `{"done": n}` reports that n of its requests have finished, for each n. The last line
+    for a job is `{"result": path}` or `{"error": traceback}`.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -41,7 +41,8 @@ class Divergence:
     def __str__(self) -> str:
         return (
             f"{self.what} token {self.position} of prompt {self.prompt} is {self.ours} for us and {self.theirs} for "
-            f"the engine; our logits put its token {self.logit_gap:.2g} below our own, which has {self.logit:.3g}"
+            f"the engine; our logit of the engine's token is {self.logit_gap:.2g} below that of our token, "
+            f"{self.logit:.3g}"
         )
 
 

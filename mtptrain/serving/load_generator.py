@@ -119,7 +119,7 @@ class LoadGenerator:
         self._worker.end()
 
     def run(self, load: Load, finished: Callable[[int], None] = lambda _: None) -> Latencies:
-        """Send the requests and return their latencies. Calls `finished` with the number of requests finished so far.
+        """Send the requests and return their latencies. Call `finished` with the number of requests finished so far.
 
         Raises:
             RuntimeError: `vllm bench serve` or one of its requests failed.
@@ -131,8 +131,8 @@ class LoadGenerator:
             finished(answer["done"])
         if "error" in answer:
             raise RuntimeError(
-                f"vllm bench serve: must send its requests, but failed; its log is {self._log_path}, and its last "
-                f"lines are:\n{answer['error']}"
+                f"vllm bench serve: must send its requests, but failed; its log is {self._log_path}, and the error "
+                f"is:\n{answer['error']}"
             )
         errors = [error for error in json.loads(Path(answer["result"]).read_text())["errors"] if error]
         if errors:

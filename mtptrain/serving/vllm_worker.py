@@ -6,8 +6,8 @@
 This file imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines,
 because importing vLLM is slow.
 
-`generate`: the job is a list of engines, which run one after another. The result holds vLLM's version and the output of
-each engine, or `{"error": text}` if that engine failed.
+`generate`: the job is a list of engines, which run one after another. The result holds vLLM's version and, for each
+engine, its output or `{"error": text}`.
 
 `extract`: one engine extracts hidden states. Every line is JSON. The first line describes the engine. Each further line
 is a window of prompts with the files to write, and is answered with a line once the files are written. EOF on stdin
@@ -98,8 +98,8 @@ class _Done:
 class _SecondQuery:
     """Replaces the event of a copy, and reports the copy as done exactly one step after it began.
 
-    The base class frees a prompt's blocks when it first sees that their copy is done. Timing would then determine the
-    size of the next batch, and thereby the bits of its states. The copy overlaps with the forward in between.
+    The base class frees a prompt's blocks as soon as it sees that they have been copied. Timing would then determine
+    the size of the next batch, and thereby the bits of its states. The copy overlaps with the forward in between.
     """
 
     def __init__(self, event: Any) -> None:
@@ -189,8 +189,8 @@ def generate(engine: Engine) -> dict[str, Any]:
 
     Prompts are not split into chunks. At the end of each chunk, vLLM 0.32 gives the head the prompt's last token
     instead of the next one (`prepare_next_token_ids_padded` of the V1 model runner), so drafts would depend on how
-    requests are batched. The model runner is left to vLLM, or to the user's VLLM_USE_V2_MODEL_RUNNER, so that the
-    checked engine is the one that will serve.
+    requests are batched. vLLM, or the user's VLLM_USE_V2_MODEL_RUNNER, chooses the model runner, so that the checked
+    engine is the one that will serve.
     """
     speculative = engine["speculative_config"]
     settings = (

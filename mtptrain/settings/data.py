@@ -62,10 +62,10 @@ class PromptsConfig:
     pattern: str = "*"
     """`text_files`: glob for file names."""
     exclude: list[str] = field(default_factory=list)
-    """`text_files`: globs for paths to skip, relative to their directory."""
+    """`text_files`: globs for paths to skip. A glob is compared with the path relative to its directory in `paths`."""
     schema: ConversationSchema = ConversationSchema.auto
     split: str = "train"
-    """`conversations`: the split to read of each dataset on the hub."""
+    """`conversations`: name of the split to read from hub datasets."""
     max_document_tokens: int = at_least(4, default=2048)
     """Longer documents are cut into windows of this many tokens."""
     validation_fraction: float = proper_share(default=0.05, hint="both training and validation need documents")
@@ -116,7 +116,8 @@ class HiddenStatesConfig:
     store_dtype: StoreDtype = StoreDtype.bfloat16
     """Dtype of the states on disk."""
     batch_tokens: int = at_least(1, default=16_384)
-    """Number of tokens in one forward, which packs whole documents without padding."""
+    """Maximum number of tokens in one forward. With `transformers`, a forward packs whole documents without padding,
+    and a longer document gets its own."""
     shard_tokens: int = at_least(1, default=262_144)
     """A shard ends with the document that reaches this many tokens."""
     writer_threads: int = at_least(1, default=4)
@@ -124,14 +125,15 @@ class HiddenStatesConfig:
     compile: bool = False
     """`transformers`: torch.compile the decoder layers."""
     num_parts: int = at_least(1, default=1)
-    """Number of groups of processes that share the shards, such as the tasks of a Slurm array. The last group to
-    finish finalizes the store."""
+    """Number of groups of processes among which the shards are divided, such as the tasks of a Slurm array. The last
+    group to finish finalizes the store."""
     part: int = at_least(0, default=0)
     """Index of this group, from 0."""
     tensor_parallel_size: int = at_least(1, default=1)
     """`vllm`: number of GPUs per engine; each rank starts its own engine."""
     kv_cache_memory_bytes: int | None = None
-    """`vllm`: the engine's setting of the same name; null lets the engine choose."""
+    """`vllm`: the engine's setting of the same name. null lets the engine choose on a GPU, and takes what two
+    batches need on a CPU."""
     scratch_dir: str | None = None
     """`vllm`: directory where the engine first writes the states of up to two shards per rank. `/dev/shm` saves
     disk traffic; null creates a directory inside the store."""

@@ -14,7 +14,7 @@ class Baseline(StrEnum):
     none = "none"
     """Plain decoding."""
     prompt_lookup = "prompt_lookup"
-    """Drafts the tokens that followed an earlier occurrence of the newest ones."""
+    """Drafts the tokens that followed an earlier occurrence of the newest tokens."""
     model = "model"
     """A small language model, `acceptance.draft_model`."""
     tree = "tree"
@@ -36,7 +36,7 @@ class ServingEngine(StrEnum):
 
 @dataclass
 class AcceptanceConfig:
-    """Stage 4: draft and verify with the real inference path."""
+    """Stage 4: measure acceptance by drafting and verifying as in serving."""
 
     num_speculative_tokens: int = at_least(1, default=3)
     temperature: float = at_least(0.0, default=0.0)
@@ -60,22 +60,22 @@ class AcceptanceConfig:
     batch_size: int = at_least(1, default=8)
     """Maximum number of prompts decoded together."""
     batch_tokens: int = at_least(1, default=32768)
-    """Maximum number of tokens decoded together. Each prompt counts with the length of the longest in its batch plus
+    """Maximum number of tokens decoded together. Each prompt counts as the longest prompt of its batch plus
     `max_new_tokens`; a prompt that exceeds the limit is decoded alone. This limits the memory of keys and values, also
     in validation during training."""
     seed: int = random_seed()
     prompts_file: str | None = None
-    """jsonl file to use instead of the held-out documents: each line has `id` and one of `input_ids`, `text`,
-    `messages` and `turns` (consecutive user turns, each answered by the target), and optionally `category`, as in
-    Spec-Bench's `question.jsonl`."""
+    """jsonl file to use instead of the held-out documents, such as Spec-Bench's `question.jsonl`. Each line has `id` or
+    `question_id`; exactly one of `input_ids`, `text`, `messages` or `turns` (consecutive user turns, each answered by
+    the target); and optionally `category`."""
     baselines: list[Baseline] = field(default_factory=lambda: [Baseline.prompt_lookup])
     """Methods to compare the head with on the same prompts."""
     draft_model: str | None = None
     """`model`: a directory or hub name of a model with the target's tokenizer."""
     tree_nodes: int = at_least(1, default=32)
-    """Number of tokens in a tree: the most likely of the top_k + (K - 1) * top_k ** 2 candidates."""
+    """Number of tokens in a tree: the most likely of k + (K - 1) * k ** 2 candidates, where k is `tree_top_k`."""
     tree_top_k: int = at_least(1, default=6)
-    """Branches that are extended at each depth, and candidates per branch."""
+    """Number of branches that are extended at each depth, and number of candidates per branch."""
     hybrid_min_match: int = at_least(1, default=4)
     """`hybrid`: number of newest tokens that must occur earlier in the text for prompt lookup to draft."""
     output_dir: str | None = directory_path(default=None)
@@ -89,8 +89,9 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
         0.01 <= each < math.inf for each in settings.temperatures
     ):
         raise ValueError(
-            f"acceptance.temperatures: must be different numbers of at least 0.01, but are {settings.temperatures} in "
-            f"addition to acceptance.temperature={settings.temperature:g}, which is measured in any case; correct them"
+            "acceptance.temperatures: must be finite numbers of at least 0.01 that differ from each other and from "
+            f"acceptance.temperature={settings.temperature:g}, which is always measured, but are "
+            f"{settings.temperatures}; correct them"
         )
     if (settings.top_p < 1 or settings.top_k) and settings.temperature == 0 and not settings.temperatures:
         raise ValueError(
@@ -105,7 +106,7 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
     if settings.sample_drafts and Baseline.tree in settings.baselines:
         raise ValueError(
             "acceptance.sample_drafts: must be false if acceptance.baselines names `tree`, but is true: a tree "
-            "holds the most likely tokens; drop `tree` or set it to false"
+            "holds the most likely tokens; drop `tree`, or set acceptance.sample_drafts=false"
         )
     if (settings.draft_model is not None) != (Baseline.model in settings.baselines):
         raise ValueError(
@@ -127,7 +128,7 @@ class ExportConfig:
 
     engine: ExportEngine = ExportEngine.vllm
     dtype: Dtype | None = None
-    """Dtype of the written weights; null keeps the dtype in which they were trained and measured."""
+    """Dtype of the written weights; null keeps the dtype in which training saved them."""
     output_dir: str | None = directory_path(default=None)
     """null is `run_dir/export/<engine>`."""
 
@@ -140,7 +141,7 @@ class ServingConfig:
     python: str | None = None
     """Python interpreter with vLLM, also for `hidden_states.backend=vllm`; null uses `.venv-vllm` in the checkout."""
     url: str | None = None
-    """A running server to ask instead of starting an engine: `http://localhost:8000`."""
+    """Running server to use instead of starting an engine, such as `http://localhost:8000`."""
     tensor_parallel_size: int = at_least(1, default=1)
     """Number of GPUs for the engine that is started."""
     head_dir: str | None = None
@@ -151,28 +152,30 @@ class ServingConfig:
 
 @dataclass
 class ServingBenchConfig:
-    """eval.serving_bench: what a client of a served engine feels, with and without the exported head.
+    """eval.serving_bench: the speed that a server's clients get, with and without the exported head.
 
-    Prompts, answer length, sampling and dtype are those of `acceptance`, the engine that of `serving`.
+    `acceptance` sets the prompts, answer length, sampling and dtype, and `serving` sets the engine.
     """
 
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8], metadata=each_at_least(1))
-    """Requests in flight; rising. Each is measured on its own."""
+    """Numbers of requests in flight, in increasing order. Each is measured separately."""
     num_speculative_tokens: list[int] = field(default_factory=list)
-    """Values of K, each served by an engine of its own; empty measures acceptance.num_speculative_tokens. The engine
-    without drafts, K = 0, is always measured."""
+    """Values of K, in increasing order, each served by a separate engine; empty measures
+    acceptance.num_speculative_tokens. An engine without drafts, K = 0, is always measured too, except with
+    `serving.url`, which measures only the running server."""
     num_requests: int | None = None
-    """Requests at each concurrency. Prompts repeat where there are fewer; null sends each prompt once, and at least as
-    many requests as the largest concurrency."""
+    """Number of requests at each concurrency. Prompts repeat if there are fewer of them. null sends each prompt once,
+    but at least as many requests as the largest concurrency."""
     repeats: int = at_least(1, default=1)
-    """Runs of each row; the fastest counts. An engine runs all concurrencies, then all of them again."""
+    """Number of runs at each K and concurrency; the fastest counts. An engine runs all concurrencies, then all of them
+    again."""
     warmup_requests: int = at_least(0, default=8)
-    """Requests to each engine before the first measured one, at the largest concurrency."""
+    """Number of requests to each engine before its first measured request, at the largest concurrency."""
     ignore_eos: bool = False
-    """Let every answer have acceptance.max_new_tokens tokens. What follows the end of an answer often repeats
-    itself, so that more drafts are accepted than users see."""
+    """Make every answer acceptance.max_new_tokens long. The text after an answer's end often repeats itself, so more
+    drafts are accepted than users would see."""
     server_args: list[str] = field(default_factory=list)
-    """Further arguments of `vllm serve`, for every engine that is started: `[--enforce-eager]`."""
+    """Further arguments of `vllm serve` for every engine that is started, such as `[--enforce-eager]`."""
     start_timeout_s: float = at_least(1, default=1800.0)
     """Seconds that an engine may take to load the target and answer."""
     output_dir: str | None = directory_path(default=None)
@@ -184,17 +187,17 @@ def check_serving_bench(settings: ServingBenchConfig, serving: ServingConfig) ->
     concurrency, depths, largest = settings.concurrency, settings.num_speculative_tokens, max(settings.concurrency)
     if concurrency != sorted(set(concurrency)):
         raise ValueError(
-            f"serving_bench.concurrency: must rise, but is {concurrency}; sort it and name each number once"
+            f"serving_bench.concurrency: must increase, but is {concurrency}; sort it and name each number once"
         )
     if depths != sorted(set(depths)) or min(depths, default=1) < 1:
         raise ValueError(
-            f"serving_bench.num_speculative_tokens: must rise and begin at 1 or above, but is {depths}; name each K "
-            "once, and leave out 0, which is always measured"
+            f"serving_bench.num_speculative_tokens: must increase and begin at 1 or above, but is {depths}; sort it, "
+            "name each K once, and leave out 0, which is always measured"
         )
     if settings.num_requests is not None and settings.num_requests < largest:
         raise ValueError(
             f"serving_bench.num_requests: must be at least {largest}, the largest of serving_bench.concurrency, but is "
-            f"{settings.num_requests}; fewer requests are never in flight together; raise it or lower the concurrency"
+            f"{settings.num_requests}, too few to keep {largest} in flight; raise it or lower the concurrency"
         )
     if serving.url is not None and (depths or settings.server_args):
         name = "num_speculative_tokens" if depths else "server_args"
@@ -212,7 +215,7 @@ class BenchConfig:
     """`8b` measures random weights with the dimensions of an 8B Llama; eval.bench.train also knows `70b`. null measures
     the recipe's target, or in eval.bench.train the targets of `hidden_sizes`."""
     documents: int = at_least(1, default=64)
-    """Number of documents of random tokens; lengths are log-normal."""
+    """Number of documents, which consist of random tokens and have log-normal lengths."""
     median_tokens: int = at_least(1, default=250)
     max_tokens: int = at_least(1, default=2000)
     repeats: int = at_least(1, default=3)
@@ -222,17 +225,18 @@ class BenchConfig:
     open_tokens: int = at_least(8192, default=1_000_000)
     """Size in tokens of the store for the open benchmark."""
     hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024])
-    """Hidden sizes of the targets in eval.bench.train: MLPs 2.75 times as wide, head dim 64, four queries per key."""
+    """Hidden sizes of the targets in eval.bench.train. Their MLPs are 2.75 times as wide, their attention heads have 64
+    dimensions, and four query heads share a key head."""
     train_tokens: list[int] = field(default_factory=lambda: [1024, 4096])
     """Tokens per fully supervised step in eval.bench.train, packed from documents of 512 tokens."""
     vocab_size: int = at_least(2, default=4096)
     depths: int = at_least(1, default=3)
     peer_python: str = ".venv-peer/bin/python"
-    """Python interpreter that has speculators; without it the comparison is skipped."""
+    """Python interpreter with the package speculators; if it does not exist, the comparison is skipped."""
     prompt_sizes: list[int] = field(default_factory=lambda: [1024, 32_000])
     """Hidden size and vocabulary size at which eval.bench.train measures the cost of a prompt token."""
     longest_tokens: int = at_least(1024, default=32_768)
-    """Longest document in the curve of time and memory against length."""
+    """Length in tokens of the longest document for which eval.bench.train measures time and memory."""
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32], metadata=each_at_least(1))
     """Prompts that eval.bench.decode decodes together."""
     draft_depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata=each_at_least(1))
@@ -246,7 +250,7 @@ class BenchConfig:
 class CheckSize(StrEnum):
     full = "full"
     tiny = "tiny"
-    """float32 and sizes for a CPU, to test the checks themselves."""
+    """float32 and sizes small enough for a CPU, to test the checks themselves."""
 
 
 @dataclass
@@ -258,12 +262,12 @@ class CheckConfig:
 
 @dataclass
 class StudyConfig:
-    """eval.study: trains and measures several variants of a recipe; `recipes/study/` has some."""
+    """eval.study: trains and measures several variants of a recipe; `recipes/study/` has examples."""
 
     name: str = "study"
     """Folder below `run_dir/study/`."""
     common: list[str] = field(default_factory=list)
-    """Overrides of all variants."""
+    """Overrides that all variants share."""
     variants: dict[str, list[str]] = field(default_factory=dict)
     """Overrides of each variant, by name."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata=random_seeds())
@@ -272,4 +276,4 @@ class StudyConfig:
     num_prompts: int = at_least(1, default=80)
     """Number of prompts of each length."""
     num_ranks: int = at_least(1, default=1)
-    """Number of processes per program."""
+    """Number of ranks of each program; stage 1 and data_prep.draft_vocab always run as one process."""

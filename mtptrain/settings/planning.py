@@ -14,7 +14,7 @@ class PlannerConfig:
     gpu_tflops: float = at_least(0.0, default=0.0)
     """Dense bf16 peak of one GPU; 0 measures the peak of this machine's GPU or CPU."""
     gpu_memory_gb_per_s: float = at_least(0.0, default=0.0)
-    """Memory bandwidth of one GPU. 0 makes estimates ignore the limits of memory traffic, PCIe and CPU."""
+    """Memory bandwidth of one GPU. With 0, estimates ignore memory traffic, PCIe and the CPU."""
     hidden_states_peak_share: float = share(default=0.4, hint="1 is the whole peak")
     """Share of the peak that extraction's matrix products reach; used if `hidden_states_tokens_per_s` is 0."""
     train_peak_share: float = share(default=0.65, hint="1 is the whole peak")

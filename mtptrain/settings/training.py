@@ -80,9 +80,9 @@ class TrainConfig:
     heads of these steps and of the last step are kept in `run_dir/train/heads` instead. Each takes as much disk space
     as an export."""
     validation_prompts: int = at_least(0, default=32)
-    """Number of prompts to measure, from the quarter of the held-out files or conversations that reports leave out.
-    0 measures nothing during training, for a target that does not fit in memory together with the head. `best` is then
-    the newest head until `eval.choose_head` has measured the heads that `validate_every` keeps."""
+    """Number of prompts to measure acceptance on, from the quarter of the held-out files or conversations that reports
+    leave out. 0 measures nothing during training, for a target that does not fit in memory together with the head.
+    `best` is then the newest head until `eval.choose_head` has measured the heads that `validate_every` keeps."""
     validation_new_tokens: int = at_least(1, default=64)
     save_every: int = at_least(0, default=0)
     """Number of steps between checkpoints; 0 saves at the end only."""

@@ -33,8 +33,8 @@ def causal_attention(
     has_grouped_kernel = (
         is_whole and query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
     )
-    # On CUDA, only the flash kernel supports grouped keys. Repeat them for the others: SDPA would otherwise store the
-    # scores [B, heads, S, S].
+    # On CUDA, only the flash kernel supports grouped keys. For other kernels, repeat keys and values: SDPA would
+    # otherwise store the scores [B, heads, S, S].
     if not has_grouped_kernel:
         key, value = (_repeat_for_query_heads(x, query.shape[1]) for x in (key, value))
     if window is None or length <= window:

@@ -40,7 +40,7 @@ def check_weights(target_dir: Path) -> None:
             if not is_quantised and (name in expected or _LAYER.match(name)):
                 raise ValueError(
                     f"{path}: {name} must have one of the dtypes {', '.join(PLAIN_DTYPES)}, because config.json "
-                    f"has no quantization_config, but is {dtype}; {DOWNLOAD_AGAIN}"
+                    f"has no quantization_config, but has {dtype}; {DOWNLOAD_AGAIN}"
                 )
         elif shape != expected.get(name, shape):
             raise ValueError(

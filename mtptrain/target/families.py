@@ -52,7 +52,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     if family not in SUPPORTED_MODEL_TYPES:
         text_family = getattr(getattr(config, "text_config", None), "model_type", None)
         is_usable = text_family in SUPPORTED_MODEL_TYPES
-        mtp = ", so that its own MTP layers cannot be trained or measured" if family in FAMILIES_WITH_MTP else ""
+        mtp = ", so its own MTP layers cannot be trained or measured" if family in FAMILIES_WITH_MTP else ""
         raise ValueError(
             f"target.path: the target's family must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {family!r} in "
             f"{path}{mtp}; choose "
@@ -69,8 +69,8 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     if _ignores_windows(config):
         raise ValueError(
             f"target.path: transformers must implement the sliding windows of {family!r}, but ignores "
-            f"those in {path}, which engines apply; remove sliding_window and layer_types from it, or choose another "
-            "target"
+            f"those in {path}, which engines apply; remove sliding_window and layer_types from this file, or choose "
+            "another target"
         )
     return config
 
@@ -158,7 +158,7 @@ def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def check_static_rope(config: PreTrainedConfig) -> None:
-    """Refuse RoPE that depends on the length of the text: a packed forward and a cache would rotate differently.
+    """Refuse RoPE that depends on the length of the text, because packed and cached forwards would differ.
 
     Raises:
         ValueError: the target's RoPE depends on the length of the text.

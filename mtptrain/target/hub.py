@@ -104,7 +104,8 @@ def weight_files(target_dir: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: there are none.
-        ValueError: the index of a sharded checkpoint is damaged, or names files outside its directory.
+        ValueError: the index of a sharded checkpoint is damaged, names files outside its directory, or is next to an
+            unsharded checkpoint.
     """
     index = target_dir / "model.safetensors.index.json"
     if index.is_file():

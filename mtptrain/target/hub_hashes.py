@@ -12,9 +12,9 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def verify_weights(target_dir: Path) -> None:
-    """Compare every weight file with its sha256 on the hub, which huggingface_hub recorded at the download.
+    """Compare weight files with their sha256 on the hub. A file is skipped if huggingface_hub recorded no hash of it.
 
-    Reads every file completely, which takes minutes for a large target.
+    Reads every other file completely, which takes minutes for a large target.
 
     Raises:
         ValueError: no file has a known hash, or the hash of a file differs from the hub's.

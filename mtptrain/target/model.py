@@ -1,6 +1,6 @@
 """The whole frozen target, used by extraction and acceptance.
 
-Training reads only its frozen parts (`load_frozen_parts`).
+A training step reads only the embeddings, final norm and lm_head (`load_frozen_parts`).
 """
 
 import os
@@ -136,7 +136,8 @@ class TargetStates:
     """Captured residual streams [B, S, L, H]; None if none were requested."""
 
     def read_by(self, capture_layers: tuple[int, ...]) -> torch.Tensor:
-        """Returns what a head reads: the captured streams [B, S, L, H], or the post-norm states if it captures none."""
+        """Returns the states that a head reads: the captured streams [B, S, L, H] if it captures any, otherwise the
+        post-norm states [B, S, H]."""
         if not capture_layers:
             return self.hidden_states
         assert self.aux_hidden_states is not None
@@ -157,7 +158,7 @@ class Verified:
     num_tokens: torch.Tensor
     """Length of each sequence [B], including the newest token, which the target has not read yet."""
     positions: torch.Tensor
-    """Positions of the rows [B, S]. Rows at `num_tokens` - 1 and later were rejected or are padding."""
+    """Positions of the rows [B, S]. Rows at position `num_tokens` - 1 and later were rejected or are padding."""
     states: TargetStates
     """The target's states at the rows [B, S, H], and the streams that the drafter captures [B, S, L, H]."""
 

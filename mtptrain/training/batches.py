@@ -147,7 +147,8 @@ def make_batch(
         if counts:
             spans += [(len(kept), first, count) for first, count in zip(first_rows, counts, strict=True)]
             of_document = np.concatenate([np.arange(first, first + count) for _, first, count in spans[-len(counts) :]])
-            left = np.concatenate([np.arange(count, 0, -1) for count in counts])  # rows left, including itself
+            # Number of rows from each row to the end of its span, itself included.
+            left = np.concatenate([np.arange(count, 0, -1) for count in counts])
             if anchors is not None:
                 chosen = anchors.draw(document.document_id, len(of_document))
                 of_document, left = of_document[chosen], left[chosen]
@@ -246,7 +247,7 @@ class BatchSchedule:
             seed: shuffles the documents of each epoch.
             for_gpu: read ahead in a thread, into pinned memory.
             order: document indices of the only epoch of a streamed store; None shuffles every epoch.
-            drafts_per_document: number of draft positions that a step uses of each document, drawn at random in
+            drafts_per_document: number of draft positions of each document to use in a step, drawn at random in
                 every epoch; None for all.
         """
         self.store = store
@@ -266,7 +267,8 @@ class BatchSchedule:
         if self.steps_per_epoch == 0:
             raise ValueError(
                 "train.micro_batches_per_step: must be at most the number of documents with draft positions, but is "
-                f"{micro_batches_per_step}, and {store.directory} has {np.count_nonzero(self.costs)} of them; lower it"
+                f"{micro_batches_per_step}, and {store.directory} has {np.count_nonzero(self.costs)} such documents; "
+                "lower it"
             )
 
     def _pack(self, epoch: int) -> list[Step]:
@@ -318,8 +320,8 @@ class BatchSchedule:
         """Yields this rank's batches of steps first_step .. last_step - 1.
 
         For a GPU, they are read during the previous step. On a CPU, nothing is read ahead: a concurrent reader slows
-        the step by a third, while reading between steps slows it by 1 %. The states of a step's batches are overwritten
-        when the next step is requested.
+        the step by a third, while reading between steps slows it by 1 %. Requesting the next step may overwrite the
+        states of the previous one.
         """
         reader = ThreadPoolExecutor(max_workers=1) if self.for_gpu else None
         pending: Future[list[Batch]] | None = None

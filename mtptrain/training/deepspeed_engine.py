@@ -73,7 +73,7 @@ def check_deepspeed(config: dict[str, Any]) -> None:
     for name in SET_BY_TRAINER:
         if name in config:
             raise ValueError(
-                f"deepspeed.{name}: must not be set, but is {config[name]}: the trainer sets it from train.*; remove it"
+                f"deepspeed.{name}: must not be set, but is {config[name]}: the trainer sets it itself; remove it"
             )
 
 

@@ -74,7 +74,7 @@ def _losses_by_depth(
     settings: LossSettings,
     draft_token_ids: torch.Tensor | None,
 ) -> LossSums:
-    """Compute the losses of each depth separately: single draft positions share no target tokens across depths."""
+    """Compute the losses of each depth separately, for draft positions that do not form spans of consecutive tokens."""
     by_depth, last = [], batch.num_tokens - 1
     for depth, depth_states in enumerate(states.unbind()):
         target_tokens = (batch.packing.rows + 1 + depth).clamp(max=last)

@@ -115,7 +115,7 @@ class StepMeter:
         self._step_ended = time.perf_counter()
 
     def read(self, ranks: Ranks) -> dict[str, float]:
-        """Sums the measurements since the last call over all ranks, then restarts.
+        """Sums over all ranks what was measured since the last call, then restarts.
 
         Returns:
             `tokens` of whole documents, `tokens_per_s`, `supervised_tokens_per_s`; the shares of time spent waiting for

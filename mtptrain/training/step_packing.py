@@ -37,7 +37,7 @@ PAIR_COST = 1 / 32_768
 
 @dataclass(frozen=True)
 class Anchors:
-    """Draws at random the draft positions that a step uses of each document, if it does not use all of them."""
+    """Draws at random which draft positions of a document a step uses, for heads that do not use all of them."""
 
     per_document: int
     seed: tuple[int, ...]

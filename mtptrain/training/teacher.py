@@ -19,7 +19,7 @@ class Teacher(NamedTuple):
     log_total: torch.Tensor | None  # [C], the log of the sum of exp(logit) over the target's whole vocabulary
     negative_entropy: torch.Tensor | None  # [C], the sum of p log p over the head's vocabulary; None with logits
     tokens: torch.Tensor  # [C], the most likely tokens, as indices into the head's vocabulary; -1 if outside it
-    mass: torch.Tensor | None  # [C], the target's mass in the head's vocabulary; None if the head uses the target's
+    mass: torch.Tensor | None  # [C], the target's mass in the head's own vocabulary; None if the head has none
 
 
 def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:

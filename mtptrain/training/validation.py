@@ -1,6 +1,7 @@
-"""Measures a head's losses and its acceptance, by which the best head is chosen, in training and `eval.choose_head`.
+"""Measures a head's acceptance and losses, during training and in `eval.choose_head`.
 
-It uses the `choosing` part of the held-out prompts, and drafts and verifies with the code of `eval.acceptance`.
+The head with the highest acceptance length is the best one. The prompts are the `choosing` part of the held-out data.
+`eval.acceptance` drafts and verifies with the same code.
 """
 
 from dataclasses import dataclass
@@ -79,14 +80,15 @@ class Validation:
         self._target: Target | None = None
 
     def measure(self, head_state: dict[str, torch.Tensor]) -> Validated:
-        """Validates the head with these weights on the prompts of all ranks."""
+        """Validates the head that has these weights, on the prompts of all ranks."""
         head = build_head(self.config.head, read_target_config(self.target_dir))
         return self.measure_head(fill_head(head, head_state, self.dtype, self.ranks.device))
 
     def measure_head(self, head: Head, description: str | None = None) -> Validated:
-        """Validates a head that is ready to draft on the prompts of all ranks.
+        """Validates a head on the prompts of all ranks.
 
         Args:
+            head: ready to draft, on the target's device.
             description: the label of the progress bar; None shows none.
         """
         if self._target is None:

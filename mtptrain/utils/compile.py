@@ -1,4 +1,4 @@
-"""Functions that torch.compile fuses when the trainer enables it, and that run eagerly otherwise.
+"""Functions that torch.compile fuses if the trainer has enabled compilation, and that run eagerly otherwise.
 
 The switch is a module variable, because these functions are called deep inside autograd functions, some of them on
 autograd's own threads. A context variable would not reach those threads, and an argument would have to be in every
@@ -52,7 +52,7 @@ def fused_through(call: Callable[..., Any]) -> Iterator[None]:
 
 
 def uses_gpu_kernels(x: torch.Tensor) -> bool:
-    """Return whether x is computed by GPU kernels. Fake bf16 tensors count: in plans they stand for GPU tensors."""
+    """Return whether GPU kernels process x. This includes fake bf16 tensors, which stand for GPU tensors in plans."""
     return x.is_cuda or (isinstance(x, FakeTensor) and x.dtype == torch.bfloat16)
 
 
@@ -67,7 +67,7 @@ def mark_width_static(x: torch.Tensor) -> torch.Tensor:
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of tensors without side effects. Compiled and eager results differ only by rounding."""
+    """Decorate a pure function of tensors. Compiled and eager results differ only by rounding."""
     return _fused(function, gpu_options=None)
 
 

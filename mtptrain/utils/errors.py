@@ -51,7 +51,7 @@ def refusal(error: Exception, run_dir: str) -> str | None:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     message = (
-        f"{error.strerror}, while run_dir is {run_dir}" if isinstance(error, OSError) and error.strerror else str(error)
+        f"{error.strerror}, with run_dir={run_dir}" if isinstance(error, OSError) and error.strerror else str(error)
     )
     if is_raised_here(error):
         return message if is_list(message) else one_line(message)

@@ -82,7 +82,7 @@ def share(*, default: float, hint: str) -> float:
 
 def proper_share(*, default: float, hint: str) -> float:
     """Declare a share strictly between 0 and 1."""
-    return _bounded(lambda value: 0.0 < value < 1.0, "be between 0 and 1", hint, default)
+    return _bounded(lambda value: 0.0 < value < 1.0, "be above 0 and below 1", hint, default)
 
 
 def _bounded(holds: Callable[[Any], bool], requirement: str, hint: str, default: Any) -> Any:

@@ -116,7 +116,7 @@ def test_a_parallel_drafter_gets_one_k_and_the_reason(
     )
     assert vllm is not None and "num_speculative_tokens_per_batch_size" not in vllm
     assert vllm["num_speculative_tokens"] == 3 and vllm["parallel_drafting"]
-    assert "One K for all batch sizes, because vLLM counts the mask rows" in readme
+    assert "One K for all batch sizes, because vLLM fixes the number of mask rows" in readme
     assert not (tmp_path / "sglang.json").exists()
     assert "No settings: export.engine: must be vllm for head peagle, but is sglang" in readme
 
@@ -154,7 +154,7 @@ def test_the_fastest_run_of_each_concurrency_counts() -> None:
 
 
 def test_engines_that_wrote_different_numbers_of_tokens_are_pointed_out() -> None:
-    with pytest.warns(UserWarning, match=r"should write the same answers, but they wrote 100 to 103 tokens;"):
+    with pytest.warns(UserWarning, match=r"must write the same number of tokens, but wrote 100 to 103, because"):
         warn_of_unequal_work([row(0, 100), row(3, 103)])
     rows = [row(0, 100), row(3, 101)]
     warn_of_unequal_work(rows)  # a warning would be an error
@@ -172,13 +172,13 @@ def test_a_server_is_known_by_the_weights_of_its_directory_or_by_its_name(tmp_pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("num_speculative_tokens=[1,3,3]", "must rise and begin at 1 or above, but is [1, 3, 3]; name each K once"),
-        ("num_speculative_tokens=[3,1]", "must rise and begin at 1 or above, but is [3, 1]"),
+        ("num_speculative_tokens=[1,3,3]", "must increase and begin at 1 or above, but is [1, 3, 3]; sort it"),
+        ("num_speculative_tokens=[3,1]", "must increase and begin at 1 or above, but is [3, 1]"),
         (
             "num_speculative_tokens=[0,1]",
-            "must rise and begin at 1 or above, but is [0, 1]; name each K once, and leave",
+            "must increase and begin at 1 or above, but is [0, 1]; sort it, name each K once, and leave",
         ),
-        ("num_requests=7", "must be at least 8, the largest of serving_bench.concurrency, but is 7; fewer requests"),
+        ("num_requests=7", "must be at least 8, the largest of serving_bench.concurrency, but is 7, too few to keep 8"),
     ],
 )
 def test_a_sweep_that_cannot_be_run_is_refused(override: str, message: str) -> None:

@@ -293,7 +293,7 @@ def test_a_draft_models_memory_in_serving_is_planned_beside_a_heads(
         f"{weights / 1e9:.3g} GB of weights and {2 * 3 * 2 * 2 * 32} bytes of keys and values"
     )
     assert plan.serving.endswith(
-        "256 bytes, the target itself 512 bytes"
+        "256 bytes; the target caches 512 bytes per token"
     )  # one key and value head of 64, and two layers
     assert ("serving", plan.serving) in plan_rows(plan, config)
     assert make_plan(config_for()).serving is None

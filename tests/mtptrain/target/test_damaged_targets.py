@@ -99,7 +99,7 @@ def test_integer_weights_are_refused_unless_the_config_explains_them(target: Pat
     weights = load_file(target / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     save_tensors(target / "model.safetensors", {**weights, name: weights[name].to(dtype)})
-    with pytest.raises(ValueError, match=rf"model\.safetensors: {name} must have one of the dtypes F64, .* but is"):
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {name} must have one of the dtypes F64, .* but has"):
         check_weights(target)
     (target / "hf_quant_config.json").write_text("{}")
     check_weights(target)

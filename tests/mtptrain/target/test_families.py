@@ -42,7 +42,7 @@ def test_families_with_mtp_layers_that_are_not_supported_are_refused_by_name(tmp
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(
         ValueError,
-        match=rf"the target's family must be one of .*mimo, but is '{family}' in .*config\.json, so that its own MTP "
+        match=rf"the target's family must be one of .*mimo, but is '{family}' in .*config\.json, so its own MTP "
         r"layers cannot be trained or measured; choose",
     ):
         read_target_config(tmp_path)
