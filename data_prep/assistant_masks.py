@@ -1,4 +1,4 @@
-"""Tokenizes rendered conversations and masks the tokens that the assistant generates."""
+"""Tokenizes rendered conversations, and makes loss masks that select the tokens that the assistant generates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Encoding:
     turn: int = 0
     """0 for a file and for the first document of a conversation; for other documents see `Rendering.turn`."""
     answers: int = 0
-    """Number of supervised assistant turns in the conversation."""
+    """Number of assistant turns that are supervised in this document."""
     answers_left_out: int = 0
-    """See `Rendering`."""
+    """See `Rendering.answers_left_out`."""
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

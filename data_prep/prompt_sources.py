@@ -131,7 +131,8 @@ def answer_prompts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
 def as_generated(rendering: Rendering, prompts: Sequence[str], is_kept: Sequence[bool]) -> Rendering:
     """Returns the rendering with only the spans of responses to keep.
 
-    A span belongs to the response whose prompt is the longest prefix of the text that ends before the span does.
+    A span belongs to the response with the longest prompt, among the prompts that the text starts with and that end
+    before the span ends.
     """
     starts = [(len(prompt), turn) for turn, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
     turns = [
@@ -161,8 +162,8 @@ def read_source(
     """
     if not prompts.paths:
         raise ValueError(
-            f"prompts.paths: must name at least one path of {prompts.source}, but is empty; set prompts.paths=[...] in "
-            "the recipe or on the command line"
+            f"prompts.paths: must name at least one path with prompts.source={prompts.source}, but is empty; set "
+            "prompts.paths=[...] in the recipe or on the command line"
         )
     if prompts.source is PromptSource.responses:
         check_chat_template(tokenizer)

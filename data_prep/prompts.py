@@ -87,7 +87,7 @@ def check_names(source: Source, prompts: PromptsConfig) -> None:
     for split, count in ((Split.validation, num_held_out), (Split.train, len(source.groups) - num_held_out)):
         if not count:
             num_groups = len(set(source.groups))
-            shared = f" ({num_groups:,} distinct questions)" if num_groups < len(source.names) else ""
+            shared = f" (different questions: {num_groups:,})" if num_groups < len(source.names) else ""
             raise _empty_split(split, f": none of {len(source.names)} documents{shared} belongs to it", prompts)
 
 
@@ -98,7 +98,7 @@ def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBas
     if not collector.windows_unsupervised and set(collector.refused.values()) == {NO_ANSWER}:
         raise ValueError(
             "prompts.paths: conversations must have an assistant turn to learn from, but none of "
-            f"{len(collector.refused):,} has one, for example {next(iter(collector.refused))}; choose data with "
+            f"{len(collector.refused):,} has one (the first is {next(iter(collector.refused))}); choose data with "
             "answers, or let the target answer: run data_prep.responses and set prompts.source=responses"
         )
     reason = f"{collector.windows_unsupervised} documents without a generated token{_reasons(collector.refused)}"

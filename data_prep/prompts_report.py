@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from mtptrain.config import PromptSource
 from mtptrain.data.prompt_files import Documents, Split
 
 _NAMES_SHOWN = 3
@@ -49,7 +50,7 @@ class RewrittenReport:
 
 @dataclass(frozen=True)
 class DuplicatesReport:
-    """Repeated questions. Conversations with the same question are never divided between splits."""
+    """Counts repeated questions and copies. Conversations with the same question all go into one split."""
 
     questions: int
     """Number of distinct questions or files. Each is a group, which stays in one split."""
@@ -157,26 +158,30 @@ def _rewritten(report: PromptsReport) -> list[str]:
     ]
 
 
+def _items(report: PromptsReport) -> str:
+    """Returns the word for what the source consists of."""
+    return "files" if report.source == PromptSource.text_files else "conversations"
+
+
 def _duplicates(report: PromptsReport) -> list[str]:
-    duplicates, lines = report.duplicates, []
+    duplicates, items, lines = report.duplicates, _items(report), []
     if duplicates.same_question:
         lines.append(
-            f"same question: {duplicates.same_question:,} {report.source} repeat an earlier question; "
-            f"{duplicates.questions:,} distinct questions, each in at most {duplicates.largest:,} {report.source}, "
-            "which are never divided between splits"
+            f"same question: {duplicates.same_question:,} {items} repeat an earlier question; each of the "
+            f"{duplicates.questions:,} different questions occurs in at most {duplicates.largest:,} {items}, all of "
+            "them in one split"
         )
     if duplicates.dropped:
-        lines.append(f"left out: {duplicates.dropped:,} {report.source} with the same tokens as another one")
+        lines.append(f"left out: {duplicates.dropped:,} {items} with the same tokens as another one")
     if duplicates.kept:
         lines.append(
-            f"kept: {duplicates.kept:,} {report.source} with the same tokens as another one; "
-            "the name of each decides its split"
+            f"kept: {duplicates.kept:,} {items} with the same tokens as another one; the name of each decides its split"
         )
     return lines
 
 
 def _left_out(report: PromptsReport) -> list[str]:
-    lines = [f"cut: {report.documents_cut:,} {report.source} into {report.windows_cut:,} windows"]
+    lines = [f"cut: {report.documents_cut:,} {_items(report)} into {report.windows_cut:,} windows"]
     if report.windows_unsupervised:
         lines.append(f"left out: {report.windows_unsupervised:,} windows without a supervised token")
     if report.answers_left_out:
@@ -185,7 +190,7 @@ def _left_out(report: PromptsReport) -> list[str]:
             "as generated"
         )
     if report.beyond_max_train_tokens:
-        lines.append(f"left out: {report.beyond_max_train_tokens:,} {report.source} beyond prompts.max_train_tokens")
+        lines.append(f"left out: {report.beyond_max_train_tokens:,} {_items(report)} beyond prompts.max_train_tokens")
     for refusals in report.refused:
         more = ", ..." if refusals.count > len(refusals.first) else ""
         lines.append(f"refused: {refusals.count:,} ({refusals.reason}): {', '.join(refusals.first)}{more}")

@@ -1,4 +1,4 @@
-"""Reads the prompt source `text_files`: one document per file, named by its path relative to its directory."""
+"""Reads the prompt source `text_files`: each file is one document, named by its path below the listed directory."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
     Args:
         directories: paths, or `standard_library` for the running Python's standard library.
         pattern: a glob for the file's name, such as `*.py`.
-        exclude: globs for the path relative to its directory, such as `site-packages/*`.
+        exclude: globs for the path relative to the listed directory, such as `site-packages/*`.
 
     Raises:
         FileNotFoundError: a directory does not exist.

@@ -126,7 +126,7 @@ def candidates_of(
     own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features
     if Baseline.tree in settings.baselines and settings.tree_top_k > own_size:
         raise ValueError(
-            f"acceptance.tree_top_k: must be at most {own_size}, the tokens that the head can draft, but is "
+            f"acceptance.tree_top_k: must be at most {own_size}, the number of tokens that the head can draft, but is "
             f"{settings.tree_top_k}; lower it"
         )
 
@@ -215,7 +215,7 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 
 def write_generations(path: Path, measured: Measured) -> None:
-    """Write one line per answer, with its tokens and the counts that the report's pooled acceptance figures sum up."""
+    """Write one line per answer, with its tokens and its counts. The report's pooled figures are sums of the counts."""
     with path.open("w") as file:
         for (prompt_id, turn), answer in measured.answers.items():
             loops = has_loop(answer.generation.tokens)
@@ -265,7 +265,7 @@ def print_held_out(losses: HeldOutLosses | None) -> None:
     """Print the head's losses by depth, if they could be computed."""
     if losses is None:
         return
-    table = Table(title="The head on the target's answers, each depth given the target's own tokens before it")
+    table = Table(title="The head on the target's answers (each depth reads the target's own tokens)")
     columns = {
         "depth": list(range(len(losses.kl_at))),
         "KL, nats": [f"{kl:.3f}" for kl in losses.kl_at],
@@ -281,10 +281,10 @@ def print_held_out(losses: HeldOutLosses | None) -> None:
 
 
 def print_example(shown: list[dict[str, Any]]) -> None:
-    """On a terminal, print the example with the middle acceptance length, with its accepted drafts coloured."""
+    """Print the example of median acceptance length, with coloured accepted drafts, if the output is a terminal."""
     if shown and (console := Console()).is_terminal:
         example = shown[len(shown) // 2]
-        console.rule(f"prompt {example['id']}, accepted drafts coloured: {example['acceptance_length']:.2f} per round")
+        console.rule(f"prompt {example['id']}: {example['acceptance_length']:.2f} tokens per round, drafts coloured")
         console.print(coloured(example))
 
 

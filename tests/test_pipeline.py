@@ -292,7 +292,7 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
         ),
         (
             ("acceptance.baselines=[tree]", "acceptance.tree_top_k=300"),
-            "acceptance.tree_top_k: must be at most 260, the tokens that the head can draft, but is 300; lower it",
+            "acceptance.tree_top_k: must be at most 260, the number of tokens that the head can draft, but is 300",
         ),
         (
             ("acceptance.num_speculative_tokens=5000",),

@@ -1,9 +1,10 @@
 """Optional, before stage 1: regenerate the assistant turns of conversations with the target itself.
 
 Reads the conversations of `prompts.paths`; writes `run_dir/responses/` (see data_prep/responses/store.py), which
-data_prep.prompts reads instead with `prompts.source=responses`. The target runs in this process with transformers, or
-on a server at `responses.url`. An interrupted run continues where it stopped. If conversations fail, the others are
-kept and the exit code is 1, so that a script stops before the next stage. The next run retries the failed ones.
+data_prep.prompts reads instead of those paths with `prompts.source=responses`. The target runs in this process with
+transformers, or on a server at `responses.url`. An interrupted run continues where it stopped. If conversations fail,
+the others are kept and the exit code is 1, so that a script stops before the next stage. The next run retries the
+failed ones.
 
     torchrun --nproc-per-node 8 -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl]
     python -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl] responses.url=URL

@@ -99,7 +99,8 @@ class RegeneratedConversation:
     answer_tokens: list[int] = field(default_factory=list)
     """Number of generated tokens in each response, including the end-of-sequence token."""
     texts_kept: list[bool] = field(default_factory=list)
-    """Whether the chat template renders each response as generated. It may not if, say, the reasoning was cut off."""
+    """Whether the chat template renders each response as generated. It renders some differently, for example if the
+    reasoning was cut off."""
     tokens_changed: int = 0
     """Number of responses that are rendered as generated but tokenized differently."""
     ended_by: Ending = Ending.complete

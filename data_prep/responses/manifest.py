@@ -121,7 +121,8 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
     refuse_different_facts(path, _source_facts(hashes), _source_facts({name: sources[name] for name in hashes}), remedy)
     if manifest.failed:
         print(
-            f"{directory}: {manifest.failed:,} conversations failed and are missing; data_prep.responses retries them",
+            f"{directory}: {manifest.failed:,} conversations failed and are missing; run data_prep.responses again to "
+            "retry them",
             flush=True,
         )
     return read_conversations([str(directory / CONVERSATIONS)], ConversationSchema.messages)

@@ -203,8 +203,8 @@ class CompletionServer:
             ) from error
         except (ValueError, RequestFailed) as error:
             raise ValueError(
-                f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} is not JSON "
-                f"({error}); correct the address"
+                f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} cannot be "
+                f"read as JSON ({error}); correct the address"
             ) from error
 
     def _fetch(self, path: str, request: dict[str, Any] | None = None, root: str | None = None) -> Any:

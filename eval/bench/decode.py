@@ -115,8 +115,8 @@ def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
     if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
         raise ValueError(
             f"bench.batch_sizes: must be at most {num_prompts}, the number of prompts in the smaller half (one half is "
-            f"measured, the other gives the prediction), but hold {max(bench.batch_sizes)}; lower it, or raise "
-            "bench.decode_prompts and acceptance.num_prompts"
+            f"measured, the other gives the prediction), but the largest is {max(bench.batch_sizes)}; lower it, or "
+            "raise bench.decode_prompts and acceptance.num_prompts"
         )
     return halves
 

@@ -120,7 +120,8 @@ def load_bench_target(config: PipelineConfig, device: torch.device) -> Target:
         return load_target(resolve_target(config.target.path, config.target.revision), dtype, device)
     if config.bench.target != "8b":
         raise ValueError(
-            f"bench.target: must be `8b` or left out for the recipe's target, but is {config.bench.target!r}"
+            f"bench.target: must be `8b` or left out for the recipe's target, but is {config.bench.target!r}; correct "
+            "it or leave it out"
         )
     with torch.device(device):
         return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA_8B), dtype=dtype))
@@ -306,7 +307,7 @@ def copy_mapped(store: HiddenStore) -> None:
 
 
 def read_batches(schedule: BatchSchedule) -> None:
-    """Read an epoch as training does: four documents per batch, aligned for three depths."""
+    """Read an epoch as training does, in batches of four documents, packed for three depths."""
     num_tokens = sum(batch.document_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
     assert num_tokens == schedule.store.manifest.num_tokens, "an epoch must read the whole store"
 
@@ -334,8 +335,8 @@ def print_table(config: PipelineConfig, device: torch.device, figures: Extractio
             reading.add_row(key.removesuffix("_gb_per_s").replace("_", " "), f"{value:.2f}", f"{value / copy:.2f}")
     reading.caption = (
         f"a store of {config.bench.open_tokens:,} tokens opens in {figures['open_seconds']:.3f} s and takes "
-        f"{figures['open_anonymous_mb']:.1f} MB; each token takes {figures['bytes_per_token_beyond_states']:.2f} bytes "
-        "on disk beyond its states"
+        f"{figures['open_anonymous_mb']:.1f} MB of memory; each token takes "
+        f"{figures['bytes_per_token_beyond_states']:.2f} bytes on disk beyond its states"
     )
     Console().print(writing, reading)
 

@@ -1,6 +1,6 @@
 """Runs EAGLE-3 training steps of vLLM Speculators. Requests on stdin and answers on stdout are JSON lines.
 
-`eval.bench.train` starts this worker with `bench.peer_python`, a Python without mtptrain; both use `step_memory`.
+`eval.bench.train` starts this worker with `bench.peer_python`, a Python without mtptrain. Both import `step_memory`.
 A request is `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or
 `{"steps": n}` to time n steps.
 """

@@ -74,7 +74,9 @@ def main(cfg: DictConfig) -> None:
 def check(config: PipelineConfig) -> None:
     known = ", ".join(f"`{name}`" for name in GPU_TARGETS)
     if config.bench.target is not None and config.bench.target not in GPU_TARGETS:
-        raise ValueError(f"bench.target: must be one of {known} or left out, but is {config.bench.target!r}")
+        raise ValueError(
+            f"bench.target: must be one of {known} or left out, but is {config.bench.target!r}; correct it"
+        )
     if config.bench.target is not None and not torch.cuda.is_available():
         raise ValueError(
             "bench.target: must be left out on a machine without a GPU, because its steps take hours on a CPU, but is "
@@ -82,7 +84,10 @@ def check(config: PipelineConfig) -> None:
         )
     for size in (*config.bench.hidden_sizes, config.bench.prompt_sizes[0]):
         if size % 64:
-            raise ValueError(f"bench.hidden_sizes: must be multiples of 64, the head dim, but hold {size}; round it")
+            raise ValueError(
+                "bench.hidden_sizes, bench.prompt_sizes: hidden sizes must be multiples of 64, the size of an "
+                f"attention head, but one is {size}; round it"
+            )
 
 
 def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[TrainFigures]:
@@ -268,7 +273,7 @@ STEP_COLUMNS = {
     "eager": "eager_tokens_per_s",
     "plain": "plain_tokens_per_s",
     "peer": "peer_tokens_per_s",
-    "of peer": "ratio",
+    "x peer": "ratio",
     "memory": "peak_bytes",
     "plain's": "plain_peak_bytes",
     "peer's": "peer_peak_bytes",

@@ -107,7 +107,7 @@ def drafted_states(
         parts: the target's frozen parts.
         target_states: the target's states that the head reads, for the tokens of one document, [S, H] or [S, L, H].
         ids: the document's tokens and the one after the last, i64[S + 1] or more.
-        row: the position of the document to draft from.
+        row: the position in the document from which the head drafts.
         num_drafts: K.
     """
     cache, positions = PositionCache(row + 2 + num_drafts), torch.arange(row + 1, device=ids.device)[None]

@@ -388,7 +388,7 @@ def test_the_program_prints_the_report_and_where_it_wrote(
 
 def test_no_paths_are_refused(config_for: ConfigFor) -> None:
     with pytest.raises(
-        ValueError, match=r"prompts\.paths: must name at least one path of text_files, but is empty; set prompts"
+        ValueError, match=r"prompts\.paths: must name at least one path with prompts\.source=text_files, but is empty; "
     ):
         prepare_prompts(config_for("prompts.paths=[]"))
 
@@ -437,7 +437,7 @@ def test_an_empty_validation_split_is_refused_before_anything_is_tokenized(text_
 def test_a_data_set_that_asks_one_question_cannot_be_split(chat_config: Callable[..., PipelineConfig]) -> None:
     rows = [chat(f"chat{i}", "hello?", f"answer {i}") for i in range(20)]
     with pytest.raises(
-        ValueError, match=r"split must hold .*: none of 20 documents \(1 distinct questions\) belongs to it; add"
+        ValueError, match=r"split must hold .*: none of 20 documents \(different questions: 1\) belongs to it; add"
     ):
         prepare_prompts(chat_config(rows))
 
@@ -481,8 +481,8 @@ def test_conversations_without_an_answer_are_not_blamed_on_the_template(
 ) -> None:
     rows = [chat(f"chat{i}", f"hello {i}?") for i in range(20)]
     match = (
-        r"^prompts\.paths: conversations must have an assistant turn to learn from, but none of 20 has one, for "
-        r"example .*\.jsonl:\d+; choose data with answers, or let the target answer: run data_prep\.responses"
+        r"^prompts\.paths: conversations must have an assistant turn to learn from, but none of 20 has one \(the "
+        r"first is .*\.jsonl:\d+\); choose data with answers, or let the target answer: run data_prep\.responses"
     )
     with pytest.raises(ValueError, match=match):
         prepare_prompts(chat_config(rows))

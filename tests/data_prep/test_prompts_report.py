@@ -52,8 +52,8 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
     assert "left out: 2 windows without a supervised token" in printed
     assert "left out of the loss: 5 assistant turns" in printed
     assert (
-        "same question: 300 conversations repeat an earlier question; 900 distinct questions, each in at most 12 "
-        "conv" in printed
+        "same question: 300 conversations repeat an earlier question; each of the 900 different questions occurs in at "
+        "most 12 conversations, all of them in one split" in printed
     )
     assert "left out: 13 conversations with the same tokens as another one" in printed
     assert "kept: 14 conversations with the same tokens as another one; the name of each decides its split" in printed

@@ -498,9 +498,9 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
             [],
             r"base URL of an OpenAI-compatible server, .* answers \{\"hello\": 1\}; correct the address",
         ),
-        ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but the answer of .*/models is not JSON"),
-        ({"models": b"[" * 100_000}, [], r"the answer of .*/models is not JSON \(.* nested too deep"),
-        ({"models": b"9" * 5_000}, [], r"the answer of .*/models is not JSON \(.*5000 digits"),
+        ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but the answer of .*/models cannot be read"),
+        ({"models": b"[" * 100_000}, [], r"the answer of .*/models cannot be read as JSON \(.* nested too deep"),
+        ({"models": b"9" * 5_000}, [], r"the answer of .*/models cannot be read as JSON \(.*5000 digits"),
         (
             {"key": "secret"},
             [],
@@ -568,7 +568,7 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
     config = by_server()
     assert len(answered(config)) == 19
     prepare_prompts(config)
-    assert "responses: 1 conversations failed and are missing; data_prep.responses retries" in capsys.readouterr().out
+    assert "responses: 1 conversations failed and are missing; run data_prep.responses again" in capsys.readouterr().out
 
 
 def test_a_path_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:

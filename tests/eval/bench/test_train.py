@@ -86,7 +86,10 @@ def test_what_runs_on_a_gpu_runs_here_at_a_tiny_size() -> None:
     ("override", "message"),
     [
         ("bench.target=9b", "bench.target: must be one of `8b`, `70b` or left out, but is '9b'"),
-        ("bench.hidden_sizes=[100]", "bench.hidden_sizes: must be multiples of 64, the head dim, but hold 100"),
+        (
+            "bench.hidden_sizes=[100]",
+            "hidden sizes must be multiples of 64, the size of an attention head, but one is 100",
+        ),
     ],
 )
 def test_what_the_bench_cannot_measure_is_refused(override: str, message: str) -> None:
