@@ -1,4 +1,4 @@
-"""Runs the benchmarks at the dimensions of an 8B target with random weights, or at tiny sizes, without bounds."""
+"""Runs the benchmarks at the dimensions of an 8B target with random weights, or at tiny sizes. They have no bounds."""
 
 import json
 from collections.abc import Sequence
