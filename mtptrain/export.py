@@ -25,7 +25,7 @@ from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.heads.base import Head
-from mtptrain.heads.files import build_head
+from mtptrain.heads.files import build_head, describe_shape
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import DEMO, resolve_target
@@ -90,7 +90,7 @@ def check_directory_name(output_dir: Path, method: str) -> None:
 
 
 def check_output_dir(output_dir: Path) -> None:
-    """Refuse to replace a directory that no export has written."""
+    """Refuse to replace a directory that has files but no `provenance.json`, which every export has."""
     if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "provenance.json").is_file():
         raise ValueError(
             f"export.output_dir: must be new, empty or an earlier export, but {output_dir} holds other files; choose "
@@ -121,13 +121,9 @@ def check_tensors(directory: Path, form: Format) -> None:
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             raise ValueError(
-                f"{path}: {name} must be {_shape(expected.get(name))}, but is {_shape(actual.get(name))}; the engine "
-                "would serve random weights; export again"
+                f"{path}: {name} must be {describe_shape(expected.get(name))}, but is "
+                f"{describe_shape(actual.get(name))}; the engine would serve random weights; export again"
             )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else f"of shape {shape}"
 
 
 def reload_head(directory: Path, form: Format) -> Head:

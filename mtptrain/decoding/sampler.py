@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits: greedily, or at random with a temperature, top-k and top-p."""
+"""Chooses tokens from logits: greedily, or at random with a temperature, top-k and top-p."""
 
 from dataclasses import dataclass, field
 

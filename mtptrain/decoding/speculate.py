@@ -43,7 +43,7 @@ class Accepted:
 def accept(
     draft: Draft, target_logits: torch.Tensor, ancestors: torch.Tensor, num_depths: int, sampler: Sampler
 ) -> Accepted:
-    """Keep what the target agrees with: sampled drafts by rejection sampling, all others by the target's own choice."""
+    """Accept drafts: sampled ones by rejection sampling, all others if they equal the target's own choices."""
     if draft.probs is None or sampler.is_greedy:
         return accept_chosen(draft, sampler.choose(target_logits), ancestors, num_depths)
     return accept_sampled(draft, sampler.probs(target_logits), sampler)
@@ -54,7 +54,7 @@ def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Te
 
     The target's choices do not depend on the draft, so the output is what the target alone would generate. For a chain
     of greedy drafts, this is the rule of arXiv 2211.17192. For a tree, where all children of a token are checked at
-    once, it is the rule of SpecInfer (arXiv 2305.09781).
+    once, it is the greedy verification of SpecInfer (arXiv 2305.09781).
 
     Args:
         draft: P proposed tokens per sequence.
@@ -93,7 +93,7 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
     is_kept = (sampler.uniform_like(ratio) < ratio) & draft.is_proposed
     num_accepted = is_kept.long().cumprod(1).sum(1)  # [B]
     wanted = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1]))[:, 0]  # [B, V]
-    # If all proposed tokens were accepted, the bonus token comes from the target's own distribution: subtract 0 there.
+    # If all proposed tokens were accepted, nothing is subtracted: the bonus token comes from the target's distribution.
     rejected_probs = torch.cat(
         [draft_probs * draft.is_proposed[..., None], torch.zeros_like(draft_probs[:, :1])], dim=1
     )
@@ -228,7 +228,7 @@ class _Batch:
             self.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
         self.is_active = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
-        self._accepted: list[torch.Tensor] = []  # accepted drafts [B] of each round, -1 for finished sequences
+        self._accepted: list[torch.Tensor] = []  # number accepted per round [B]; -1 for finished sequences
         self._counts = torch.zeros(len(prompts), 3 + num_depths, dtype=torch.long, device=device)
 
     def prompt_positions(self) -> torch.Tensor:

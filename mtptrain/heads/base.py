@@ -31,7 +31,7 @@ class FirstStates:
     """The states that `Head.logits` reads [B, P, H]: those of depth 0 (P = 1), or those of all depths (P = K) from a
     head that drafts all tokens in one forward."""
     fed_back: torch.Tensor
-    """The states that depth 1 reads [B, H], or wider if the head feeds more than one state back; not used if P = K."""
+    """The states that depth 1 reads [B, H]; wider if the head also feeds back embeddings. Not used if P = K."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StepFlops:
     """FLOPs of the weight matmuls and attention in forward, loss and backward. Recomputation does not count."""
 
     per_token: int
-    """FLOPs per packed token: the input projection, and the key and value at depth 0."""
+    """FLOPs per packed token: the weights that every token passes through, such as those of depth-0 keys and values."""
     per_row: int
     """FLOPs per draft position: all other weights at T depths, including the draft logits, and the teacher's logits."""
     per_pair: int
@@ -67,11 +67,11 @@ class Head(nn.Module, ABC):
     drafts_trees: ClassVar[bool] = False
     """Whether `draft_next` can continue several branches, given a `TreeRows`."""
     is_bound_to_depths: ClassVar[bool] = False
-    """Whether the head drafts at most T tokens, because it learns each depth separately."""
+    """Whether the head drafts at most T tokens, because it can draft only at depths that it was trained for."""
     drafts_all_depths: ClassVar[bool] = False
     """Whether the head drafts exactly T tokens, because the rows of all depths see each other."""
     starts_from_target: ClassVar[bool] = False
-    """Whether `head.start_from_target` can copy the target's last layer into the head."""
+    """Whether `head.start_from_target` can copy one or more of the target's layers into the head."""
     ttt_steps: int
     """T, the number of trained depths."""
     d2t: torch.Tensor | None
@@ -83,7 +83,7 @@ class Head(nn.Module, ABC):
     activation_checkpointing: bool = False
     """Whether functions called through `_run` keep only their inputs and are recomputed in the backward pass."""
     drafts_per_document: int | None = None
-    """Number of draft positions of each document that a training step uses, chosen at random; None for all."""
+    """Maximum number of draft positions of a document that a training step uses, chosen at random; None for all."""
 
     @abstractmethod
     def __init__(self, config: Any, target_config: PreTrainedConfig) -> None:
@@ -95,7 +95,7 @@ class Head(nn.Module, ABC):
         self.capture_layers = self.layers_to_capture(config, target_config)
 
     def _add_own_vocabulary(self, size: int | None, target_config: PreTrainedConfig) -> None:
-        """Give the head its own lm_head [D, H] if `size` D is set, and `d2t` if D is not the target's vocabulary."""
+        """Give the head its own lm_head [D, H] if `size` D is set, and `d2t` if D differs from V."""
         if size is None:
             return
         self.lm_head = nn.Linear(target_config.hidden_size, size, bias=False)
@@ -106,14 +106,15 @@ class Head(nn.Module, ABC):
     def layers_to_capture(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
         """Returns the residual streams of the target that the head reads, in order: id k is the stream after k layers.
 
-        A head that captures no layers reads the target's last hidden states, after the final norm.
+        A head that captures no layers can read the target's last hidden states: after the final norm, or before it if
+        the head overrides `read_layers`.
         """
         return ()
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """The streams that drafting captures from the target: `capture_layers`, or only the stream after the last
-        layer, which every store of hidden states holds anyway."""
+        """The residual streams that the head reads: `capture_layers` by default. A head that captures no layers may
+        override this with the stream after the last layer, which every store of hidden states holds anyway."""
         return self.capture_layers
 
     @classmethod
@@ -180,7 +181,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step. Each use of a weight counts as 2 forward and 4 backward."""
+        """Returns the FLOPs of a training step. Each use of a weight costs 2 forward and up to 4 backward."""
 
     def output_weight(self, parts: FrozenParts) -> torch.Tensor:
         """Returns the output layer's weight: the head's own [D, H], or the target's frozen one [V, H]."""

@@ -11,19 +11,19 @@ class HeadConfig:
 
     name: str = ""
     ttt_steps: int = at_least(1, default=4)
-    """Number of trained depths T: training drafts this many tokens from the head's own states, as serving does."""
+    """Number of trained depths T: in training, as in serving, each draft position drafts this many tokens."""
     init_from: str | None = None
     """The head to start from, as a directory or a hub name: a published head, a head of another run
     (`run_dir/train/best`) or a checkpoint's MTP layer; see `mtptrain.convert.warm_start`. null starts from random
     weights."""
     start_from_target: bool = False
-    """Start from a copy of the target's last layer that reads the target's states. The loss falls faster at first. Only
-    heads made of decoder layers support this."""
+    """Start from a copy of the target's last layer, with an input projection that passes the target's states on to it.
+    The loss falls faster at first. Heads `dflash`, `hydra` and `medusa` do not support this."""
 
 
 @dataclass
 class LayerConfig(HeadConfig):
-    """Settings that heads of decoder layers share."""
+    """Settings that heads made of decoder layers share."""
 
     num_attention_heads: int | None = None
     """Number of attention heads. null takes the target's, adjusted if necessary to give a head dim of 64 or 128."""

@@ -1,4 +1,4 @@
-"""Head `dflash`: drafts a block of K tokens in one forward, with layers whose keys come from the target's states.
+"""Head `dflash`: drafts a block of K tokens in one forward, attending to the target's states and to the block itself.
 
 A block is the newest token followed by K mask tokens. Its rows read only embeddings. Each layer is a Qwen3 layer whose
 rows attend bidirectionally to the whole block, and to one key per token that the target has read, projected from
@@ -49,7 +49,7 @@ class NormedAttention(Attention):
 
 
 class DflashLayer(nn.Module):
-    """One layer of the head. Each block has R rows, and row 0 is the newest token."""
+    """One layer of the head. Each block has K + 1 rows, and row 0 is the newest token."""
 
     def __init__(self, dims: HeadDims, target_config: PreTrainedConfig) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class DflashLayer(nn.Module):
     def project(
         self, x: torch.Tensor, positions: torch.Tensor, num_unread: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns queries, keys and values of the blocks [R, ..., H]; the first `num_unread` rows have no query."""
+        """Returns queries, keys and values of blocks x [K + 1, ..., H]. The first `num_unread` rows get no query."""
         normed = self.input_layernorm(x)
         query = self.self_attn.queries(normed[num_unread:], positions[num_unread:])
         return query, *self.self_attn.keys_values(normed, positions)
@@ -83,7 +83,7 @@ class DflashLayer(nn.Module):
 
 
 class DflashHead(Head):
-    """DFlash head. It always drafts `ttt_steps` tokens: rows see their whole block, so the block size is learned."""
+    """DFlash head. It drafts exactly `ttt_steps` tokens: rows see their whole block, so training fixes its size."""
 
     is_bound_to_depths = True
     drafts_all_depths = True
@@ -104,8 +104,8 @@ class DflashHead(Head):
         mask_token_id: int | None = None
         """Token that stands for tokens not drafted yet; see head `peagle`."""
         anchors_per_document: int | None = at_least_or_none(1)
-        """Number of draft positions per document that a training step uses, chosen at random in each epoch. The
-        published number is 512. null uses all of them."""
+        """Maximum number of draft positions per document that a training step uses, chosen at random in each epoch.
+        The published number is 512. null uses all of them."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
@@ -125,7 +125,7 @@ class DflashHead(Head):
         """Returns the configured layers, or the default.
 
         Raises:
-            ValueError: the layers are not distinct layers of the target in rising order.
+            ValueError: the layers are not different layers of the target in rising order.
         """
         num_layers = int(target_config.num_hidden_layers)
         if config.capture_layers is not None:
@@ -184,7 +184,7 @@ class DflashHead(Head):
         return [(layer, int(layer is layers[-1])) for layer in layers]
 
     def _blocks(self, newest: torch.Tensor, parts: FrozenParts, num_drafts: int) -> torch.Tensor:
-        """Returns the embeddings of the newest token [M] of each block and of its K mask tokens [K + 1, M, H]."""
+        """Returns the embeddings [K + 1, M, H] of each block: its newest token [M], then K mask tokens."""
         mask = parts.embed(torch.full((1,), self.mask_token_id, device=newest.device))
         return torch.cat([parts.embed(newest)[None], mask.expand(num_drafts, len(newest), -1)])
 

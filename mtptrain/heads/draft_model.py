@@ -1,8 +1,8 @@
 """Head `draft_model`: a small language model that has the target's vocabulary.
 
 It reads tokens, each at its own position, and never the target's states. The row of token t + 1 predicts token t + 2,
-so it is depth 0 of draft position t. In serving, as in training, the cache holds keys of real tokens, so depth k of
-draft position t computes the same as depth 0 of position t + k: training one depth trains them all. Fast Inference
+so it is depth 0 of draft position t. In serving, as in training, the model's keys depend only on the tokens, so depth k
+of draft position t computes the same as depth 0 of position t + k: training one depth trains them all. Fast Inference
 from Transformers via Speculative Decoding (arXiv 2211.17192).
 """
 
@@ -88,7 +88,7 @@ class DraftModelHead(Head):
             )
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
-        """Training: run the model once over all documents, and return the rows of all depths [T, M, H].
+        """Training: run the model once over all documents, and return the states of all depths [T, M, H].
 
         H is the model's own hidden size. The model reads the first token of each document, then the token after each of
         the document's tokens: N rows plus one per document.
@@ -156,7 +156,10 @@ class DraftModelHead(Head):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step: all tokens go through the layers, only rows to lm_head."""
+        """Returns the FLOPs of a training step.
+
+        All tokens pass through the layers, but only draft positions through lm_head.
+        """
         linear = [module for module in self.model.modules() if isinstance(module, torch.nn.Linear)]
         query_size = sum(layer.self_attn.o_proj.in_features for layer in self.model.layers)
         return StepFlops(
@@ -188,8 +191,8 @@ def model_config(config: DraftModelHead.Config, target_config: PreTrainedConfig)
 
     Raises:
         FileNotFoundError: `init_from` is neither a directory nor a hub name.
-        ValueError: `init_from` is not a language model, its vocabulary is larger than the target's, or sizes are
-            missing, invalid or contradict `init_from`.
+        ValueError: `init_from` is not a language model, is quantised or has a larger vocabulary than the target, or
+            sizes are invalid or contradict `init_from`.
     """
     found = _random_config(config, target_config) if config.init_from is None else _published(config, target_config)
     found.vocab_size = target_config.vocab_size
@@ -262,8 +265,8 @@ def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> P
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if sizes["hidden_size"] % (2 * heads) or heads % kv_heads:
         raise ValueError(
-            "head.num_attention_heads: must divide head.hidden_size into even head dims, and head.num_key_value_heads "
-            f"must divide it, but they are {heads}, {sizes['hidden_size']} and {kv_heads}; change one of them"
+            "head.num_attention_heads: must divide head.hidden_size into even head dims and be a multiple of "
+            f"head.num_key_value_heads, but they are {heads}, {sizes['hidden_size']} and {kv_heads}; change one of them"
         )
     has_target_heads = (sizes["hidden_size"], heads) == (target.hidden_size, target.num_attention_heads)
     head_dim = getattr(target, "head_dim", None) if has_target_heads else None

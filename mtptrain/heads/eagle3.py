@@ -18,7 +18,7 @@ from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initial
 
 
 class Eagle3Head(LayerHead):
-    """EAGLE-3 head. Every engine serves its default settings."""
+    """EAGLE-3 head. vLLM and SGLang serve its default settings."""
 
     @dataclass
     class Config(LayerConfig):
@@ -65,7 +65,7 @@ class Eagle3Head(LayerHead):
         """Returns the configured layers, or the engines' default.
 
         Raises:
-            ValueError: the layers are not distinct layers of the target in rising order.
+            ValueError: the layers are not different layers of the target in rising order.
         """
         num_layers = int(target_config.num_hidden_layers)
         if config.capture_layers is not None:
@@ -90,7 +90,10 @@ class Eagle3Head(LayerHead):
         return normed if self.norm_before_residual else hidden_states, x
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the MLP. `logits` reads the normed stream; the stream itself is fed back unless `norm_output`."""
+        """Apply the MLP. `logits` reads the normed stream.
+
+        The stream before the norm is fed back, or the normed one if `norm_output` is set.
+        """
         x = residual + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
         normed = self.norm(x)
@@ -104,7 +107,7 @@ def check_capture_layers(layers: tuple[int, ...], num_layers: int, default: str 
         default: description of the layers for the error message, if they are a default.
 
     Raises:
-        ValueError: they are not distinct layers of the target in rising order.
+        ValueError: they are not different layers of the target in rising order.
     """
     if layers and list(layers) == sorted(set(layers)) and layers[0] >= 0 and layers[-1] <= num_layers:
         return layers

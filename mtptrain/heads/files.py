@@ -1,4 +1,4 @@
-"""A head on disk: its weights in `head.safetensors`; its config and the identity of its target in `head.json`."""
+"""Stores heads: weights in `head.safetensors`, the config and the identity of the target in `head.json`."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
 
 
 def kept_head(stage_dir: Path, step: int) -> Path:
-    """Returns the directory in `run_dir/train` of the head that is kept at this step and measured later."""
+    """Returns the directory in `run_dir/train` of the head that is kept at this step, to be measured later."""
     return stage_dir / "heads" / f"step_{step:08d}"
 
 
@@ -126,10 +126,15 @@ def load_head(
     if found != expected:
         name = sorted(set(expected.items()) ^ set(found.items()))[0][0]
         raise ValueError(
-            f"{directory / 'head.safetensors'}: {name} must be of shape {expected.get(name)} for this target, but is "
-            f"{found.get(name)}: the head belongs to another target; train again"
+            f"{directory / 'head.safetensors'}: {name} must be {describe_shape(expected.get(name))} for this target, "
+            f"but is {describe_shape(found.get(name))}: the head belongs to another target; train again"
         )
     return fill_head(head, state, dtype, device)
+
+
+def describe_shape(shape: tuple[int, ...] | None) -> str:
+    """Returns text about a tensor for error messages; a shape of None means that there is no such tensor."""
+    return "absent" if shape is None else f"of shape {shape}"
 
 
 def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device) -> Head:

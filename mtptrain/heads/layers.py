@@ -101,10 +101,12 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: in
     default_kv_heads = target_config.num_key_value_heads if heads % target_config.num_key_value_heads == 0 else heads
     kv_heads = config.num_key_value_heads or default_kv_heads
     if head_dim is None and (hidden_size % heads or hidden_size // heads not in SERVED_HEAD_DIMS):
+        counts = [str(hidden_size // dim) for dim in reversed(SERVED_HEAD_DIMS) if hidden_size % dim == 0]
+        advice = f"head.num_attention_heads to {' or '.join(counts)}" if counts else "head=eagle3 head.head_dim=64"
         raise ValueError(
             f"head.num_attention_heads: the head dim (hidden size {hidden_size} / heads) must be one of "
             f"{SERVED_HEAD_DIMS}, which engines have kernels for, but is {hidden_size / heads:g} with {heads} heads; "
-            f"set head.num_attention_heads to {hidden_size // 128 or 1} or {hidden_size // 64 or 1}"
+            f"set {advice}"
         )
     if head_dim not in (None, *SERVED_HEAD_DIMS):
         raise ValueError(

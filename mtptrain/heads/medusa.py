@@ -93,7 +93,7 @@ class MedusaHead(Head):
 
 
 def last_states(verified: Verified) -> torch.Tensor:
-    """Returns the target's post-norm state of the row whose next token is the newest one [B, H]."""
+    """Returns the target's post-norm state [B, H] of the row whose next token is the newest one."""
     rows = torch.arange(len(verified.num_tokens), device=verified.num_tokens.device)
     return verified.states.hidden_states[rows, verified.last_row]
 
@@ -106,6 +106,6 @@ def check_num_drafts(num_drafts: int, num_depths: int) -> None:
     """
     if num_drafts > num_depths:
         raise ValueError(
-            f"num_speculative_tokens: must be at most {num_depths}, the depths that the head was trained for, but is "
-            f"{num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
+            f"num_speculative_tokens: must be at most {num_depths}, the number of depths that the head was trained "
+            f"for, but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
         )

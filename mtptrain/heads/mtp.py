@@ -33,7 +33,7 @@ class MtpHead(LayerHead):
     class Config(LayerConfig):
         name: str = "mtp"
         norms: list[RestoredNorm] = field(default_factory=lambda: list(RestoredNorm))
-        """The norms to include. Engines serve heads with all norms; `recipes/study/norms.yaml` trains with fewer."""
+        """The norms to include. Engines serve only heads with all of them; `recipes/study/norms.yaml` uses fewer."""
         attention_bias: bool = False
         """Whether queries, keys and values have biases, as in MiMo's MTP layer."""
         zero_first_embedding: bool = False
@@ -64,11 +64,11 @@ class MtpHead(LayerHead):
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """The stream after the target's last layer with `prenorm_states`, else none."""
+        """The stream after the target's last layer if `prenorm_states` is set, otherwise none."""
         return self._read_layers
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns eh_proj[enorm(e); hnorm(h)] as the residual stream, and its norm."""
+        """Returns x = eh_proj[enorm(e); hnorm(h)] as the residual stream, and input_layernorm(x)."""
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden_states)], dim=-1))
         return x, self.input_layernorm(x)
 

@@ -115,10 +115,11 @@ class Packing:
     def of_single(lengths: Sequence[int], rows: Sequence[NDArray[np.int64]]) -> "Packing":
         """Pack documents whose draft positions may lie anywhere.
 
-        A kernel per draft position would be too many, and a single kernel would need a mask. The A draft positions of a
-        document therefore form sqrt(A) groups. One kernel pairs a group with all tokens that the previous group sees: a
-        document needs sqrt(A) such kernels. Inside a group, the tokens that draft position i sees but i - 1 does not
-        are paired with the group's draft positions from i on. All groups share one kernel for each i.
+        One kernel per draft position would be too many kernels, and a single kernel would need a mask. The A draft
+        positions of a document therefore form about sqrt(A) groups. For each group after the first, one kernel pairs
+        the group with all tokens that the previous groups see. Inside a group, the tokens that draft position i sees
+        but i - 1 does not are paired with the group's draft positions from i on. All groups share one kernel for each
+        i, and all documents share the kernels.
 
         Args:
             lengths: number of tokens in each document.
@@ -192,7 +193,7 @@ class PackedTokens:
     """The target's last hidden states, after the final norm [N, H], or the streams of `Head.read_layers` [N, L, H]."""
     input_ids: torch.Tensor  # i64[N]
     next_ids: torch.Tensor
-    """i64[N]: the token after each token. Depth k of row i reads the one at row i + k."""
+    """i64[N]: the token after each token. At depth k, draft position t reads the one after token t + k."""
     packing: Packing
 
 

@@ -1,4 +1,4 @@
-"""The format of stage 2's output, which mtptrain/hidden_states/writer.py writes and training reads.
+"""Defines the format of stage 2's output and reads it; mtptrain/hidden_states/writer.py writes it.
 
 `run_dir/hidden_states/` holds `shard_00000.safetensors`, ... and `manifest.json`, which is written last and identifies
 the target, prompts and settings of the states. A shard holds `input_ids` i32[N], `loss_mask` u8[N], `document_offsets`
@@ -39,7 +39,7 @@ SCHEMA_VERSION = 2
 MANIFEST, PLAN = "manifest.json", "plan.json"
 OPENING_THREADS = 8
 """Number of shards opened at a time. On a network file system, opening one takes milliseconds."""
-REMEDY = "delete this file and run data_prep.hidden_states, which recomputes only this shard"
+REMEDY = "delete the shard's file and run data_prep.hidden_states, which recomputes only this shard"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class StoredDocument:
 
 
 class HiddenStore:
-    """A finished store. A shard is mapped when the first of its documents is read, and stays mapped."""
+    """A finished store. A shard is mapped when one of its documents is read for the first time, and stays mapped."""
 
     def __init__(self, directory: Path, manifest: StoreManifest) -> None:
         self.directory = directory
@@ -170,7 +170,7 @@ class HiddenStore:
             raise ValueError(
                 f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, "
                 f"but is {checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}; "
-                "set verify=true to check the whole store"
+                "run it with verify=true to check the whole store"
             )
         return document
 

@@ -165,7 +165,7 @@ class StreamedStore(HiddenStore):
             path = shard_path(self.directory, index)
             wait_until(
                 lambda: self._is_closed or record_path(path).exists(),
-                f"{path.name}, which data_prep.hidden_states with the same settings writes",
+                f"{path.name} from data_prep.hidden_states, which must run with the same settings",
             )
             record = read_record(self.directory, index)
             if record is None:
@@ -201,7 +201,8 @@ def open_stream(
             "exists; set train.stream=false, which trains on all of them, or choose another run_dir"
         )
     wait_until(
-        (directory / PLAN).exists, f"{directory / PLAN}, which data_prep.hidden_states with the same settings writes"
+        (directory / PLAN).exists,
+        f"{directory / PLAN} from data_prep.hidden_states, which must run with the same settings",
     )
     plan = read_json(directory / PLAN)
     identity = identity_from_json(plan["identity"])
@@ -259,7 +260,8 @@ class Releases:
             return stopped_by is not None
 
         wait_until(
-            is_over, f"the shards of step {step + 1}, which data_prep.hidden_states with the same settings writes"
+            is_over,
+            f"the shards of step {step + 1} from data_prep.hidden_states, which must run with the same settings",
         )
         return stopped_by
 

@@ -62,8 +62,8 @@ def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
     """Returns the bytes that elementwise kernels move per token.
 
     In each layer, two norms with their residual sums move four rows of the hidden size each. RoPE and the cache move
-    the attention heads. The MLP's activation moves three rows of the intermediate size. Experts read and write their
-    outputs once more.
+    four times the query and value sizes of all attention heads. The MLP's activation moves three rows of the
+    intermediate size. Experts read and write their outputs once more.
     """
     experts = getattr(config, "num_experts_per_tok", 0) or 0
     width = config.moe_intermediate_size * experts if experts else config.intermediate_size
@@ -172,7 +172,7 @@ def _step(
 
 
 def _packing(lengths: Sequence[int], rows: Sequence[int], drafts_per_document: int | None) -> Packing:
-    """Returns the packing of documents that draft from their last `rows` positions: all, or some at equal distances."""
+    """Returns a packing that drafts from the `rows` tokens before each document's last, or some at equal distances."""
     if drafts_per_document is None:
         spans = [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))]
         return Packing.of(lengths, spans)

@@ -28,7 +28,7 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import config_dir, weight_files
 
 FITTING_SHARE = 0.8
-"""Share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
+"""Largest share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
 ENGINE_SHARE = 0.9
 """Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including a batch's activations."""
 

@@ -108,8 +108,8 @@ def _describe_memory(memory: TrainMemory) -> str:
 
 
 def _describe_validation(memory: TrainMemory) -> str:
-    parts = f"{_gb(memory.validation)} for keys, values and prompts, in place of the activations"
-    return f"{_gb(memory.state + memory.validation)}: {parts}"
+    parts = f"{_gb(memory.validation)} for keys, values and prompts in place of the activations"
+    return f"{_gb(memory.state + memory.validation)}, including {parts}"
 
 
 def _describe_speed(speed: Speed) -> str:
@@ -209,9 +209,9 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     if without_target > available:
         warnings.append(
             f"train.batch_tokens: training must fit into {_gb(available)} of each GPU, but takes "
-            f"{_gb(without_target)}, {_gb(memory.activations)} of them for activations; {advice}lower it from "
-            f"{config.train.batch_tokens} (and prompts.max_document_tokens with it), or lower head.ttt_steps from "
-            f"{config.head.ttt_steps}"
+            f"{_gb(without_target)}, {_gb(memory.activations)} of them for activations; {advice}lower "
+            f"train.batch_tokens from {config.train.batch_tokens:,} (and prompts.max_document_tokens with it), "
+            f"or lower head.ttt_steps from {config.head.ttt_steps}"
         )
     elif without_target + memory.validation_target > available:
         bf16 = "" if config.acceptance.dtype is Dtype.bfloat16 else "acceptance.dtype=bfloat16, "

@@ -329,7 +329,8 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
 
     monkeypatch.setattr(fill, "tokens_of_shard", fill_the_disk_first)
     message = (
-        r"must have room for 0\.000 GB of hidden states, but is full; finished shards are kept: free some space and run"
+        r"must have room for 0\.000 GB of hidden states from this process, but is full; finished shards are kept: free "
+        r"some space and run"
     )
     with pytest.raises(OSError, match=message) as raised:
         extract_hidden_states(config, ONE_RANK)

@@ -1,4 +1,4 @@
-"""Attention of packed segments on a CPU, computed in blocks of matmuls or by torch's flash kernel.
+"""Computes attention of packed segments on a CPU, in blocks of matmuls or with torch's flash kernel.
 
 A CPU's flash kernel reaches only a tenth to a third of the matmul peak; matmuls of blocks that fit into the cache are
 usually faster. In a causal segment, which has as many keys as queries, query i sees keys 0 .. i; in other segments each
@@ -25,10 +25,10 @@ SHORT_TOKENS = 1024
 BATCH_TOKENS = 2048
 """Maximum number of tokens in segments that are computed together. It limits the memory of their scores."""
 MAX_FLASH_OFFSET = 32
-"""Largest distance between a raw score and the subtracted row maximum that bf16 represents accurately enough."""
+"""Largest gap between lse and estimated row maximum, in raw scores, at which `_flash` is accurate enough in bf16."""
 BLOCK_ROWS, KEY_MULTIPLE = 128, 32
-"""Number of rows in a block of a causal segment, and the multiple to which its keys are padded: odd sizes take up to
-twice as long."""
+"""Number of rows in a block of a causal segment, and the multiple to which its keys are padded: other sizes take up
+to twice as long."""
 BLOCK_SCORES, MIN_BLOCK_ROWS = 2**22, 256
 """Maximum number of scores and minimum number of rows in an unmasked forward block, over all heads."""
 BLOCK_KEYS, BACKWARD_ROWS = 1024, 1024
@@ -86,7 +86,7 @@ Batch = tuple[int, int, int]
 
 
 def _batches(segments: Segments) -> Iterator[tuple[Batch, Batch]]:
-    """Yield all segments in order, as batches of queries and of keys that one call computes."""
+    """Yield all segments in order, as pairs of batches: the queries and the keys of one call."""
     first_query = first_key = 0
     for (queries, keys), equal in groupby(segments.lengths):
         left, largest = len(list(equal)), max(1, BATCH_TOKENS // max(queries, keys, 1))
@@ -114,11 +114,12 @@ def _has_fast_flash(query: torch.Tensor, keys: Batch) -> bool:
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> ThreeTensors:
-    """Compute `block_attention` with a flash kernel, which returns no row maximum.
+    """Compute the results of `block_attention` with a flash kernel, which does not return the row maximum.
 
-    The row maximum is therefore estimated from the lse. It is log n below the lse if all n scores are equal, and equals
-    the lse if one score dominates; the estimate is halfway. The gap is rounded to the query's dtype, so that the
-    distance of a dominating score from the estimate is exact in that dtype.
+    The row maximum is therefore estimated from the lse. Scaled, it is log n below the lse if all n scores are equal,
+    and equals the lse if one score dominates; the estimate is (log n) / 2 below the lse. In units of raw scores, this
+    gap is rounded to the query's dtype, in which the distance of a dominating score from the estimate is therefore
+    exact.
     """
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_repeat_groups(query, key, value), 0.0, is_causal)
     num_keys = torch.arange(1 if is_causal else key.shape[2], key.shape[2] + 1)  # seen by each row, or by all rows
@@ -245,7 +246,7 @@ def _blocks(num_rows: int, num_keys: int, groups: int, is_causal: bool) -> Itera
 
 
 def _padded(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Returns contiguous keys or values, which in causal segments are padded with keys that no row sees."""
+    """Returns keys or values as a contiguous tensor, padded in causal segments with zeros that no query sees."""
     return (F.pad(x, (0, 0, 0, -x.shape[2] % KEY_MULTIPLE)) if is_causal else x).contiguous()
 
 
@@ -281,7 +282,7 @@ def _with_ones(x: torch.Tensor) -> torch.Tensor:
 
 @fused
 def _row_max(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-    """Returns the maximum of each row f32[all rows]; for the arguments see `_probs`."""
+    """Returns the maximum of each row of raw scores f32[all rows]; for the other arguments, see `_probs`."""
     return _masked(scores, mask, num_heads).amax(-1)
 
 
@@ -319,7 +320,7 @@ def _score_grads(
     num_heads: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns probabilities and gradients of the raw scores.
+    """Returns the probabilities, and the gradients of the raw scores.
 
     Args:
         scores: raw scores minus the approximate maximum of their row [all rows, keys].

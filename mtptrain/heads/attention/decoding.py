@@ -1,4 +1,4 @@
-"""Attention of a head during decoding, over cached keys and values."""
+"""Computes a head's attention during decoding, over cached keys and values."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,7 @@
-"""Attention of a small language model in training, over packed documents that do not see each other."""
+"""Computes a small language model's attention: in training over packed documents, in decoding over a cache.
+
+Packed documents do not see each other.
+"""
 
 from dataclasses import replace
 

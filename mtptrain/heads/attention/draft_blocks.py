@@ -1,4 +1,7 @@
-"""Attention of blocks in training: each draft position has a block of rows that all see each other."""
+"""Computes a block drafter's attention in training: each draft position has a block of T + 1 rows.
+
+All rows of a block see each other.
+"""
 
 import torch
 
@@ -21,11 +24,11 @@ def block_attention(
     kernel call computes all rows and no tensor [rows, N] is needed.
 
     Args:
-        query: rotated queries of R rows of each block [R, M, heads, head_dim].
+        query: rotated queries of the last R rows of each block [R, M, heads, head_dim].
         key: rotated keys of all tokens, draft positions first, then prompt tokens [N, kv heads, head_dim].
         value: values of all tokens, in the same order [N, kv heads, head_dim].
-        block_key: rotated keys of all B rows of each block [B, M, kv heads, head_dim].
-        block_value: values of the same rows [B, M, kv heads, head_dim].
+        block_key: rotated keys of all rows of each block [T + 1, M, kv heads, head_dim].
+        block_value: values of the same rows [T + 1, M, kv heads, head_dim].
         packing: documents and draft positions.
 
     Returns:
@@ -46,7 +49,7 @@ class _BlockAttention(torch.autograd.Function):
         query: torch.Tensor,  # [M, heads, head_dim]
         key: torch.Tensor,  # [N, kv heads, head_dim]
         value: torch.Tensor,
-        block_key: torch.Tensor,  # [B, M, kv heads, head_dim]
+        block_key: torch.Tensor,  # [T + 1, M, kv heads, head_dim]
         block_value: torch.Tensor,
         packing: Packing,
     ) -> torch.Tensor:
@@ -71,8 +74,8 @@ class _BlockAttention(torch.autograd.Function):
 def _merge_block(
     out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, block_key: torch.Tensor, block_value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge in the attention to the rows of the block [B, M, kv heads, head_dim]. Products are in fp32."""
-    scores = _block_scores(query, block_key)  # [M, kv heads, groups, B]
+    """Merge `out` with the attention to the rows of the block [T + 1, M, kv heads, head_dim]. Products are in fp32."""
+    scores = _block_scores(query, block_key)  # [M, kv heads, groups, T + 1]
     grouped_lse = lse.unflatten(1, scores.shape[1:3])
     total_lse = torch.logaddexp(grouped_lse, scores.logsumexp(-1))
     inside = (scores - total_lse[..., None]).exp() @ _by_block(block_value)  # [M, kv heads, groups, head_dim]
@@ -91,25 +94,25 @@ def _block_backward(
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the query's gradient with the block's part added, and the gradients of the block's keys and values."""
-    scores = _block_scores(query, block_key)  # [M, kv heads, groups, B]
+    scores = _block_scores(query, block_key)  # [M, kv heads, groups, T + 1]
     heads = scores.shape[1:3]
     grad, grouped = (x.unflatten(1, heads).float() for x in (grad_out, query))  # [M, kv heads, groups, head_dim]
     probs = (scores - lse.unflatten(1, heads)[..., None]).exp()
     delta = (grad * out.unflatten(1, heads).float()).sum(-1, keepdim=True)
     grad_scores = probs * (grad @ _by_block(block_value).mT - delta) * query.shape[-1] ** -0.5
     total_grad_query = grad_query + (grad_scores @ _by_block(block_key)).flatten(1, 2)
-    grad_key, grad_value = (  # [B, M, kv heads, head_dim]
+    grad_key, grad_value = (  # [T + 1, M, kv heads, head_dim]
         x.permute(2, 0, 1, 3).contiguous() for x in (grad_scores.mT @ grouped, probs.mT @ grad)
     )
     return total_grad_query.to(query.dtype), grad_key.to(block_key.dtype), grad_value.to(block_value.dtype)
 
 
 def _block_scores(query: torch.Tensor, block_key: torch.Tensor) -> torch.Tensor:
-    """Returns the scaled scores between each query and the rows of its block f32[M, kv heads, groups, B]."""
+    """Returns the scaled scores between each query and the rows of its block f32[M, kv heads, groups, T + 1]."""
     grouped = query.unflatten(1, (block_key.shape[2], -1)).float()
     return grouped @ _by_block(block_key).mT * query.shape[-1] ** -0.5
 
 
 def _by_block(x: torch.Tensor) -> torch.Tensor:
-    """Returns keys or values [B, M, kv heads, head_dim] as f32[M, kv heads, B, head_dim]."""
+    """Returns keys or values [T + 1, M, kv heads, head_dim] as f32[M, kv heads, T + 1, head_dim]."""
     return x.permute(1, 2, 0, 3).float()

@@ -1,4 +1,4 @@
-"""Attention of a head during training, over a document's depth-0 keys and the keys of later depths.
+"""Computes a head's attention during training, over a document's depth-0 keys and the keys of later depths.
 
 `_MergedAttention` merges the parts of the softmax. `_attend` and its backward pass use FlashAttention on a GPU and
 `cpu_blocks` on a CPU.
@@ -48,7 +48,7 @@ def depth_attention(
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Attention to the depth-0 keys, merged with the few own keys by log-sum-exp. Memory is linear in N.
+    """Attention to the depth-0 keys, merged by log-sum-exp with attention to the few own keys. Memory is linear in N.
 
     The backward pass is exact: FlashAttention's backward computes P = exp(QK - lse) and dS = P * (dO V -
     rowsum(dO * O)), so calling it with the *merged* output and lse gives the gradients of each part of the merged
@@ -91,9 +91,10 @@ def attend_to_tokens(
     """Attend from draft positions [M, heads, head_dim] to the tokens that they see [N, kv heads, head_dim].
 
     Returns:
-        The output [M, heads, head_dim], its log-sum-exp f32[M, heads], and the row maxima of each part (see `_attend`).
+        The output [M, heads, head_dim], its log-sum-exp f32[M, heads], and the row maxima of each kernel (see
+        `_attend`).
     """
-    # Attend to the keys of the first part, which has all draft positions, then merge the attention to the others.
+    # Run the first kernel, which has all draft positions, then merge the results of the others into its results.
     inside, *before = packing.segments
     out, lse, row_max = _attend(  # [M, heads, head_dim], f32[M, heads]
         query, key[inside.keys], value[inside.keys], inside
@@ -118,7 +119,7 @@ def attend_to_tokens_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of query, key and value. The output and lse may be those of a larger softmax."""
     grad_query = torch.zeros_like(query)
-    # The gradient of a key that several spans see is a sum, which is kept in fp32. No part has the same key twice.
+    # The gradient of a key that several kernels read is a sum, which is kept in fp32. No kernel reads a key twice.
     sum_dtype = torch.float32 if len(packing.segments) > 1 else None
     grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
     for part, row_max in zip(packing.segments, row_maxes, strict=True):
@@ -170,7 +171,7 @@ def _attend_backward(
 
 
 def _add_at(total: torch.Tensor, indices: Indices, x: torch.Tensor) -> None:
-    """Add x to total[indices] in place; no index occurs twice."""
+    """Add x to total[indices] in place. No index may occur twice."""
     part = total[indices]
     part += x
     if not isinstance(indices, slice):  # part is a copy
@@ -191,7 +192,7 @@ def _merge(
 def _merge_own(
     out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, own_keys: torch.Tensor, own_values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge in the attention of each draft position to its own keys [k, M, kv heads, head_dim]."""
+    """Merge `out` with the attention of each draft position to its own keys [k, M, kv heads, head_dim]."""
     scores = _own_scores(query, own_keys)  # [k, M, kv heads, groups]
     grouped_lse = lse.unflatten(1, scores.shape[2:])
     total_lse = torch.logaddexp(grouped_lse, scores.logsumexp(0))

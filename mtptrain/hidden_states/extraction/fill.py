@@ -86,13 +86,14 @@ def fill_shards(
         raise OSError(
             error.errno,
             f"the disk must have room for {bytes_per_token(hidden_size, num_captured, dtype) * total / 1e9:.3f} GB of "
-            "hidden states, but is full; finished shards are kept: free some space and run the same command again",
+            "hidden states from this process, but is full; finished shards are kept: free some space and run the same "
+            "command again",
             str(store_dir),
         ) from error
 
 
 def tokens_of_shard(documents: Documents, shard: range) -> dict[str, torch.Tensor]:
-    """Returns all tensors of a shard except the states, by their names in the format."""
+    """Returns the tensors of a shard that come from the prompts, by their names in the format."""
     offsets = documents.document_offsets[shard.start : shard.stop + 1]
     tokens = slice(int(offsets[0]), int(offsets[-1]))
     return {

@@ -1,6 +1,6 @@
 """Writes shards in threads while the next states are computed.
 
-Several threads check, encode and write documents. One thread syncs and hashes full shards.
+One or more threads check, encode and write documents. Another thread hashes and syncs full shards.
 """
 
 import threading

@@ -22,7 +22,7 @@ class TransformersStreams:
     def __init__(
         self, target: Target, layers: tuple[int, ...], batch_tokens: int, compile_layers: bool = False
     ) -> None:
-        """Replace the target's attention by packed attention.
+        """Replace the target's attention with packed attention.
 
         Args:
             target: the frozen target, which is changed in place.
@@ -101,7 +101,7 @@ def packed_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """The boundaries of documents in N packed tokens, on the device of attention."""
+    """The boundaries of the documents in N packed tokens."""
 
     runs: tuple[tuple[int, int, int], ...]
     """Consecutive documents of equal length: (first token, number of documents, number of tokens in each)."""

@@ -214,7 +214,8 @@ class VllmStreams:
         ):
             raise OSError(
                 errno.ENOSPC,
-                "the disk of hidden_states.scratch_dir must hold two shards, but is full",
+                "the disk of hidden_states.scratch_dir must hold the files of two shards, but is full; free some "
+                "space, or set hidden_states.scratch_dir to a directory on a larger disk",
                 str(self.scratch_dir),
             )
         raise RuntimeError(
@@ -247,7 +248,7 @@ class _Window:
         """
         prompt = self.prompts[index]
         where = f"vLLM: document {index} of the {len(self.prompts)} in shard {self.number} of this process"
-        advice = "set hidden_states.backend=transformers, or use the vLLM that this version was tested with"
+        advice = "set hidden_states.backend=transformers, or use the version of vLLM that mtptrain was tested with"
         if len(states) != len(prompt) or states.shape[1] != num_streams:
             raise RuntimeError(
                 f"{where} must have {num_streams} states for each of its {len(prompt)} tokens, but has "
@@ -278,7 +279,7 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
     """Returns CUDA_VISIBLE_DEVICES of a rank's engine.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES of the rank. None shows all GPUs, an empty string hides them.
+        visible: CUDA_VISIBLE_DEVICES of the rank. None shows all GPUs, and an empty string hides them.
         local_rank: the rank on its node.
         tensor_parallel_size: number of GPUs per engine.
 

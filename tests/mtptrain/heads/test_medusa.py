@@ -45,8 +45,8 @@ def test_medusa_drafts_all_tokens_at_once_and_hydra_one_after_the_other(
 def test_more_drafts_than_trained_depths_are_refused(target: Target, name: str) -> None:
     head = build_head(HEADS[name].Config(ttt_steps=K), target.config).eval()
     message = (
-        r"^num_speculative_tokens: must be at most 3, the depths that the head was trained for, but is 4; lower it, or "
-        r"train with head\.ttt_steps=4"
+        r"^num_speculative_tokens: must be at most 3, the number of depths that the head was trained for, but is 4; "
+        r"lower it, or train with head\.ttt_steps=4"
     )
     with pytest.raises(ValueError, match=message):
         speculate(

@@ -148,7 +148,7 @@ def test_a_flipped_bit_is_found_and_its_shard_named(tmp_path: Path, position: in
     path = tmp_path / "shard_00002.safetensors"
     flip_bit(path, position)
     with pytest.raises(
-        ValueError, match=rf"{path}: the sha256 of shard 2 must be [0-9a-f]+, but is .*delete this file"
+        ValueError, match=rf"{path}: the sha256 of shard 2 must be [0-9a-f]+, but is .*delete the shard's file"
     ) as error:
         verify(store)
     assert store.manifest.shards[2].sha256 in str(error.value)
@@ -225,8 +225,8 @@ def test_a_flipped_bit_anywhere_is_named_before_it_is_given_to_anybody(tmp_path:
         store = HiddenStore.open(tmp_path)
         assert store.document_lengths.tolist() == LENGTHS.tolist() and store.document(6) and store.document(8)
         message = (
-            rf"{path}: the checksum of document 107 of documents.jsonl must be [0-9a-f]{{32}}, but is .*delete this "
-            r"file and run .*"
+            rf"{path}: the checksum of document 107 of documents.jsonl must be [0-9a-f]{{32}}, but is .*delete the "
+            r"shard's file and run .*"
         )
         with pytest.raises(ValueError, match=message + "verify=true"):
             store.document(7)

@@ -449,7 +449,7 @@ LARGE = (
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"],
             "train.batch_tokens: training must fit into 80 GB of each GPU, but takes"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"], "set train.activation_checkpointing=true, "
-                                                                            "or lower it"),
+                                                                            "or lower train.batch_tokens"),
     ],
 )  # fmt: skip
 def test_memory_that_does_not_suffice_is_warned_of(overrides: list[str], message: str, llama_70b: Path) -> None:
