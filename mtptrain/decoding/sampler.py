@@ -12,6 +12,7 @@ class Sampler:
     temperature: float = 0.0
     seed: int = 0
     top_p: float = 1.0
+    """Probability mass of the most likely tokens to sample from; 1 keeps all."""
     top_k: int = 0
     """Number of most likely tokens to sample from; 0 keeps all."""
     generator: torch.Generator | None = field(default=None, repr=False)

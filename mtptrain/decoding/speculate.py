@@ -120,6 +120,7 @@ class Generation:
     empty_rounds: int
     """Number of rounds without a proposed token."""
     drafted: int
+    """Number of proposed tokens."""
     accepted_at: list[int]
     """Number of rounds that accepted the draft at each position [K]."""
     accepted_by_round: list[int] = field(default_factory=list)

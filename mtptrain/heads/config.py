@@ -28,4 +28,6 @@ class LayerConfig(HeadConfig):
     num_attention_heads: int | None = None
     """Number of attention heads. null takes the target's, adjusted if necessary to give a head dim of 64 or 128."""
     num_key_value_heads: int | None = None
+    """null takes the target's number, or one per attention head if that number does not divide the attention heads."""
     intermediate_size: int | None = None
+    """null takes the target's."""

@@ -83,9 +83,9 @@ class Plan:
     train: Speed
     """Speed of training, over all epochs."""
     export_bytes: int
-    """Host memory that the export needs to prove that the written head drafts the same tokens."""
+    """Host memory that the export needs to prove that the written head drafts the same tokens as the trained one."""
     serving: str | None
-    """Text about the memory that a small language model takes in serving; None for other heads."""
+    """Text about the memory that head `draft_model` takes in serving; None for other heads."""
 
 
 def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
