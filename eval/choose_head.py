@@ -1,10 +1,10 @@
 """After stage 3: chooses the best of the heads that training kept but did not measure.
 
 This is for targets too large for validation during training. With `train.validation_prompts=0`, training keeps a head
-every `train.validate_every` steps in `run_dir/train/heads/`. This program measures these heads on the prompts that
-validation would have used: `train.validation_prompts` of them, or the default number if that is 0. It also measures the
-head in `run_dir/train/best/` if training measured it. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and
-prints a table.
+every `train.validate_every` steps, and the last one, in `run_dir/train/heads/`. This program measures these heads on
+the prompts that validation would have used: `train.validation_prompts` of them, or the default number if that is 0. It
+also measures the head in `run_dir/train/best/` if training measured it. Writes `run_dir/train/best/` and
+`run_dir/train/choice.json`, and prints a table.
 
     python -m eval.choose_head recipe=llama3_3_70b_mtp
 """
@@ -68,7 +68,7 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
     """Returns the figures of every head by step. All heads must belong to the target, which is loaded once.
 
     Raises:
-        ValueError: a head has other settings or belongs to another target, or no prompt fits.
+        ValueError: a head has other settings or belongs to another target, or no prompt fits the target's context.
     """
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .report_page import UNREADABLE, drafters_of, have_equal_speeds, length_interval, render_page, write_page
+from .report_page import UNREADABLE, drafters_of, has_comparable_speeds, length_interval, render_page, write_page
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k",
@@ -39,11 +39,11 @@ def main() -> None:
 
 
 def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Reads the reports and names each by the part of its path that differs from the others.
+    """Reads the reports, and names each after the part of its path in which the paths differ.
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: a file is not a report, is given twice, or was measured with other settings than the first.
+        ValueError: a file is not a report, is given twice, or reports a measurement with other settings than the first.
     """
     reports: dict[str, dict[str, Any]] = {}
     for path in paths:
@@ -120,7 +120,7 @@ def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
             *(f"{figure:.3f}" for figure in figures),
             *rates,
             *[""] * (len(depths) - len(rates)),
-            f"{each['tokens_per_s']:,.0f}" if have_equal_speeds(reports) else "",
+            f"{each['tokens_per_s']:,.0f}" if has_comparable_speeds(reports) else "",
         )
     console = Console()
     console.width = max(console.width, 70 + 8 * len(depths) + max(map(len, drafters_of(reports))))

@@ -13,7 +13,7 @@ NUM_BINS = 10
 
 @dataclass
 class QualityFigures:
-    """Means by draft position. A round counts at a position if it accepted the drafts at all earlier positions."""
+    """Means by position in the draft. A round counts at a position if it accepted the drafts at all earlier ones."""
 
     overlap_at: list[float]
     """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""

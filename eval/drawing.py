@@ -20,7 +20,7 @@ def drawing(path: Path, figures: Path) -> Iterator[None]:
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(
             f"{path}: must show the figures of {figures}, but cannot be drawn ({type(error).__name__}: {reason}); read "
-            "them in the file, which is complete",
+            "them in that JSON file, which is complete",
             stacklevel=3,
         )
     else:

@@ -31,11 +31,13 @@ def is_accepted(generation: Generation) -> list[bool]:
 def examples(
     measured: Measured, prompts: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """Returns first-turn answers with low, median and high acceptance length, without loops if there are any such.
+    """Returns first-turn answers with low, median and high acceptance length.
+
+    Answers that loop are left out, unless all of them loop.
 
     Returns:
-        For each example, the prompt's id, the end of its text, the answer's acceptance length, and the answer as pieces
-        of text, each with whether it was drafted and accepted.
+        For each example, the prompt's id, the end of its text, the answer's acceptance length, and the answer's
+        text as `pieces` returns it.
     """
     firsts = {prompt_id: answer.generation for (prompt_id, turn), answer in measured.answers.items() if turn == 1}
     drafted = {prompt_id: each for prompt_id, each in firsts.items() if each.rounds}
@@ -61,7 +63,7 @@ def acceptance_length(generation: Generation) -> float:
 
 
 def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Returns the answer's text in pieces, each with whether its tokens were accepted drafts."""
+    """Returns the answer's text as pairs of a piece and a flag, which is True if its tokens were accepted drafts."""
     flagged = zip(generation.tokens, is_accepted(generation), strict=True)
     return [
         (decoded(tokenizer, [token for token, _ in run]), accepted)

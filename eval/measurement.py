@@ -140,7 +140,7 @@ def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> lis
 
 
 class Measurement:
-    """Decodes prompts turn by turn. Candidates alternate after each batch, so that a busy machine slows all of them."""
+    """Decodes prompts turn by turn. Candidates alternate after each batch, so that a busy machine slows all alike."""
 
     def __init__(
         self,

@@ -63,7 +63,8 @@ DECODING_COLUMNS = {
     "verify, ms": ("verify_ms", ".2f"),
 }
 DECODING_LEGEND = (
-    "Tokens/s are counted after the prompt; K = 0 is plain decoding. The predicted speed-up is computed from the "
+    "K = 0 is plain decoding. Tokens/s and speed-up leave out the time to read the prompts, which 'with prompt' "
+    "includes. Tokens/round are those of the whole batch. The predicted speed-up is computed from the "
     "acceptance on prompts of other files and the cost of a round on prompts of random tokens. The refilled speed-up "
     "is an estimate for an engine that replaces finished prompts with new ones."
 )
@@ -73,7 +74,7 @@ PLAIN = "no drafts"
 
 @dataclass(frozen=True)
 class Section:
-    """A table, and perhaps a plot, from another program that measured the same run."""
+    """A section after the plots and examples of the page: a table, and perhaps a plot."""
 
     title: str
     command: str = ""
@@ -102,7 +103,7 @@ def write_run_page(config: PipelineConfig) -> None:
 
 
 def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
-    """Returns what other programs have measured in the same run."""
+    """Returns sections with the head's losses by depth, and with what other programs have measured in the same run."""
     losses = held_out_section(report)
     sections = [] if losses is None else [losses]
     builders = {
@@ -114,13 +115,13 @@ def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
         try:
             section = build(path, report) if path.exists() else None
         except UNREADABLE as error:
-            section = Section(path.parent.name, error=f"{path} cannot be shown ({error!r}); measure it again")
+            section = Section(path.parent.name, error=f"{path} cannot be shown ({error!r}); repeat this measurement")
         sections += [] if section is None else [section]
     return sections
 
 
 def held_out_section(report: ReportFigures) -> Section | None:
-    """Shows the head's losses by depth; None if they were not computed."""
+    """Returns a section with the head's losses by depth; None if they were not computed."""
     losses = report.get("held_out")
     if losses is None:
         return None
@@ -139,12 +140,12 @@ def held_out_section(report: ReportFigures) -> Section | None:
 
 
 def served_section(path: Path, report: ReportFigures) -> Section | None:
-    """Shows `eval.serving_check`; None if its settings differ from those of the report."""
+    """Returns a section with the results of `eval.serving_check`; None if its head or settings are not the report's."""
     served = read_report(path)
     if report["temperature"] > 0 or any(served.get(name, "") != report.get(name) for name in SAME_MEASUREMENT):
         return None
     depths = range(served["num_speculative_tokens"])
-    columns = ["", "drafts", "drafted tokens", *(f"accepted at {depth}" for depth in depths), "acceptance length"]
+    columns = ["", "rounds", "drafted tokens", *(f"accepted at {depth}" for depth in depths), "acceptance length"]
     rows = []
     for name, each in (("ours", served["ours"]), (f"{served['engine']} {served['version']}", served["theirs"])):
         counts = [f"{count:,}" for count in (each["rounds"], each["drafted"], *each["accepted_at"])]
@@ -158,7 +159,7 @@ def served_section(path: Path, report: ReportFigures) -> Section | None:
 
 
 def decoding_section(path: Path, report: ReportFigures) -> Section | None:
-    """Shows `eval.bench.decode`; None if its head or settings differ from those of the report."""
+    """Returns a section with the results of `eval.bench.decode`; None if its head or settings are not the report's."""
     decoding = read_report(path)
     if any(decoding.get(name, "") != report.get(name) for name in SAME_DECODING):
         return None
@@ -169,7 +170,7 @@ def decoding_section(path: Path, report: ReportFigures) -> Section | None:
 
 
 def study_section(path: Path, report: ReportFigures) -> Section:
-    """Shows `eval.study`, which depends on the recipe but not on this run's head."""
+    """Returns a section with the results of `eval.study`, which depend on the recipe but not on this run's head."""
     study = read_report(path)
     columns, *rows = lengths_table(study["study"]["prompt_tokens"], study["measured"])
     title = f"Study: {study['study']['name']}, acceptance length by prompt length"
@@ -182,7 +183,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def read_svg(path: Path) -> str:
-    """Returns the `<svg>` element of a file, or nothing if the file does not exist."""
+    """Returns the `<svg>` element of a file, or an empty string if the file does not exist."""
     svg = path.read_text() if path.exists() else ""
     return svg[svg.find("<svg") :] if svg else ""
 
@@ -196,7 +197,7 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
 
     Args:
         reports: the report of each run, by display name. The page compares the heads and baselines of all runs.
-        sections: shown after the table.
+        sections: shown after the plots and examples.
     """
     drafters = drafters_of(reports)
     first = next(iter(reports.values()))
@@ -205,7 +206,7 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
         for name in SETTINGS
         if name in first and all(each.get(name) == first[name] for each in reports.values())
     }
-    has_speed = have_equal_speeds(reports)
+    has_speed = has_comparable_speeds(reports)
     num_depths = max(len(each["acceptance_rate_at"]) for each in drafters.values())
     at_depth = [f"at {depth}" for depth in range(num_depths)]
     colours = colours_of(drafters)
@@ -262,7 +263,8 @@ def best_draft_depths(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["batch_size"] not in best or row["speed_up"] > best[row["batch_size"]]["speed_up"]:
             best[row["batch_size"]] = row
     parts = [
-        f"K = {row['num_speculative_tokens']} ({row['speed_up']:.2f} times plain decoding) at batch size {size}"
+        f"K = {row['num_speculative_tokens']} ({row['speed_up']:.2f} times as fast as plain decoding) at batch size "
+        f"{size}"
         for size, row in best.items()
     ]
     return f"Fastest here: {', '.join(parts)}."
@@ -286,7 +288,7 @@ def table_row(name: str, figures: ReportFigures, num_depths: int, has_speed: boo
 
 
 def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures]:
-    """Returns the figures and the speed of the head and every baseline of each report, by display name."""
+    """Returns the figures and the speed of every head and baseline in the reports, by display name."""
     drafters: dict[str, ReportFigures] = {}
     for name, report in reports.items():
         prefix = f"{name}: " if len(reports) > 1 else ""
@@ -297,8 +299,8 @@ def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures
     return drafters
 
 
-def have_equal_speeds(reports: Mapping[str, ReportFigures]) -> bool:
-    """Returns whether tokens/s of all reports can be compared: the same batches, ranks and device."""
+def has_comparable_speeds(reports: Mapping[str, ReportFigures]) -> bool:
+    """Returns whether the tokens/s of the reports can be compared: whether batches, ranks and device are the same."""
     return (
         len(
             {

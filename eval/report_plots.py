@@ -16,7 +16,7 @@ Drafters = Mapping[str, Mapping[str, Any]]
 
 COLOURS = ("#2a6fbb", "#d9822b", "#4a9d5b", "#b0413e", "#7b5ea7", "#8c6d4f", "#c76aa8", "#6b7280", "#a3a13a", "#2b9aa8")
 PHASE_COLOURS = ("#37474f", "#78909c", "#b0bec5", "#8d6e63", "#bcaaa4", "#e0e0e0")
-"""Greys and browns, so that a phase is not mistaken for a drafter."""
+"""Greys and browns, unlike the first five of `COLOURS`, so that a phase is not mistaken for a drafter."""
 
 
 def colours_of(drafters: Drafters) -> dict[str, str]:
@@ -68,7 +68,7 @@ def plot_positions(axes: Axes, drafters: Drafters) -> bool:
                 low, high = zip(*each["intervals"]["acceptance_rate_at"], strict=True)
                 axes.fill_between(positions, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.set_xticks(positions)
-    axes.set(xlabel="draft position", ylabel="accepted", ylim=(0, 1))
+    axes.set(xlabel="position in the draft", ylabel="accepted", ylim=(0, 1))
     put_legend(axes)
     return True
 
@@ -93,7 +93,7 @@ def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
 
 
 def plot_prompts(axes: Axes, drafters: Drafters) -> bool:
-    """Plots the share of prompts with at least each acceptance length, as curves, since bars would overlap."""
+    """Plots, for each acceptance length, the share of prompts that reach it, as curves, because bars would overlap."""
     for name, each in drafters.items():
         if lengths := sorted(each["acceptance_length_of_prompts"], reverse=True):
             shares = [(i + 1) / len(lengths) for i in range(len(lengths))]
@@ -123,13 +123,16 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
             label=f"{name}: accepted",
         )
         axes.set_xticks(positions)
-    axes.set(xlabel="draft position", ylabel="mean over rounds", ylim=(0, 1))
+    axes.set(xlabel="position in the draft", ylabel="mean over rounds", ylim=(0, 1))
     put_legend(axes)
     return bool(shown)
 
 
 def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
-    """Plots acceptance against confidence. Greedy decoding takes the likeliest token and so exceeds the prediction."""
+    """Plots acceptance against confidence.
+
+    In greedy decoding, acceptance tends to exceed confidence, because the target always takes its likeliest token.
+    """
     shown = {
         name: each["quality"]
         for name, each in drafters.items()

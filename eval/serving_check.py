@@ -84,7 +84,7 @@ def main(cfg: DictConfig) -> None:
 def spare_tokens(config: PipelineConfig) -> int:
     """Returns the number of tokens to keep free at the end of the context.
 
-    If one request comes within 2 K tokens of the end, vLLM's drafts become useless for all requests.
+    If one request comes closer to the end than twice K tokens, vLLM's drafts become useless for all requests.
     """
     return 2 * config.acceptance.num_speculative_tokens
 
@@ -105,7 +105,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
         if server.max_model_len < needed_tokens:
             raise ValueError(
                 f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, its answer "
-                f"and 2 K more), but holds {server.max_model_len}; start it with --max-model-len {needed_tokens}"
+                f"and twice K), but holds {server.max_model_len}; start it with --max-model-len {needed_tokens}"
             )
         return server
     head_dir = Path(serving.head_dir or config.stage_dir("export") / serving.engine)
@@ -207,7 +207,7 @@ class Comparison:
 
     @property
     def num_plain(self) -> tuple[int, int]:
-        """Number of our drafted answers, and of the engine's answers, that equal plain greedy decoding."""
+        """Number of our answers with drafts, and of the engine's answers, that equal plain greedy decoding."""
         ours = [generation.tokens for generation in self.ours.drafted]
         plain = self.ours.plain
         return sum(map(eq, ours, plain)), sum(map(eq, self.theirs.tokens, plain))
@@ -218,7 +218,7 @@ class Comparison:
         ours, theirs = self.acceptance, self.counts
         accepted = enumerate(zip(ours.accepted_at, theirs.accepted_at, strict=True))
         return [
-            ("drafts", ours.rounds, theirs.rounds),
+            ("rounds", ours.rounds, theirs.rounds),
             ("drafted tokens", ours.drafted, theirs.drafted),
             *((f"accepted at {depth}", our_count, their_count) for depth, (our_count, their_count) in accepted),
             ("acceptance length", ours.acceptance_length, theirs.acceptance_length),
@@ -247,12 +247,14 @@ def explain(
 
 def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
-    first = "the engine does not report which token; start the server with --per-request-spec-decode-metrics detailed"
+    first = (
+        "The engine does not report at which token; start the server with --per-request-spec-decode-metrics detailed"
+    )
     if divergence is not None:
-        first = f"first in prompt {prompt_ids[divergence.prompt]}, {divergence}"
+        first = f"The first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}"
     return (
         f"serving check: vLLM {comparison.theirs.version} must have our counters and the answers of plain greedy "
-        f"decoding, but differs in {', '.join(unequal) or 'its answers'}: {first}. A gap below 1e-3 is rounding. "
+        f"decoding, but differs in {', '.join(unequal) or 'its answers'}. {first}. A gap below 1e-3 is rounding. "
         "Otherwise export the head again; a server must be idle, run in float32 and be started with "
         "--no-enable-chunked-prefill"
     )

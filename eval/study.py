@@ -85,13 +85,13 @@ class Study:
         self.directory = config.stage_dir("study") / config.study.name
 
     def check(self) -> None:
-        """Raises ValueError if no study was chosen, or if it cannot run."""
+        """Raises ValueError if no study was chosen, or if the chosen study cannot run."""
         settings, answers = self.settings, self.config.acceptance
         if not settings.variants or not settings.seeds or not settings.prompt_tokens:
             names = sorted(path.stem for path in (Path(RECIPES) / "study").glob("*.yaml"))
             raise ValueError(
                 f"study: must have variants, seeds and prompt_tokens, but has {len(settings.variants)}, "
-                f"{len(settings.seeds)} and {len(settings.prompt_tokens)}; choose one of recipes/study "
+                f"{len(settings.seeds)} and {len(settings.prompt_tokens)} of them; choose one of recipes/study "
                 f"({', '.join(names)}), for example study={names[0]}"
             )
         for name, variant in self.variants.items():
@@ -182,7 +182,7 @@ class Study:
     def measure(self, variant: str, seed: int, prompts_file: Path) -> RunResult | None:
         """Train a variant and measure it on the prompts. Returns None if training diverged.
 
-        Variants that differ only in how they are measured share one training.
+        Variants that differ only in how they are measured share one trained head.
         """
         config, data = self.variants[variant], self._data(variant)
         directory = self.directory / self._trained_as(variant) / f"seed_{seed}"
@@ -209,12 +209,12 @@ class Study:
         return result_of(output_dir / "generations.jsonl", self.settings.prompt_tokens)
 
     def _trained_as(self, variant: str) -> str:
-        """Returns the first variant with the same training."""
+        """Returns the first variant that is trained with the same settings."""
         own = training_settings(self.variants[variant])
         return next(name for name, config in self.variants.items() if training_settings(config) == own)
 
     def _data(self, variant: str) -> Path:
-        """Run the stages before training, and return their folder. Variants that need the same data share it."""
+        """Run the stages before training, and return their folder, one for all variants that need the same data."""
         needs = {name: needed_data(config) for name, config in self.variants.items()}
         first = next(name for name in needs if needs[name] == needs[variant])
         directory, programs = self.directory / "data" / first, list(STAGES.values())

@@ -1,4 +1,4 @@
-"""Prints the results of a study as tables and plots them, with means and standard deviations over seeds."""
+"""Prints tables of a study's results, and draws a plot. Both show means and standard deviations over seeds."""
 
 import json
 import statistics
@@ -49,7 +49,7 @@ def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
 
 
 def over_seeds(runs: Mapping[int, RunResult | None], key: str, index: str | int) -> list[float]:
-    """Returns `run[key][index]` of each seed that has it."""
+    """Returns `run[key][index]` for every seed whose run has it."""
     values = []
     for run in runs.values():
         if run is not None and (isinstance(index, str) or index < len(run[key])) and run[key][index] is not None:
@@ -85,7 +85,7 @@ def lengths_table(prompt_tokens: Sequence[int], measured: StudyResults, key: str
 
 
 def positions_table(measured: StudyResults) -> list[list[str]]:
-    """Returns a row of column names, then a row of acceptance rates by draft position for each variant.
+    """Returns a row of column names, then a row of acceptance rates by position in the draft for each variant.
 
     The rates are over prompts of all lengths.
     """
@@ -113,7 +113,7 @@ def print_tables(name: str, prompt_tokens: Sequence[int], measured: StudyResults
 
 @matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name must not begin a formula
 def draw(prompt_tokens: Sequence[int], measured: StudyResults, path: Path) -> None:
-    """Plot acceptance length by prompt length and acceptance rate by draft position.
+    """Plot acceptance length by prompt length, and acceptance rate by position in the draft.
 
     Error bars are standard deviations over seeds.
     """
@@ -134,6 +134,6 @@ def draw(prompt_tokens: Sequence[int], measured: StudyResults, path: Path) -> No
     by_tokens.set_xticks(prompt_tokens, list(map(str, prompt_tokens)))
     by_tokens.set(xlabel="prompt tokens", ylabel="acceptance length")
     by_position.set_xticks(depths)
-    by_position.set(xlabel="draft position", ylabel="accepted", ylim=(0, None))
+    by_position.set(xlabel="position in the draft", ylabel="accepted", ylim=(0, None))
     by_tokens.legend(fontsize=8)
     figure.savefig(path, format="svg")

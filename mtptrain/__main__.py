@@ -13,17 +13,17 @@ from mtptrain.command_line.program import python_module
 from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
 
 STAGES = {
-    "responses": ("data_prep.responses", "optional: regenerate the responses of conversations with the target"),
+    "responses": ("data_prep.responses", "optional: let the target regenerate the responses in conversations"),
     "prompts": ("data_prep.prompts", "1. turn documents or conversations into token ids"),
     "draft-vocab": ("data_prep.draft_vocab", "optional: choose the tokens that the head can draft"),
     "hidden-states": ("data_prep.hidden_states", "2. run the target over the prompts and store its hidden states"),
     "train": ("mtptrain.train", "3. train the head"),
     "choose-head": ("eval.choose_head", "optional: choose among the heads that training kept"),
     "acceptance": ("eval.acceptance", "4. measure the acceptance of the head"),
-    "compare": ("eval.compare", "compare several measurements on one page"),
+    "compare": ("eval.compare", "compare measurements on one page, given the paths of their report.json"),
     "study": ("eval.study", "train and measure variants of a recipe"),
     "export": ("mtptrain.export", "5. write the head for a serving engine"),
-    "serving-check": ("eval.serving_check", "serve the exported head and compare its acceptance with the measured one"),
+    "serving-check": ("eval.serving_check", "serve the exported head and compare the engine's counters with ours"),
     "serving-bench": ("eval.serving_bench", "measure latency and tokens/s of an engine with and without the head"),
     "gpu-check": ("eval.gpu_check", "run the checks that need a machine with GPUs"),
 }

@@ -34,16 +34,16 @@ from .processes import kill_tree
 from .rows import Finding, Outcome, at_most, judged, measured, skipped
 
 RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
-"""Runs `python -m module arguments` on a number of ranks, and returns when it has ended."""
+"""Runs `python -m MODULE ARGUMENTS` on the given number of ranks, and returns when the program has ended."""
 LIMIT_S = 600
 """Time limit of one program in seconds, so that a hanging check does not block the others."""
 COMPARED_DOCUMENTS = 8
 STORE_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
-"""Relative error allowed in stored states, by the dtype that they were computed in. They are stored in bf16."""
+"""Relative error allowed in stored states, by the dtype of the arithmetic. By default they are stored in bf16."""
 LOSS_ERROR = 0.02
 """Relative error allowed in each loss of a resumed run on a GPU, since FlashAttention is not deterministic."""
 NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}
-"""Largest gap between two logits, relative to the logit, at which rounding may decide which token wins."""
+"""Largest gap between two logits, relative to the larger one, at which rounding may decide which token wins."""
 
 
 def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
@@ -67,7 +67,7 @@ def run_in_process(module: str, arguments: list[str], num_ranks: int) -> subproc
 
 
 class Stages:
-    """Runs the programs of the pipeline one after the other, in a run folder of their own."""
+    """Runs the programs of the pipeline one after the other, in a separate run folder."""
 
     def __init__(self, config: PipelineConfig, overrides: Sequence[str], device: torch.device, run: RunProgram) -> None:
         """
@@ -104,7 +104,7 @@ class Stages:
         return measured(", ".join(f"{name} {value:,}" for name, value in manifest.items() if isinstance(value, int)))
 
     def extraction(self) -> Finding:
-        """Compares the states that the transformers backend stores with those of an unpacked forward in fp32."""
+        """Compares the stored states, computed in packed batches, with those of an unpacked forward in fp32."""
         self.program("data_prep.hidden_states", num_ranks=self.num_ranks)
         store = HiddenStore.open(self.directory / "hidden_states")
         target = load_target(self._target_dir(), torch.float32, self.device)
@@ -119,8 +119,8 @@ class Stages:
         return at_most(relative_error(torch.cat(found), torch.cat(wanted)), self._store_bound(), "error of states")
 
     def extraction_by_vllm(self, tensor_parallel_size: int) -> Finding:
-        """Compares the states that vLLM extracts with those of transformers."""
-        if reason := self.vllm_is_missing():
+        """Compares the states that vLLM extracts with those that `extraction` stored, by default with transformers."""
+        if reason := self.why_vllm_is_missing():
             return skipped(reason)
         if tensor_parallel_size > 1 and torch.cuda.device_count() < tensor_parallel_size:
             return skipped(f"needs {tensor_parallel_size} GPUs, but this machine has {torch.cuda.device_count()}")
@@ -211,7 +211,7 @@ class Stages:
 
     def serving(self) -> Finding:
         """Runs eval.serving_check, which has its own bounds and fails if they are exceeded."""
-        if reason := self.vllm_is_missing():
+        if reason := self.why_vllm_is_missing():
             return skipped(reason)
         self.program("eval.serving_check")
         report = json.loads((self.directory / "serving_check/report.json").read_text())
@@ -221,8 +221,8 @@ class Stages:
             Outcome.passed, f"acceptance length {ours:.3f} here, {theirs:.3f} served by vLLM {report['version']}", bound
         )
 
-    def vllm_is_missing(self) -> str:
-        """Returns why vLLM cannot be used, or an empty string if it can."""
+    def why_vllm_is_missing(self) -> str:
+        """Returns the reason why vLLM cannot be used, or an empty string if it can."""
         try:
             find_python(self.config.serving.python)
         except (FileNotFoundError, ValueError) as missing:

@@ -53,7 +53,7 @@ def not_an_override(given: str, text: str) -> str:
 
 def unknown_name(name: str, arguments: Sequence[str]) -> str:
     names = setting_names(arguments)
-    free = f", or write +{name}=VALUE to add it" if name.startswith("deepspeed.") else ""
+    free = f" (+{name}=VALUE adds a new one)" if name.startswith("deepspeed.") else ""
     return (
         f"{name}: must be the name of a setting, but no setting has this name; "
         f"{advice(nearest(name, names), '`--cfg job` shows all settings')}{free}"
@@ -71,7 +71,7 @@ def wrong_value(name: str, error: OmegaConfBaseException, arguments: Sequence[st
         return wrong_choice(name, found[1], found[2].split(", "))
     if found := re.fullmatch(r"Value '(.*)' of type '.*' could not be converted to (\w+)", reason):
         return f"{name}: must be of type {found[2].lower()}, but is {found[1]!r}; correct it"
-    return f"{name}: must have a value that fits, but: {reason}; correct it"
+    return f"{name}: must have a valid value, but OmegaConf reports: {reason}; correct it"
 
 
 def advice(names: Sequence[str], otherwise: str) -> str:
@@ -79,7 +79,10 @@ def advice(names: Sequence[str], otherwise: str) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Returns the names that were probably meant: those in other sections, or else the most similar in its own."""
+    """Returns the names that were probably meant.
+
+    Prefers settings of the same name in other sections, then the most similar name in the same section, then in any.
+    """
     section, _, last = name.rpartition(".")
     elsewhere = [each for each in known if "." in each and each.rpartition(".")[2] == last]
     if elsewhere:
@@ -89,9 +92,9 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
 
 
 def setting_names(arguments: Sequence[str]) -> list[str]:
-    """Returns the dotted names of all settings.
+    """Returns the dotted names of all settings of the recipe and head that the arguments choose.
 
-    They are those of the recipe and head in the arguments, or of recipe quickstart if these cannot be composed.
+    If these cannot be composed, returns the names of recipe quickstart.
     """
     for chosen in ([each for each in arguments if each.partition("=")[0] in CONFIG_GROUPS], ["recipe=quickstart"]):
         try:

@@ -48,8 +48,8 @@ KEPT_BY_OTHERS = "finished stages are kept in {run_dir}; the same command starts
 def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
     """Turn a function of the composed config into a program's entry point, which reads the command line.
 
-    It exits with one line on stderr: status 1 if it refuses its input, 2 if the command line is wrong, 130 after
-    Ctrl-C. A fault of the program itself still shows its stack, with status 1.
+    If the program cannot finish, it exits with one line on stderr: with status 1 if it refuses its input, 2 if the
+    command line is wrong, and 130 after Ctrl-C. A fault of the program itself shows its stack, with status 1.
     """
 
     @functools.wraps(main)
@@ -87,7 +87,7 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
 
 def refuse_renamed(arguments: Sequence[str]) -> None:
-    """Raises ValueError with the new name of a setting if an override uses its old one, which Hydra calls unknown."""
+    """Raises ValueError if an override uses a setting's old name. Hydra would say only that the name is unknown."""
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+~")
         if name in RENAMED:
@@ -97,7 +97,7 @@ def refuse_renamed(arguments: Sequence[str]) -> None:
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:
-    """Raises ValueError if +NAME=VALUE adds a setting that nothing reads; Hydra refuses them only inside a section."""
+    """Raises ValueError if +NAME=VALUE adds a setting outside all sections, which Hydra accepts but nothing reads."""
     sections = {*PipelineConfig.__dataclass_fields__, *CONFIG_GROUPS}
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+")
@@ -106,10 +106,10 @@ def refuse_additions(arguments: Sequence[str]) -> None:
 
 
 def refuse_dashes(unknown: Sequence[str]) -> None:
-    """Raises ValueError for an option that Hydra does not have; Hydra itself would print its whole usage text."""
+    """Raises ValueError for an option that Hydra does not have. Hydra itself would print its whole usage text."""
     if unknown:
         raise ValueError(
-            f"{unknown[0]}: must be an option of Hydra, which --hydra-help lists, but is not; write settings as "
+            f"{unknown[0]}: must be one of Hydra's options, which --hydra-help lists, but is not; write settings as "
             "NAME=VALUE, without dashes"
         )
 

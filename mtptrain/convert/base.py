@@ -25,7 +25,7 @@ LAYER_PARTS = (
     "mlp.up_proj.weight",
     "mlp.down_proj.weight",
 )
-"""Tensor names within a decoder layer, which all heads and engines share."""
+"""Names of the tensors in a decoder layer, which are the same in the engines and in all heads with such a layer."""
 
 
 class Format(ABC):

@@ -132,7 +132,7 @@ def _padded(table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
     """Check that a language model has the target's tokenizer, and an embedding for every token of it.
 
-    A model without tokenizer files is accepted if its vocabulary has the target's size.
+    If the model or the target has no tokenizer files, it suffices that their vocabularies have the same size.
 
     Raises:
         ValueError: the tokenizers differ or cannot be compared, or tokens have no embedding.
@@ -172,6 +172,11 @@ def copy_first_layers(head: DraftModelHead, target_dir: Path) -> None:
     if head.config.num_hidden_layers > target.num_hidden_layers:
         wrong.append(("num_hidden_layers", f"at most {target.num_hidden_layers}", head.config.num_hidden_layers))
     for name, wanted, found in wrong:
+        if name not in DraftModelHead.Config.__dataclass_fields__:
+            raise ValueError(
+                f"head.start_from_target: the draft model's {name} must be {wanted}, as in the target, but is {found}; "
+                "set head.start_from_target=false"
+            )
         raise ValueError(
             f"head.{name}: must be {wanted}, as in the target, with head.start_from_target=true, but is {found}; leave "
             "it out, or set head.start_from_target=false"

@@ -63,7 +63,7 @@ def write_engine_settings(
     parts += ["## SGLang", sglang_part(output_dir / SGLANG_FILE, best, head_dir, target, head, target_dir)]
     write_text(output_dir / README, "\n\n".join(parts) + "\n")
     found = ", ".join(f"{depth} at {size}" for size, depth in best.items())
-    return f"fastest K: {found} in flight; settings and commands: {output_dir / README}"
+    return f"fastest K by requests in flight: {found}; settings and commands: {output_dir / README}"
 
 
 def vllm_settings(speeds: Speeds, facts: dict[str, Any], head_dir: Path) -> tuple[dict[str, Any], str]:
@@ -77,10 +77,10 @@ def vllm_settings(speeds: Speeds, facts: dict[str, Any], head_dir: Path) -> tupl
     best = best_depths(speeds)
     ranges = per_batch_size(best)
     settings = speculative_config(facts, head_dir, max(best.values()))
-    said = ", ".join(f"K = {depth} from {first} in flight" for first, _, depth in ranges)
+    said = ", ".join(f"K = {depth} from batch size {first}" for first, _, depth in ranges)
     return {**settings, "num_speculative_tokens_per_batch_size": ranges}, (
-        f"{said}. vLLM ignores this with data parallelism. At K = 0 it still fills the head's cache, which the engine "
-        "without drafts does not."
+        f"{said}. With data parallelism, vLLM ignores these batch sizes. At K = 0 it still fills the head's cache, "
+        "which takes time that the measured engine without drafts does not spend."
     )
 
 
@@ -104,8 +104,8 @@ def sglang_part(
     write_json(path, adaptive_steps(best))
     launch = form.launch(shlex.quote(target), head_dir.resolve().with_name("sglang"), max(best.values()))
     return (
-        "A batch takes the entry of the closest size. The speeds were measured with vLLM, and SGLang was not run. "
-        "Write the head for SGLang first, with `mtptrain export` and `export.engine=sglang`.\n\n"
+        "For each batch, SGLang uses the entry of the closest size. The speeds were measured with vLLM, and SGLang was "
+        "not run. Write the head for SGLang first, with `mtptrain export` and `export.engine=sglang`.\n\n"
         f"```bash\n{launch} \\\n    --speculative-adaptive --speculative-adaptive-config "
         f"{shlex.quote(str(path.resolve()))}\n```"
     )

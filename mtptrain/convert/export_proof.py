@@ -1,8 +1,8 @@
 """Proves that an exported head drafts the same tokens as the trained one, without running the target's decoder layers.
 
-Both heads draft in fp32 on the CPU from the same hidden states, which come from the run's store or are random if there
-is none. Only the target's embeddings, final norm and lm_head are loaded, so `proof_bytes` does not depend on its
-decoder layers.
+Both heads draft in fp32 on the CPU from the same hidden states, which come from the run's store, or are random if the
+store has none that fit the head. Only the target's embeddings, final norm and lm_head are loaded, so `proof_bytes` does
+not depend on its decoder layers.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from mtptrain.target.model import TargetStates, Verified
 from mtptrain.training.batches import pack_states
 
 PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
-"""K is DRAFTS, except for a head that is bound to its depths, which drafts all of them."""
+"""K is DRAFTS, except for a head that is bound to its depths: it drafts as many tokens as it has depths."""
 TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
 """Number of tokens used from each document."""
 
@@ -45,7 +45,7 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
         if not torch.equal(ours, theirs):
             raise RuntimeError(
                 "export: the exported head must propose what the trained one does, but differs on the same hidden "
-                "states; nothing was written, report this with the run's config.yaml"
+                "states; nothing was written; report this with the run's config.yaml"
             )
         count += ours.numel()
     return count

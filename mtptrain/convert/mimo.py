@@ -1,4 +1,6 @@
-"""Exports `mtp` as MiMo's MTP layer: alone for SGLang 0.5.23 and any target, in a MiMo checkpoint for vLLM 0.32.
+"""Exports `mtp` as MiMo's MTP layer.
+
+For SGLang 0.5.23 it is exported alone and serves any target; for vLLM 0.32 it becomes part of a MiMo checkpoint.
 
 Sources: sglang/srt/models/mimo_mtp.py; vllm/model_executor/models/mimo.py and mimo_mtp.py.
 """
@@ -20,10 +22,10 @@ BIASES = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
 
 
 class MimoLayer(Format):
-    """Names and layout of `mtp` as MiMo's multi-token-prediction layer.
+    """Gives `mtp` the tensor names and the layout of MiMo's multi-token-prediction layer.
 
-    The first columns of its input projection read the hidden state. A head without biases gets zero query, key and
-    value biases, because engines would initialize missing ones at random.
+    In MiMo's layout, the first columns of the input projection read the hidden state, not the embedding. A head without
+    biases gets zero query, key and value biases, because engines would initialize missing ones at random.
     """
 
     architecture = ARCHITECTURE
@@ -77,9 +79,10 @@ class VllmMimo(MimoLayer):
     def notes(self) -> list[str]:
         return [
             "This directory is the whole checkpoint. The target's weights here are hard links to the target's files, "
-            "or copies on another file system; a file that had tensors of the MTP layer is written again without them.",
-            "For vLLM. SGLang's MiMo class passes the states after the target's final norm to the MTP layer, vLLM's "
-            "those before it, with which this head was trained and measured.",
+            "or copies if those are on another file system; a file that had tensors of the MTP layer is written again "
+            "without them.",
+            "Serve this with vLLM. Its MiMo class passes the states before the target's final norm to the MTP layer, "
+            "and the head was trained and measured with these. SGLang's class passes the states after the norm.",
         ]
 
 
@@ -93,9 +96,9 @@ def is_bias(name: str) -> bool:
 
 
 def mimo_settings(names: Collection[str], tensors: Tensors) -> dict[str, list[object]]:
-    """Returns the possible settings of a head in MiMo's layout, as `PublishedHead.settings`.
+    """Returns the possible settings of a head in MiMo's layout, in the form of `PublishedHead.settings`.
 
-    vLLM's MTP layer fixes those of a MiMo checkpoint. An export for SGLang does not record all of them.
+    In a MiMo checkpoint, they are those of vLLM's MTP layer. An export for SGLang does not record all of them.
     """
     has_biases = any(bool(tensor.any()) for name, tensor in tensors.items() if is_bias(name))
     is_checkpoint = any(name.startswith("model.layers.") for name in names)

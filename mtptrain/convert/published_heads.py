@@ -7,7 +7,7 @@ A directory or hub repository must have safetensors files and one of these (clas
 - `MiMoForCausalLM`: head `mtp` for SGLang, or the MTP layer of a MiMo checkpoint;
 - `EagleLlamaForCausalLM`, `LlamaForCausalLMEagle`, or `LlamaForCausalLM` with an fc: EAGLE-1;
 - `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with
-  its layer named `midlayer` or `layers.0`;
+  its layer named `midlayer` or `layers.0`, or P-EAGLE if there is a `mask_hidden`;
 - `MedusaModel`, or FasterDecoding's tensor names: Medusa;
 - `DFlashDraftModel`: head `dflash`;
 - a model with an MTP layer in DeepSeek's layout after its decoder layers (`model.layers.N.eh_proj`): head `mtp`.
@@ -74,7 +74,7 @@ class PublishedHead:
     format: type[Format] | None
     """The format of `tensors`; None if they have our names."""
     config: dict[str, Any] | None
-    """The head's config.json, whose hidden size, norms and RoPE are compared with the target's; None skips this."""
+    """The head's config.json, whose hidden size, norm eps and RoPE are compared with the target's; None skips this."""
 
     def state(self, config: HeadConfig, target_config: PreTrainedConfig) -> Tensors:
         """Returns the head's `state_dict`. The caller must have checked that `settings` match `config`.
@@ -111,7 +111,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     architecture = (config.get("architectures") or [PLAIN_LLAMA])[0]
     if any(UNKNOWN_MTP.match(name) for name in names):
         raise ValueError(
-            "head.init_from: an MTP layer must have DeepSeek's or MiMo's layout, as head mtp has, but that of the "
+            "head.init_from: an MTP layer must have DeepSeek's or MiMo's layout to become head mtp, but that of the "
             f"{architecture} in {directory} has another one (mtp.*); choose another checkpoint"
         )
     if architecture == PLAIN_LLAMA and {"fc.weight", "model.fc.weight"} & names:
@@ -331,7 +331,7 @@ def _dflash_settings(directory: Path, config: dict[str, Any], tensors: Tensors) 
 def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) -> list[list[int]]:
     """Returns the capture layers that explicit layer ids may mean, most likely first.
 
-    Engines number layers differently (see their formats). Our own exports name the engine.
+    Engines number layers differently (see their formats). The `serving.json` of our own exports names the engine.
     """
     if target_config.model_type == "deepseek_v2" and ids[0] != 1:
         return [ids]  # both engines count the same way

@@ -1,6 +1,7 @@
 """Reads published Medusa heads in vLLM's layout, or in that of FasterDecoding, the project of Medusa's authors.
 
-Published heads may have an lm_head per depth. Our heads use the target's, so published ones are only compared with it.
+Published heads may have an lm_head per depth. Our heads use that of the target, so a published lm_head is
+only compared with it.
 """
 
 import re
@@ -57,7 +58,8 @@ def check_medusa(directory: Path, config: dict[str, Any], tensors: Tensors, targ
     if renamed:
         raise ValueError(
             f"{path}: must have no number of heads or layers besides num_heads and num_hidden_layers, because vLLM "
-            f"takes any key with num and heads or layers for one of them, but has {renamed[0]}; remove it"
+            f"takes any key that contains num and heads, or num and layers, for one of them, but has {renamed[0]}; "
+            "remove it"
         )
     wanted = {"vocab_size": vocab_size, "truncated_vocab_size": vocab_size, "hidden_size": target_config.hidden_size}
     for name, value in {**wanted, "logit_scale": 1.0}.items():

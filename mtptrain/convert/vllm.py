@@ -191,8 +191,8 @@ class VllmMedusa(VllmFormat):
 
     def notes(self) -> list[str]:
         return [
-            f"num_speculative_tokens may be at most {self.head.ttt_steps}, the trained depths. vLLM keeps it fixed for "
-            "this method: leave num_speculative_tokens_per_batch_size unset."
+            f"num_speculative_tokens may be at most {self.head.ttt_steps}, the number of trained depths. vLLM keeps it "
+            "fixed for this method: leave num_speculative_tokens_per_batch_size unset."
         ]
 
 
@@ -228,8 +228,8 @@ class VllmDflash(VllmFormat):
         notes = super().notes()
         if self.head.num_layers > 1:
             notes.append(
-                "vLLM's kernels for CPUs norm the keys of the target's tokens in every layer with the k_norm of the "
-                "first layer (vllm 0.32). There, counters differ from the measurement. GPUs are not affected."
+                "On a CPU, vLLM 0.32 applies the k_norm of the first layer to the keys of the target's tokens in every "
+                "layer, so that its counters differ from the measurement. GPUs are not affected."
             )
         return notes
 
@@ -261,7 +261,10 @@ class VllmDraftModel(VllmFormat):
 
     def notes(self) -> list[str]:
         ours, theirs = self.model_config.max_position_embeddings, self.target.max_position_embeddings
-        notes = ["vLLM runs the draft model with the target's tensor parallel size, and keeps its keys and values too."]
+        notes = [
+            "vLLM runs the draft model with the target's tensor parallel size, and stores the draft model's keys and "
+            "values in addition to the target's."
+        ]
         if ours < theirs:
             notes.append(f"vLLM stops drafting for texts of more than {ours} tokens, the draft model's context.")
         return notes

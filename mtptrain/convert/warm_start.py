@@ -221,7 +221,8 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
 
 
 def _either(values: list[object]) -> str:
-    return " by vLLM's count or, by SGLang's, ".join(map(str, values))
+    """Returns the only value, or the two values that explicit layer ids may mean."""
+    return str(values[0]) if len(values) == 1 else f"{values[0]} (vLLM's count) or {values[1]} (SGLang's count)"
 
 
 def _override(name: str, value: object) -> str:

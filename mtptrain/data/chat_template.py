@@ -69,8 +69,8 @@ def render_prompt(
         text = render_text(tokenizer, messages, is_prompt=True)
     except TemplateError as error:
         raise ValueError(
-            f"{where}: must be accepted by the chat template of {tokenizer.name_or_path}, but it reports: "
-            f"{' '.join(str(error).split())}; correct them, or the template"
+            f"{where}: the messages must be accepted by the chat template of {tokenizer.name_or_path}, but the "
+            f"template reports: {' '.join(str(error).split())}; correct the messages or the template"
         ) from error
     except EndlessTemplate as error:
         raise EndlessTemplate(f"{where}: {error}") from error
@@ -81,7 +81,8 @@ def render_prompt(
 def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Limits the CPU time of rendering, and converts every error of a template to jinja2's TemplateError.
 
-    The limit applies only in the main thread, because other threads get no signals. Every program renders there first.
+    The limit applies only in the main thread, because other threads get no signals. Every program first renders a
+    conversation in the main thread.
 
     Raises:
         TemplateError: the template rejects the messages, or fails.
@@ -90,8 +91,8 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
 
     def stop(*_: object) -> None:
         raise EndlessTemplate(
-            f"the chat template of {tokenizer.name_or_path} must render a conversation within {LIMIT_S:g} s, but is "
-            f"not done with one of {len(messages)} messages ({_beginning(messages)}); correct the template in the "
+            f"the chat template of {tokenizer.name_or_path} must render a conversation within {LIMIT_S:g} s, but "
+            f"has not finished one with {len(messages)} messages ({_beginning(messages)}); correct the template in the "
             "target's directory, or choose another target"
         )
 

@@ -38,8 +38,8 @@ class DraftVocabManifest:
     distinct_tokens: int
     """Number of distinct tokens of the training split that a draft can predict."""
     filled_up_tokens: int
-    """Number of chosen tokens that never occur in the training split where a draft can predict them: special tokens,
-    and the lowest ids if too few others occur."""
+    """Number of chosen tokens that no draft has to predict in the training split: special tokens, and the lowest ids
+    if too few others occur."""
     coverage: dict[str, float]
     """Share of predictable token occurrences whose token is in the draft vocabulary, by split."""
 

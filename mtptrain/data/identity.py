@@ -100,10 +100,10 @@ class StoreIdentity:
         """Returns the values to compare, by their names in error messages."""
         return {
             **self.target.facts(),
-            "the captured layers": self.capture_layers,
-            "the computing dtype (hidden_states.dtype)": self.compute_dtype,
+            "the list of captured layers": self.capture_layers,
+            "the compute dtype (hidden_states.dtype)": self.compute_dtype,
             "the hash of the prompts (train.safetensors)": self.prompts_sha256,
-            "the norm state": self.hidden_states,
+            "the kind of hidden states": self.hidden_states,
             "the stored dtype (hidden_states.store_dtype)": self.dtype,
             "the backend (hidden_states.backend)": self.backend,
         }

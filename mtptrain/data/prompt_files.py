@@ -1,8 +1,8 @@
 """The files of prompts, which data_prep.prompts writes and extraction, validation and acceptance read.
 
 `run_dir/prompts/` holds `train.safetensors` and `validation.safetensors`, each with `input_ids` i32[N], `loss_mask`
-u8[N], `document_offsets` i64[D+1] and `document_ids` i64[D]. `documents.jsonl` names each document. `manifest.json`
-records the tokenizer and the number of documents and tokens.
+u8[N], `document_offsets` i64[D+1] and `document_ids` i64[D] for N tokens and D documents. `documents.jsonl` names each
+document. `manifest.json` records the tokenizer and the number of documents and tokens.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class Documents:
     @staticmethod
     def from_list(documents: Sequence[tuple[int, ArrayLike, ArrayLike]]) -> "Documents":
         """Concatenates (document id, token ids, loss mask) triples."""
-        ids = [np.asarray(document_ids, np.int32) for _, document_ids, _ in documents]
+        ids = [np.asarray(token_ids, np.int32) for _, token_ids, _ in documents]
         masks = [np.asarray(mask, np.uint8) for _, _, mask in documents]
         return Documents(
             input_ids=np.concatenate([np.empty(0, np.int32), *ids]),

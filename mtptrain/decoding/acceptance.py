@@ -24,7 +24,8 @@ class Acceptance:
     acceptance_rate: float
     """Accepted tokens over drafted tokens."""
     acceptance_rate_at: list[float]
-    """For each position, the share of rounds with drafts that accepted it; not conditional on earlier positions."""
+    """For each position, the share of all rounds with drafts that accepted the draft there; not conditional on earlier
+    positions."""
     acceptance_length_mean_of_prompts: float
     """The acceptance length of each prompt, averaged over prompts."""
     tokens_per_step: float

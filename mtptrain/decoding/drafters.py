@@ -45,7 +45,7 @@ class HeadDrafter:
         Otherwise keep the keys that the head wrote while drafting, computed from its own states."""
         if not rebuild_cache and not isinstance(head, LayerHead):
             raise ValueError(
-                f"acceptance.rebuild_cache: must be true for {type(head).__name__}, which writes no keys while it "
+                f"acceptance.rebuild_cache: must be true for {type(head).__name__}, which cannot keep the keys of its "
                 "drafts, but is false; leave it out"
             )
         self.cache = PositionCache(0)

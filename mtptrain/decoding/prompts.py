@@ -55,7 +55,7 @@ class Prompts:
 
 
 def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0) -> Prompts:
-    """Returns the prompts that `config.acceptance` selects, which have been checked to fit the target's context.
+    """Returns the prompts that `config.acceptance` selects, after checking that they fit the target's context.
 
     Args:
         spare_tokens: number of tokens of the target's context to keep free after prompt and answer.
@@ -84,7 +84,7 @@ def check_num_drafts(prompts: Mapping[str, Sequence[int]], num_speculative_token
     if longest + num_speculative_tokens > context_tokens:
         raise ValueError(
             f"acceptance.num_speculative_tokens: must be at most {context_tokens - longest}, so that the drafts after "
-            f"the longest prompt of {longest} tokens fit the target's context of {context_tokens}, but is "
+            f"the longest prompt of {longest} tokens fit a context of {context_tokens} tokens, but is "
             f"{num_speculative_tokens}; lower it"
         )
 
@@ -136,9 +136,9 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
     known = [prompt_id for prompt_id, question in questions.items() if question in trained]
     if known:
         warnings.warn(
-            f"acceptance.prompts_file: its first turns should not be among the training prompts, but {len(known):,} of "
-            f"{len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}) in {prompts_dir}; "
-            "their acceptance is measured on data that the head was trained on: remove them from the file, or from "
+            f"acceptance.prompts_file: its first turns should not be among the training prompts of {prompts_dir}, but "
+            f"{len(known):,} of {len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''})"
+            "; their acceptance is measured on data that the head was trained on: remove them from the file, or from "
             "prompts.paths and train again",
             stacklevel=2,
         )
@@ -211,7 +211,7 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], indices: l
     if not first:
         raise ValueError(
             "prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but "
-            f"none of {len({entries[index].name for index in indices})} does; raise it and run data_prep.prompts "
+            f"none of the {len({entries[index].name for index in indices})} does; raise it and run data_prep.prompts "
             "again, or set prompts.validation_fraction higher"
         )
     return sorted(first.values())

@@ -96,11 +96,12 @@ def test_the_settings_are_files_that_the_readmes_commands_use(
         "num_speculative_tokens_per_batch_size": [[1, 3, 3], [4, 7, 1], [8, 8, 0]],
     }
     assert f'vllm serve a/target --speculative-config "$(cat {tmp_path}/vllm.json)"\n' in readme
-    assert "| 4 | 300 | **330** | 320 |" in readme and "K = 3 from 1 in flight, K = 1 from 4 in flight" in readme
+    assert "| 4 | 300 | **330** | 320 |" in readme and "K = 3 from batch size 1, K = 1 from batch size 4" in readme
     assert json.loads((tmp_path / "sglang.json").read_text())["4"] == {"candidate_steps": [1]}
     assert f"--speculative-adaptive --speculative-adaptive-config {tmp_path}/sglang.json\n" in readme
     assert "--speculative-num-steps 3 " in readme
-    assert said == f"fastest K: 3 at 1, 3 at 2, 1 at 4, 0 at 8 in flight; settings and commands: {tmp_path}/README.md"
+    found = "fastest K by requests in flight: 3 at 1, 3 at 2, 1 at 4, 0 at 8"
+    assert said == f"{found}; settings and commands: {tmp_path}/README.md"
 
 
 def test_a_parallel_drafter_gets_one_k_and_the_reason(

@@ -80,7 +80,8 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     [
         (
             (),
-            "study: must have variants, seeds and prompt_tokens, but has 0, 3 and 0; choose one of recipes/study "
+            "study: must have variants, seeds and prompt_tokens, but has 0, 3 and 0 of them; choose one of "
+            "recipes/study "
             "(cache_rebuild, depths, feature_loss, heads, long_context, norms)",
         ),
         (

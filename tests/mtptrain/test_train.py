@@ -361,7 +361,7 @@ def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_me
             1,
             "must be at most the number of documents with draft positions, but is 5000",
         ),
-        (("hidden_states.dtype=bfloat16",), 1, "the computing dtype"),
+        (("hidden_states.dtype=bfloat16",), 1, "the compute dtype"),
         (
             ("acceptance.prompt_tokens=400",),
             1,

@@ -64,7 +64,7 @@ def test_a_program_refuses_an_old_name(module: str) -> None:
         (
             ["deepspeed.steps=1"],
             "deepspeed.steps: must be the name of a setting, but no setting has this name; `--cfg job` shows all "
-            "settings, or write +deepspeed.steps=VALUE to add it",
+            "settings (+deepspeed.steps=VALUE adds a new one)",
         ),
         (
             ["head=mtpp"],
@@ -81,12 +81,12 @@ def test_a_program_refuses_an_old_name(module: str) -> None:
         ),
         (
             ["seed=${sed}"],
-            "seed: must have a value that fits, but: Interpolation key 'sed' not found; correct it",
+            "seed: must have a valid value, but OmegaConf reports: Interpolation key 'sed' not found; correct it",
         ),
         (["run_dir=???"], "run_dir: must be set, but is not; add run_dir=VALUE"),
         (
             ["--lr=1"],
-            "--lr=1: must be an option of Hydra, which --hydra-help lists, but is not; write settings as "
+            "--lr=1: must be one of Hydra's options, which --hydra-help lists, but is not; write settings as "
             "NAME=VALUE, without dashes",
         ),
     ],

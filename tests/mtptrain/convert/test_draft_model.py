@@ -135,6 +135,22 @@ def test_a_start_from_a_target_of_other_sizes_is_refused(
         copy_first_layers(head, tiny_target)
 
 
+def test_a_start_from_a_target_whose_family_is_not_trained_is_refused(tmp_path: Path) -> None:
+    target = make_target(tmp_path, *FAMILIES["gemma3_text"])
+    head = build_head(Config(), read_target_config(target))
+    assert isinstance(head, DraftModelHead)
+    message = "head.start_from_target: the draft model's model_type must be gemma3_text, as in the target, but is llama"
+    with pytest.raises(ValueError, match=message):
+        copy_first_layers(head, target)
+
+
+def test_a_draft_model_cannot_keep_the_keys_of_its_drafts(tiny_target: Path) -> None:
+    head, parts = load(tiny_target, tiny_target), load_target(tiny_target, torch.float32, CPU).parts
+    message = "acceptance.rebuild_cache: must be true for DraftModelHead, which cannot keep the keys of its drafts, but"
+    with pytest.raises(ValueError, match=message):
+        HeadDrafter(head, parts, 3, rebuild_cache=False)
+
+
 def change_config(directory: Path, **settings: object) -> Path:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | settings))

@@ -36,7 +36,8 @@ def test_a_prompt_without_a_chat_template_is_refused() -> None:
 def test_messages_that_the_template_refuses_are_refused_in_its_words() -> None:
     tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(
-        ValueError, match=r"messages: must be accepted by the chat template .*, but it reports: roles must alternate"
+        ValueError,
+        match=r"messages must be accepted by the chat template .*, but the template reports: roles must alternate",
     ):
         render_prompt(tokenizer, [{"role": "user", "content": "hi"}])
 
@@ -60,10 +61,10 @@ def test_a_template_that_fails_is_refused_by_name(template: str, reported: str) 
     with pytest.raises(TemplateError):
         render_text(tokenizer, QUESTION)
     with pytest.raises(
-        ValueError, match=r"^a\.jsonl:3: must be accepted by the chat template of some/target,"
+        ValueError, match=r"^a\.jsonl:3: the messages must be accepted by the chat template of some/target,"
     ) as error:
         render_prompt(tokenizer, QUESTION, "a.jsonl:3")
-    assert f"it reports: {reported}" in str(error.value)
+    assert f"the template reports: {reported}" in str(error.value)
 
 
 def test_a_template_that_never_ends_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

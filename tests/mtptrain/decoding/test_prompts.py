@@ -78,7 +78,8 @@ def test_conversations_without_an_answer_in_their_first_window_are_refused_with_
 ) -> None:
     prompts_dir = write_held_out(tmp_path, ("long question", 1, 0, [0] * 5 + [1] * 20), ("another", 2, 0, [0, 1]))
     message = (
-        r"prompts\.max_document_tokens: the first window of .* must hold its first answer, but none of 2 does; raise it"
+        r"prompts\.max_document_tokens: the first window of .* must hold its first answer, but none of the 2 does; "
+        r"raise it"
     )
     with pytest.raises(ValueError, match=message):
         held_out_documents(prompts_dir)
@@ -182,7 +183,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
     DocumentEntry.write_all(tmp_path, entries)
     assert not recwarn
     with pytest.warns(
-        UserWarning, match=r"first turns should not be .* but 2 of 4 are \(ids turns, messages\) in .*; their accept"
+        UserWarning, match=r"first turns should not be .*, but 2 of 4 are \(ids turns, messages\); their accept"
     ):
         warn_of_trained_questions(questions, tmp_path)
 
@@ -241,7 +242,7 @@ def test_the_drafts_must_fit_the_context_after_the_longest_prompt() -> None:
     with pytest.raises(
         ValueError,
         match=r"^acceptance\.num_speculative_tokens: must be at most 28, so that the drafts after the longest prompt "
-        "of 100 tokens fit the target's context of 128, but is 29; lower it",
+        "of 100 tokens fit a context of 128 tokens, but is 29; lower it",
     ):
         check_num_drafts(prompts, 29, 128)
 

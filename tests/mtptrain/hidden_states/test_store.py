@@ -261,10 +261,10 @@ OTHERS = {
     "the hash of the target's weights": target_with(weights_sha256="x"),
     "the hash of the tokenizer": target_with(tokenizer_sha256="x"),
     "the hash of the chat template": target_with(chat_template_sha256="x"),
-    "the captured layers": dataclasses.replace(IDENTITY, capture_layers=(1,)),
-    r"the computing dtype \(hidden_states.dtype\)": dataclasses.replace(IDENTITY, compute_dtype="x"),
+    "the list of captured layers": dataclasses.replace(IDENTITY, capture_layers=(1,)),
+    r"the compute dtype \(hidden_states.dtype\)": dataclasses.replace(IDENTITY, compute_dtype="x"),
     r"the hash of the prompts \(train.safetensors\)": dataclasses.replace(IDENTITY, prompts_sha256="x"),
-    "the norm state": dataclasses.replace(IDENTITY, hidden_states="x"),
+    "the kind of hidden states": dataclasses.replace(IDENTITY, hidden_states="x"),
     r"the stored dtype \(hidden_states.store_dtype\)": dataclasses.replace(IDENTITY, dtype="x"),
     r"the backend \(hidden_states.backend\)": dataclasses.replace(IDENTITY, backend="x"),
 }
