@@ -263,8 +263,7 @@ def best_draft_depths(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["batch_size"] not in best or row["speed_up"] > best[row["batch_size"]]["speed_up"]:
             best[row["batch_size"]] = row
     parts = [
-        f"K = {row['num_speculative_tokens']} ({row['speed_up']:.2f} times as fast as plain decoding) at batch size "
-        f"{size}"
+        f"K = {row['num_speculative_tokens']} ({row['speed_up']:.2f} times plain decoding) at batch size {size}"
         for size, row in best.items()
     ]
     return f"Fastest here: {', '.join(parts)}."

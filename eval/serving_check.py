@@ -54,8 +54,8 @@ def main(cfg: DictConfig) -> None:
     settings = config.acceptance
     if settings.temperature > 0:
         raise ValueError(
-            "acceptance.temperature: must be 0 for this check, because above 0 drafts are accepted at random, but is "
-            f"{settings.temperature:g}; leave it out"
+            "acceptance.temperature: must be 0 for this check, because at a higher temperature drafts are accepted at "
+            f"random, but is {settings.temperature:g}; leave it out"
         )
     target_dir = resolve_target(config.target.path, config.target.revision)
     prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # only first turns

@@ -1,8 +1,8 @@
 """The config of every program: the schema, its documentation and all defaults.
 
 `mtptrain.settings` has the sections, `recipes/` the values that recipes choose. Each `main` begins with
-`config = load_config(cfg)`, which returns checked dataclasses. The functions that `main` calls take these
-dataclasses or single values, never Hydra's objects.
+`config = load_config(cfg)`, which returns checked dataclasses. The functions that `main` calls take these dataclasses
+or single values, never Hydra's objects.
 """
 
 from dataclasses import dataclass, field

@@ -137,7 +137,7 @@ class Stages:
         found = losses(self.directory)
         first, last = found[0], found[-1]
         return judged(
-            last < first, f"loss {first:.3f} to {last:.3f} in {len(found)} steps", "falls", "the loss did not fall"
+            last < first, f"loss from {first:.3f} to {last:.3f} in {len(found)} steps", "falls", "the loss did not fall"
         )
 
     def resumed_training(self) -> Finding:

@@ -79,8 +79,8 @@ class VllmMimo(MimoLayer):
     def notes(self) -> list[str]:
         return [
             "This directory is the whole checkpoint. The target's weights here are hard links to the target's files, "
-            "or copies if those are on another file system; a file that had tensors of the MTP layer is written again "
-            "without them.",
+            "or copies where links are not possible; a file that had tensors of the MTP layer is written again without "
+            "them.",
             "Serve this with vLLM. Its MiMo class passes the states before the target's final norm to the MTP layer, "
             "and the head was trained and measured with these. SGLang's class passes the states after the norm.",
         ]

@@ -1,7 +1,7 @@
 """Reads published Medusa heads in vLLM's layout, or in that of FasterDecoding, the project of Medusa's authors.
 
-Published heads may have an lm_head per depth. Our heads use that of the target, so a published lm_head is
-only compared with it.
+Published heads may have an lm_head per depth. Our heads use that of the target, so a published lm_head is only
+compared with it.
 """
 
 import re

@@ -56,6 +56,5 @@ print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, m
         return [
             "For transformers 5.23, one sequence at a time. It always drafts one token per round, so expect the "
             "acceptance rate of the first position only.",
-            "The target's weights here are hard links to the target's files, or copies if those are on another file "
-            "system.",
+            "The target's weights here are hard links to the target's files, or copies where links are not possible.",
         ]

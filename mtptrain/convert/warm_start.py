@@ -94,7 +94,8 @@ def start_from_target(head: Head, target_dir: Path) -> None:
     Head `draft_model` becomes a copy of the target's first layers instead.
 
     Raises:
-        ValueError: no projection of the target's layer has the shape of the head's.
+        ValueError: no projection of the target's layer has the shape of the head's, or the head has neither `fc` nor
+            `eh_proj`.
     """
     if isinstance(head, DraftModelHead):
         copy_first_layers(head, target_dir)
@@ -125,7 +126,7 @@ def start_from_target(head: Head, target_dir: Path) -> None:
 
 
 def fold_query_key_norms(layer: Tensors) -> Tensors:
-    """Returns a target's layer with its query and key norms, which our heads lack, folded into the projections.
+    """Returns a target's layer with its query and key norms, which the head to copy to lacks, folded into projections.
 
     Qwen3 and Gemma 3 have such norms. Their weights fold exactly. The norms also divide each row by its root mean
     square, which depends on the input. A constant per attention head replaces this divisor: the root mean square over

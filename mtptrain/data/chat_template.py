@@ -91,9 +91,9 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
 
     def stop(*_: object) -> None:
         raise EndlessTemplate(
-            f"the chat template of {tokenizer.name_or_path} must render a conversation within {LIMIT_S:g} s, but "
-            f"has not finished one with {len(messages)} messages ({_beginning(messages)}); correct the template in the "
-            "target's directory, or choose another target"
+            f"the chat template of {tokenizer.name_or_path} must render a conversation within {LIMIT_S:g} s of CPU "
+            f"time, but has not finished one with {len(messages)} messages ({_beginning(messages)}); correct the "
+            "template in the target's directory, or choose another target"
         )
 
     is_limited = threading.current_thread() is threading.main_thread()

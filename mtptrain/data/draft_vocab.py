@@ -1,7 +1,7 @@
 """The draft vocabulary on disk: the target's tokens that a head with a smaller lm_head can draft.
 
-`run_dir/draft_vocab/` holds `draft_vocab.safetensors` with `d2t` i64[D] and `t2d` bool[V]. Draft token i is the token
-i + d2t[i] of the target, in ascending order; t2d is True for the target's tokens in the draft vocabulary.
+`run_dir/draft_vocab/` holds `draft_vocab.safetensors` with `d2t` i64[D] and `t2d` bool[V]. Draft token i is the
+target's token i + d2t[i], and these ids ascend; t2d is True for the target's tokens in the draft vocabulary.
 `manifest.json`, written last, records which prompts were counted. `data_prep.draft_vocab` writes these files;
 `mtptrain.train` reads them.
 """

@@ -37,7 +37,7 @@ class Documents:
     input_ids: NDArray[np.int32]  # [N]
     loss_mask: NDArray[np.uint8]  # [N], 1 for supervised tokens
     document_offsets: NDArray[np.int64]  # [D+1]
-    document_ids: NDArray[np.int64]  # [D], line in documents.jsonl
+    document_ids: NDArray[np.int64]  # [D], index of a line in documents.jsonl
 
     @staticmethod
     def from_list(documents: Sequence[tuple[int, ArrayLike, ArrayLike]]) -> "Documents":

@@ -243,7 +243,8 @@ class PromptLookupDrafter:
 
 
 class HybridDrafter:
-    """Drafts by prompt lookup if the newest `min_match` tokens occurred earlier, otherwise with the head."""
+    """Drafts by prompt lookup if the newest `min_match` tokens occurred earlier, before at least K tokens, or else with
+    the head."""
 
     def __init__(self, head: HeadDrafter, min_match: int) -> None:
         self.head = head
