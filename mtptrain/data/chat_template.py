@@ -92,8 +92,8 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
     def stop(*_: object) -> None:
         raise EndlessTemplate(
             f"the chat template of {tokenizer.name_or_path} must render a conversation within {LIMIT_S:g} s of CPU "
-            f"time, but has not finished one with {len(messages)} messages ({_beginning(messages)}); correct the "
-            "template in the target's directory, or choose another target"
+            f"time, but has not finished the one that begins with {_beginning(messages)} (messages: {len(messages)}); "
+            "correct the template in the target's directory, or choose another target"
         )
 
     is_limited = threading.current_thread() is threading.main_thread()
@@ -115,4 +115,4 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
 
 def _beginning(messages: Sequence[Mapping[str, Any]]) -> str:
     """Returns the beginning of the first message, so that a reader can find the conversation."""
-    return f"{messages[0].get('role')}: {str(messages[0].get('content'))[:40]!r}" if messages else "none"
+    return f"{messages[0].get('role')}: {str(messages[0].get('content'))[:40]!r}" if messages else "nothing"
