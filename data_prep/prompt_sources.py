@@ -36,12 +36,13 @@ class Source(Protocol):
 
 
 class TextSource:
-    """Whole files, with a beginning-of-text token if the tokenizer has one; every token is supervised."""
+    """Whole files with text, after a beginning-of-text token if the tokenizer has one; every token is supervised."""
 
     def __init__(self, files: TextFiles, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.names = self.groups = list(files.texts)
-        self.refused = files.refused
-        self._texts = list(files.texts.values())
+        texts = {name: text for name, text in files.texts.items() if text}
+        self.names = self.groups = list(texts)
+        self.refused = files.refused | {name: "empty" for name, text in files.texts.items() if not text}
+        self._texts = list(texts.values())
         self._tokenizer = tokenizer
 
     def location(self, index: int) -> str:
@@ -52,10 +53,7 @@ class TextSource:
         bos = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
         batch = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         documents = [np.array([*bos, *token_ids], np.int32) for token_ids in batch]  # [S] each
-        return [
-            [Encoding(ids, np.ones(len(ids), np.uint8))] if text else "empty"
-            for text, ids in zip(texts, documents, strict=True)
-        ]
+        return [[Encoding(ids, np.ones(len(ids), np.uint8))] for ids in documents]
 
 
 class ConversationSource:

@@ -73,15 +73,14 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
 def check_names(source: Source, prompts: PromptsConfig) -> None:
     """Raise before the expensive work if there is no document, or if a split would be empty."""
     if not source.names:
-        wanted = (
-            f"file that matches {prompts.pattern!r}"
-            if prompts.source is PromptSource.text_files
-            else "usable conversation"
-        )
+        wanted, advice = "usable conversation", "correct the paths or the data"
+        if prompts.source is PromptSource.text_files:
+            wanted = f"file with text that matches {prompts.pattern!r}"
+            advice = "correct the paths, prompts.pattern or the data"
         reasons = _reasons(source.refused)
         raise ValueError(
             f"prompts.paths: must hold at least one {wanted}, but {', '.join(prompts.paths)} holds none{reasons}; "
-            "correct the paths or the data"
+            f"{advice}"
         )
     num_held_out = sum(is_held_out(group, prompts.validation_fraction) for group in source.groups)
     for split, count in ((Split.validation, num_held_out), (Split.train, len(source.groups) - num_held_out)):

@@ -16,6 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mtptrain.utils.errors import errors_as_lines
+
 from .report_page import UNREADABLE, drafters_of, has_comparable_speeds, length_interval, render_page, write_page
 
 MUST_BE_EQUAL = (
@@ -24,6 +26,7 @@ MUST_BE_EQUAL = (
 )  # fmt: skip
 
 
+@errors_as_lines()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("reports", type=Path, nargs="+", help="report.json of eval.acceptance")

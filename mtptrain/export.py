@@ -90,8 +90,8 @@ def check_directory_name(output_dir: Path, method: str) -> None:
 
 
 def check_output_dir(output_dir: Path) -> None:
-    """Refuse to replace a directory that has files but no `provenance.json`, which every export has."""
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "provenance.json").is_file():
+    """Refuse to replace a directory that has files but no `serving.json`, which every export has and nothing else."""
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "serving.json").is_file():
         raise ValueError(
             f"export.output_dir: must be new, empty or an earlier export, but {output_dir} holds other files; choose "
             "another directory"

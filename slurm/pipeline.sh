@@ -28,6 +28,12 @@ while [[ "${1:-}" == -* ]]; do
     options+=("$1")
     shift
 done
+for word in "$@"; do
+    if [[ "$word" == -* ]]; then
+        echo "$word: must come before recipe=NAME like every option of sbatch, but comes after it; move it" >&2
+        exit 1
+    fi
+done
 read -ra gpu_options <<<"${GPU_OPTIONS:-}"
 read -ra cpu_options <<<"${CPU_OPTIONS:-}"
 

@@ -7,11 +7,11 @@ so that a wrong one is found before anything is queued.
 """
 
 import os
-import sys
 
-from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
-from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
+from mtptrain.command_line.program import program
+from mtptrain.config import PipelineConfig, PromptSource, load_config
 from mtptrain.training.trainer import check_batch_ranks
 
 
@@ -44,9 +44,9 @@ def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -
         check_batch_ranks(config.train.micro_batches_per_step, number * ranks_per_node)
 
 
-if __name__ == "__main__":
-    with initialize_config_dir(RECIPES, version_base="1.3"):
-        settings = load_config(compose("pipeline", sys.argv[1:]))
+@program
+def main(cfg: DictConfig) -> None:
+    settings = load_config(cfg)
     if settings.plan:
         raise ValueError(
             "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings"
@@ -56,3 +56,7 @@ if __name__ == "__main__":
         ranks = variables.get("NPROC_train") or variables.get("NPROC") or "8"
         check_train_ranks(settings, variables["NODES"], int(ranks) if ranks.isdigit() else 8)
     print(settings.run_dir, *(" ".join(stage) for stage in stages(settings)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

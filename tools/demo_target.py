@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data_prep.text_files import STANDARD_LIBRARY, read_text_files
 from mtptrain.data.prompt_files import is_held_out
+from mtptrain.utils.errors import errors_as_lines
 
 # Files that are not part of the library, or differ between machines. The recipe quickstart excludes them too.
 EXCLUDE = ("site-packages/*", "dist-packages/*", "*_sysconfigdata_*")
@@ -280,6 +281,7 @@ def arguments() -> tuple[argparse.Namespace, dict[str, int], tuple[Phase, ...]]:
     return args, sizes, phases
 
 
+@errors_as_lines()
 def main() -> None:
     args, sizes, phases = arguments()
     torch.manual_seed(args.seed)

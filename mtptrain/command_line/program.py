@@ -20,10 +20,9 @@ from mtptrain.config import RECIPES, PipelineConfig
 from mtptrain.utils.errors import (
     EXIT_INTERRUPTED,
     EXIT_MISTAKE,
-    EXIT_REFUSED,
+    errors_as_lines,
     exit_with_error,
     exit_with_line,
-    refusal,
 )
 
 RENAMED = {
@@ -54,19 +53,12 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def task(cfg: DictConfig) -> None:
-        try:
-            main(cfg)
-        except KeyboardInterrupt:
-            kept = KEPT.get(program_name(), KEPT_BY_OTHERS).format(run_dir=cfg.run_dir)
-            exit_with_line(f"stopped by Ctrl-C; {kept}", EXIT_INTERRUPTED)
-        except SystemExit as ended:
-            if isinstance(ended.code, str):
-                exit_with_line(f"error: {ended.code}", EXIT_REFUSED)
-            raise
-        except (HydraException, OmegaConfBaseException) as error:
-            exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
-        except Exception as error:
-            exit_with_error(error, refusal(error, OmegaConf.select(cfg, "run_dir")))
+        run_dir = OmegaConf.select(cfg, "run_dir")
+        with errors_as_lines(KEPT.get(program_name(), KEPT_BY_OTHERS).format(run_dir=run_dir), run_dir):
+            try:
+                main(cfg)
+            except (HydraException, OmegaConfBaseException) as error:
+                exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
 
     run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(task)
 

@@ -13,6 +13,7 @@ from mtptrain.config import TrainConfig
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.planning.costs import MicroBatch, StepCosts, step_costs
+from mtptrain.utils.errors import errors_as_lines
 
 PAGE = Path("docs/results/roofline.md")
 FLOPS_PER_S, BYTES_PER_S = 989e12, 3.35e12
@@ -50,6 +51,7 @@ Written by `python -m mtptrain.planning.roofline`.
 """
 
 
+@errors_as_lines()
 def main() -> None:
     chunk_rows = TrainConfig().loss_chunk_rows
     rows = [

@@ -204,9 +204,9 @@ class VllmProcess:
         )
         (run,) = generate([job], self.python)
         if run.error:
-            raise RuntimeError(
-                f"vLLM: must serve {self.speculative_config['model']} for {self.target_dir}, but raised:\n{run.error}"
-            )
+            head_dir = self.speculative_config.get("model")  # None if the export also holds the target
+            served = self.target_dir if head_dir is None else f"{head_dir} for {self.target_dir}"
+            raise RuntimeError(f"vLLM: must serve {served}, but raised:\n{run.error}")
         return run
 
 

@@ -3,6 +3,8 @@
 import dis
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -15,6 +17,26 @@ DEBUG = "MTPTRAIN_DEBUG"
 EXIT_REFUSED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 130
 """Exit codes: the input was refused or the program failed; the command line is wrong; Ctrl-C (130 by convention)."""
 OWN_PACKAGES = ("mtptrain", "data_prep", "eval", "tools", "__main__")
+
+
+@contextmanager
+def errors_as_lines(kept: str = "the same command starts again", run_dir: str | None = None) -> Iterator[None]:
+    """End the program with one line on stderr if the block, or the function that this decorates, cannot finish.
+
+    Args:
+        kept: what the line says after Ctrl-C.
+        run_dir: the run's directory, if the program has one.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        exit_with_line(f"stopped by Ctrl-C; {kept}", EXIT_INTERRUPTED)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            exit_with_line(f"error: {ended.code}", EXIT_REFUSED)
+        raise
+    except Exception as error:
+        exit_with_error(error, refusal(error, run_dir))
 
 
 def exit_with_line(line: str, code: int) -> NoReturn:
@@ -35,12 +57,12 @@ def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFU
     exit_with_line(f"error: {message}", code)
 
 
-def refusal(error: Exception, run_dir: str) -> str | None:
+def refusal(error: Exception, run_dir: str | None) -> str | None:
     """Returns the message of an error that the user can correct, or None for any other error.
 
     The user can correct errors of the operating system, every ValueError, and each RuntimeError that the project itself
     raises. A library's message seldom says what to do, so the place in the project's code is added to it. The error of
-    a failed write does not name the file, so the run's directory is named instead.
+    a failed write does not name the file, so the run's directory is named instead, if the program has one.
     """
     is_own_kind = type(error) is RuntimeError or type(error).__module__.split(".")[0] in OWN_PACKAGES
     is_refused = isinstance(error, OSError | ValueError) or (
@@ -50,9 +72,9 @@ def refusal(error: Exception, run_dir: str) -> str | None:
         return None
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    message = (
-        f"{error.strerror}, with run_dir={run_dir}" if isinstance(error, OSError) and error.strerror else str(error)
-    )
+    message = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        message = error.strerror if run_dir is None else f"{error.strerror}, with run_dir={run_dir}"
     if is_raised_here(error):
         return message if is_list(message) else one_line(message)
     return f"{type(error).__name__}: {one_line(message)} ({place(error)}; {DEBUG}=1 shows the stack)"

@@ -403,9 +403,24 @@ def test_a_missing_directory_is_refused(config_for: ConfigFor) -> None:
 def test_a_pattern_that_no_file_fits_is_refused(text_config: ConfigFor) -> None:
     with pytest.raises(
         ValueError,
-        match=r"must hold at least one file that matches '\*\.rs', but .*/texts holds none; correct the paths",
+        match=r"must hold at least one file with text that matches '\*\.rs', but .*/texts holds none; correct the",
     ):
         prepare_prompts(text_config("prompts.pattern='*.rs'"))
+
+
+@pytest.mark.parametrize("num_files", [2, 40])
+def test_files_that_are_all_empty_are_refused_by_their_number(
+    tmp_path: Path, config_for: ConfigFor, num_files: int
+) -> None:
+    for i in range(num_files):
+        (tmp_path / f"{i}.py").touch()
+    (tmp_path / "latin.py").write_bytes(b"# gr\xf6\xdfe\n")
+    with pytest.raises(ValueError) as refused:
+        prepare_prompts(config_for(f"prompts.paths=[{tmp_path}]"))
+    assert str(refused.value) == (
+        f"prompts.paths: must hold at least one file with text that matches '*.py', but {tmp_path} holds none, "
+        f"{num_files} refused (empty), 1 refused (not UTF-8); correct the paths, prompts.pattern or the data"
+    )
 
 
 def test_a_file_without_a_usable_conversation_is_refused_with_the_reasons(

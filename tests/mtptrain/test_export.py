@@ -27,6 +27,7 @@ from mtptrain.heads.files import TARGET_WEIGHTS, build_head, load_head, save_hea
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
+from mtptrain.run_dir import write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
@@ -335,6 +336,21 @@ def test_what_is_refused_is_refused_before_anything_is_read_or_written(
     with pytest.raises(ValueError, match="vLLM must not infer a method other than"):
         export(config)
     assert not list(tmp_path.iterdir())
+
+
+def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layers: Path) -> None:
+    config = trained(tmp_path / "run", target_of_four_layers)
+    write_provenance(tmp_path / "run/train", config)
+    config.export.output_dir = str(tmp_path / "run/train")
+    before = sorted((tmp_path / "run").rglob("*"))
+    with pytest.raises(ValueError, match=r"export\.output_dir: must be new, empty or an earlier export, but \S+ holds"):
+        export(config)
+    assert sorted((tmp_path / "run").rglob("*")) == before
+    config.export.output_dir = str(tmp_path / "served")
+    export(config)
+    (tmp_path / "served/README.md").unlink()
+    export(config)
+    assert (tmp_path / "served/README.md").is_file()
 
 
 def test_a_head_that_comes_back_different_is_not_exported(

@@ -67,20 +67,38 @@ def stand(tmp_path: Path) -> Stand:
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("override", "code", "expected"),
     [
-        ("train.epochs=0", "train.epochs: must be a number of at least 1, but is 0"),
+        (
+            "train.epochs=0",
+            1,
+            "train.epochs: must be a number of at least 1, but is 0; correct it in the recipe or on the command line",
+        ),
         (
             "plan=true",
+            1,
             "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings",
+        ),
+        (
+            "train.lrr=1",
+            2,
+            "train.lrr: must be the name of a setting, but no setting has this name; did you mean train.lr?",
         ),
     ],
 )
-def test_a_wrong_setting_is_refused_before_anything_is_queued(stand: Stand, override: str, expected: str) -> None:
+def test_a_wrong_setting_is_refused_in_one_line_before_anything_is_queued(
+    stand: Stand, override: str, code: int, expected: str
+) -> None:
     result = stand.run("pipeline.sh", "recipe=quickstart", override, MTPTRAIN_PYTHON=sys.executable)
-    assert result.returncode != 0
-    assert expected in result.stderr
-    assert result.stdout == "" and stand.asked("sbatch") == []
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", f"error: {expected}\n")
+    assert stand.asked("sbatch") == []
+
+
+def test_an_option_after_the_settings_is_refused_before_anything_is_queued(stand: Stand) -> None:
+    result = stand.run("pipeline.sh", "recipe=quickstart", "--time=30", MTPTRAIN_PYTHON=sys.executable)
+    expected = "--time=30: must come before recipe=NAME like every option of sbatch, but comes after it; move it\n"
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", expected)
+    assert stand.asked("sbatch") == []
 
 
 def test_a_dependency_that_is_given_holds_for_the_first_job_alone(stand: Stand) -> None:

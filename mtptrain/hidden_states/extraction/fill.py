@@ -62,7 +62,7 @@ def fill_shards(
         writer_threads: number of threads that check, encode and write states.
 
     Raises:
-        OSError: the disk is full.
+        OSError: the disk of the store or of the backend's temporary files is full.
     """
     total = num_tokens(documents, list(shards.values()))
     prompts = ([documents.tokens(i) for i in shard] for shard in shards.values())
@@ -81,8 +81,9 @@ def fill_shards(
                     bar.update(len(states))
                 writer.finish()
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+        is_elsewhere = error.filename is not None and not Path(error.filename).is_relative_to(store_dir)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or is_elsewhere:
+            raise  # the backend's own error says it all, such as that the disk of hidden_states.scratch_dir is full
         raise OSError(
             error.errno,
             f"the disk must have room for {bytes_per_token(hidden_size, num_captured, dtype) * total / 1e9:.3f} GB of "

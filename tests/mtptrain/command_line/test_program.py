@@ -145,12 +145,37 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_every_program_with_a_config_has_this_command_line() -> None:
+STARTED_BY_PROGRAMS = {
+    "mtptrain/__main__.py",
+    "mtptrain/serving/bench_worker.py",
+    "mtptrain/serving/vllm_worker.py",
+    "eval/bench/speculators_worker.py",
+    "slurm/on_node.py",
+}
+"""Modules that users do not start, or that only start another program."""
+
+
+def test_every_program_ends_with_one_line() -> None:
     sources = {
-        path: path.read_text()
-        for package in ("mtptrain", "data_prep", "eval")
-        for path in (ROOT / package).rglob("*.py")
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for folder in ("mtptrain", "data_prep", "eval", "slurm", "tools")
+        for path in (ROOT / folder).rglob("*.py")
     }
-    programs = [path for path, text in sources.items() if re.search(r"^@program\ndef main\(", text, re.MULTILINE)]
-    assert len(programs) == 16
-    assert [path.name for path, text in sources.items() if "hydra.main(" in text] == ["program.py"]
+    decorator = re.compile(r"^@(program|errors_as_lines\(\))\ndef main\(", re.MULTILINE)
+    programs = {name for name, text in sources.items() if decorator.search(text)}
+    assert len(programs) == 20
+    assert {name for name, text in sources.items() if '__name__ == "__main__":' in text} - programs == (
+        STARTED_BY_PROGRAMS
+    )
+    assert [name for name, text in sources.items() if "hydra.main(" in text] == ["mtptrain/command_line/program.py"]
+
+
+def test_a_program_without_a_config_refuses_in_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "/none/report.json: must be a report.json of eval.acceptance, but does not exist; correct the path"
+    for module, arguments in (("eval.compare", []), ("mtptrain", ["compare"])):
+        result = run_ranks(module, [*arguments, "/none/report.json"])
+        assert (result.returncode, result.stderr) == (1, f"error: {message}\n")
+    monkeypatch.setenv("MTPTRAIN_DEBUG", "1")
+    result = run_ranks("eval.compare", ["/none/report.json"])
+    assert result.returncode == 1
+    assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"FileNotFoundError: {message}\n")

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from mtptrain.serving import vllm_client as vllm
-from mtptrain.serving.vllm_client import EngineCounts, GenerateJob, VllmServer
+from mtptrain.serving.exports import served_model, speculative_config
+from mtptrain.serving.vllm_client import EngineCounts, GenerateJob, VllmProcess, VllmServer
 
 JOB = GenerateJob(name="job", target_dir="/none", prompts=[[1]], max_new_tokens=1, max_model_len=8)
 METRICS = """\
@@ -118,6 +119,42 @@ def test_a_python_that_does_not_exist_or_has_no_vllm_is_refused(tmp_path: Path) 
         vllm.find_python(str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"serving\.python: must be a Python with vLLM, but \S+ has none; run `make"):
         vllm.find_python(sys.executable)
+
+
+def engine_that_fails(directory: Path) -> str:
+    """A Python whose worker returns an engine's error as its result."""
+    python = directory / "python"
+    result = json.dumps({"version": "0.32.0", "results": [{"error": "no kernel image is available"}]})
+    python.write_text(f'#!/bin/sh\n[ "$1" = -I ] && exit 0\necho \'{result}\' >"$4"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return str(python)
+
+
+@pytest.mark.parametrize(
+    ("holds_target", "message"),
+    [
+        (False, "vLLM: must serve {head} for /target, but raised:\nno kernel image is available"),
+        (True, "vLLM: must serve {head}, but raised:\nno kernel image is available"),
+    ],
+)
+def test_an_engine_that_fails_is_reported_with_the_export_that_it_served(
+    tmp_path: Path, holds_target: bool, message: str
+) -> None:
+    facts = {"method": "mtp", "holds_target": holds_target}
+    engine = VllmProcess(
+        python=engine_that_fails(tmp_path),
+        target_dir=Path(served_model(facts, tmp_path, "/target")),
+        speculative_config=speculative_config(facts, tmp_path, 3),
+        hf_overrides=None,
+        dtype="float32",
+        max_model_len=8,
+        kv_cache_memory_bytes=None,
+        tensor_parallel_size=1,
+        device_type="cpu",
+    )
+    with pytest.raises(RuntimeError) as failed:
+        engine.generate([[1]], 1, [])
+    assert str(failed.value) == message.format(head=tmp_path.resolve())
 
 
 def test_a_worker_that_dies_is_reported_with_its_last_lines(tmp_path: Path) -> None:

@@ -63,4 +63,7 @@ def test_an_error_of_a_library_names_its_place() -> None:
     assert "(at utils/test_errors.py:" in message and message.endswith("; MTPTRAIN_DEBUG=1 shows the stack)")
     full = refusal(raised(lambda: os.write(os.open("/dev/full", os.O_WRONLY), b"x")), "runs/a")
     assert full is not None and full.startswith("OSError: No space left on device, with run_dir=runs/a (at ")
+    assert str(refusal(raised(lambda: os.write(os.open("/dev/full", os.O_WRONLY), b"x")), None)).startswith(
+        "OSError: No space left on device (at "
+    )
     assert refusal(raised(lambda: Path("/none").read_text()), "runs/a") == "/none: No such file or directory"

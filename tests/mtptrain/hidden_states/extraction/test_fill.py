@@ -1,0 +1,74 @@
+"""Tests of the main loop of stage 2 on a full disk: the error names the directory that is full."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from mtptrain.config import HiddenStatesConfig, StoreDtype
+from mtptrain.data.prompt_files import Documents
+from mtptrain.hidden_states.extraction.fill import Streams, fill_shards
+from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
+
+DOCUMENTS = Documents.from_list([(0, [1, 2, 3], [1, 1, 1])])
+HIDDEN_SIZE = 8
+
+
+class Zeros:
+    """A backend whose states are zeros."""
+
+    def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
+        for prompts in shards:
+            yield ((index, torch.zeros(len(prompt), 2, HIDDEN_SIZE)) for index, prompt in enumerate(prompts))
+
+
+def engine_without_room(directory: Path) -> str:
+    """A Python whose vLLM ends because it cannot write."""
+    python = directory / "python"
+    python.write_text(
+        '#!/bin/sh\n[ "$1" = -I ] && exit 0\nread -r settings\nread -r shard\n'
+        "echo 'OSError: [Errno 28] No space left on device' >&2\nexit 1\n"
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return str(python)
+
+
+def fill(streams: Streams, store_dir: Path) -> None:
+    store_dir.mkdir(exist_ok=True)
+    fill_shards(streams, DOCUMENTS, {0: range(1)}, store_dir, HIDDEN_SIZE, 1, StoreDtype.bfloat16, "rank 0", show=False)
+
+
+@pytest.mark.parametrize("place", ["scratch", "store/mtptrain_0.tmp"])
+def test_a_full_scratch_directory_is_named_unless_it_is_on_the_stores_disk(
+    tmp_path: Path, tiny_target: Path, place: str
+) -> None:
+    (tmp_path / "store").mkdir()
+    settings, python = HiddenStatesConfig(), engine_without_room(tmp_path)
+    with (
+        pytest.raises(OSError) as full,
+        VllmStreams(tiny_target, (1, 2), settings, 3, tmp_path / place, 0, "cpu", python) as streams,
+    ):
+        fill(streams, tmp_path / "store")
+    assert full.value.errno == errno.ENOSPC
+    if place == "scratch":
+        assert full.value.filename == str(tmp_path / "scratch")
+        assert "the disk of hidden_states.scratch_dir must hold the files of two shards, but is full" in str(full.value)
+    else:
+        assert full.value.filename == str(tmp_path / "store")
+        assert "of hidden states from this process, but is full; finished shards are kept" in str(full.value)
+
+
+def test_a_full_disk_of_the_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full_disk)
+    with pytest.raises(OSError, match=r"must have room for 0\.000 GB of hidden states from this process") as full:
+        fill(Zeros(), tmp_path / "store")
+    assert full.value.errno == errno.ENOSPC and full.value.filename == str(tmp_path / "store")
