@@ -95,7 +95,7 @@ def run_all(
     rows = []
     for name, check in checks_of(Stages(config, overrides, device, run), size, device).items():
         row = run_check(name, check)
-        print(f"{row.outcome:8}{name}: {'; '.join(filter(None, (row.figure, row.reason)))}", flush=True)
+        print(f"{row.outcome:8}{name}: {row.shown}", flush=True)
         rows.append(row)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the programs that run next need the memory

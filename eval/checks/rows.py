@@ -27,6 +27,11 @@ class Finding:
     reason: str = ""
     """Why a check failed or was skipped."""
 
+    @property
+    def shown(self) -> str:
+        """The figure and the reason, as far as they are given."""
+        return "; ".join(filter(None, (self.figure, self.reason)))
+
 
 @dataclass(frozen=True)
 class Row(Finding):
@@ -53,7 +58,7 @@ def judged(is_good: bool, figure: str, bound: str, reason: str = "") -> Finding:
 
 
 def at_most(value: float, bound: float, what: str) -> Finding:
-    return judged(value <= bound, f"{what} {value:.2g}", f"at most {bound:g}", f"{what} is {value:.3g}")
+    return judged(value <= bound, f"{what} {value:.3g}", f"at most {bound:g}", f"must be at most {bound:g}")
 
 
 def run_check(name: str, check: Check) -> Row:
@@ -72,9 +77,8 @@ STYLES = {Outcome.passed: "green", Outcome.failed: "bold red", Outcome.skipped: 
 def print_rows(rows: list[Row], title: str) -> None:
     table = Table("check", "", "measured", "allowed", "s", title=title)
     for row in rows:
-        shown = row.figure if row.outcome is Outcome.passed else f"{row.figure} {row.reason}".strip()
         outcome = f"[{STYLES[row.outcome]}]{row.outcome}[/]"
-        table.add_row(row.name, outcome, shown.replace("[", "\\["), row.bound, f"{row.seconds:.0f}")
+        table.add_row(row.name, outcome, row.shown.replace("[", "\\["), row.bound, f"{row.seconds:.0f}")
     console = Console()
     console.width = max(console.width, 120)
     console.print(table)

@@ -39,10 +39,10 @@ class Divergence:
     """Our logit of our token minus our logit of the engine's token."""
 
     def __str__(self) -> str:
+        """Returns the difference without its prompt, which callers name by an id or an index."""
         return (
-            f"{self.what} token {self.position} of prompt {self.prompt} is {self.ours} for us and {self.theirs} for "
-            f"the engine; our logit of the engine's token is {self.logit_gap:.2g} below that of our token, "
-            f"{self.logit:.3g}"
+            f"{self.what} token {self.position} is {self.ours} for us and {self.theirs} for the engine; our logit of "
+            f"the engine's token is {self.logit_gap:.2g} below that of our token, {self.logit:.3g}"
         )
 
 

@@ -128,6 +128,7 @@ def test_an_error_is_a_failed_row_and_the_exit_code_is_one(tmp_path: Path, capsy
     rows = [run_check(name, check) for name, check in checks.items()]
     assert [row.outcome for row in rows] == [Outcome.failed, Outcome.failed, Outcome.skipped]
     assert rows[0].reason == "RuntimeError: no kernel image is available"
+    assert rows[1].shown == "error of states 0.5; must be at most 0.02" and rows[2].shown == "not installed"
     assert report(rows, tmp_path, CPU) == 1
     printed = capsys.readouterr().out
     assert "no kernel image" in printed and "at most 0.02" in printed and "2 of 3 checks failed" in printed

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from eval.serving_check import Comparison, OurRun, what_differs
+from mtptrain.decoding.speculate import Generation
+from mtptrain.serving.divergence import Divergence
 from mtptrain.serving.exports import read_serving_facts
+from mtptrain.serving.vllm_client import EngineCounts, EngineRun
 from tests.conftest import run_program
 
 
@@ -39,3 +43,12 @@ def test_an_export_of_another_head_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"head_sha256 must be of this run, .* but is before, the hash of another head; run mtptrain"
     ):
         read_serving_facts(tmp_path, "vllm", "of this run")
+
+
+def test_a_difference_names_its_prompt_once_by_its_id() -> None:
+    ours = OurRun([Generation([3, 4], 1, 0, 1, [1])], [[3, 4]], (), "00")
+    counts = EngineCounts(rounds=2, drafted=1, accepted_at=[0])
+    comparison = Comparison(ours, EngineRun("0.32.0", [[3, 4]], counts, [[0, 0]]), counts)
+    found = what_differs(["chat 7"], comparison, Divergence("draft", 0, 1, 4, 9, 2.0, 0.25))
+    assert "rounds (1 here, 2 there), accepted at 0 (1 here, 0 there)" in found
+    assert "The first difference, for prompt id chat 7: draft token 1 is 4 for us and 9 for the engine; our" in found

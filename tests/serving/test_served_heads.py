@@ -100,7 +100,7 @@ def test_in_bf16_the_first_divergence_is_one_of_near_logits(
     pick = [[values[i] for i in alike] for values in (PROMPTS, ours, theirs.accepted_by_round)]
     found.append(first_draft_divergence(target, head, case.num_speculative_tokens, *pick))
     for divergence in filter(None, found):
-        print(case, divergence)
+        print(f"{case}, prompt {divergence.prompt}: {divergence}")
         assert abs(divergence.logit_gap) <= 0.05 * abs(divergence.logit), divergence
 
 

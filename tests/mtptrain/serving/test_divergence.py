@@ -65,7 +65,7 @@ def test_the_first_answer_that_differs_is_found_with_the_gap_of_the_targets_logi
     assert (
         found.logit_gap == pytest.approx(float(logits[tokens[1][5]] - logits[other]), abs=1e-4) and found.logit_gap > 0
     )
-    assert str(found).startswith(f"answer token 5 of prompt 1 is {tokens[1][5]} for us and {other} for the engine; ")
+    assert str(found).startswith(f"answer token 5 is {tokens[1][5]} for us and {other} for the engine; ")
 
 
 def test_the_first_draft_that_differs_is_found_with_the_gap_of_the_heads_logits(
