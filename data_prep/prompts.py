@@ -100,7 +100,7 @@ def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBas
             f"{len(collector.refused):,} has one (the first is {next(iter(collector.refused))}); choose data with "
             "answers, or let the target answer: run data_prep.responses and set prompts.source=responses"
         )
-    reason = f"{collector.windows_unsupervised} documents without a generated token{_reasons(collector.refused)}"
+    reason = f"{collector.windows_unsupervised} windows without a supervised token{_reasons(collector.refused)}"
     raise empty_mask_error(tokenizer, reason)
 
 
@@ -109,7 +109,7 @@ def check_splits(splits: Mapping[Split, Documents], collector: Collector, prompt
         if not len(documents):
             reasons = _reasons(collector.refused)
             raise _empty_split(
-                split, f": {collector.windows_unsupervised} documents without a supervised token{reasons}", prompts
+                split, f": {collector.windows_unsupervised} windows without a supervised token{reasons}", prompts
             )
 
 

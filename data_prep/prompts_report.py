@@ -17,7 +17,7 @@ _BAR_WIDTH = 30
 @dataclass(frozen=True)
 class SplitReport:
     documents: int
-    """Number of windows written."""
+    """Number of documents written: whole files or conversations, and windows of longer ones."""
     tokens: int
     supervised_tokens: int
     """Number of tokens with loss mask 1."""
@@ -36,7 +36,7 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class RewrittenReport:
-    """The cost of a chat template that renders earlier turns differently, for example by stripping reasoning."""
+    """The cost of a template that renders a turn differently, such as without reasoning, once later turns follow."""
 
     answers: int
     """Number of assistant turns that need an additional document, before prompts.max_train_tokens applies."""
@@ -50,12 +50,15 @@ class RewrittenReport:
 
 @dataclass(frozen=True)
 class DuplicatesReport:
-    """Counts repeated questions and copies. Conversations with the same question all go into one split."""
+    """Counts repeated questions and copies. Conversations with the same question all go into one split.
+
+    Every file is a group of its own.
+    """
 
     questions: int
-    """Number of distinct questions or files. Each is a group, which stays in one split."""
+    """Number of different questions, or of files. A group holds all conversations with the same question."""
     largest: int
-    """Number of conversations in the largest group."""
+    """Number of conversations with the most frequent question; 1 for files."""
     same_question: int
     """Number of conversations that repeat the question of an earlier one."""
     dropped: int
@@ -72,11 +75,12 @@ class DuplicatesReport:
 
 @dataclass(frozen=True)
 class Refusals:
-    """Files or rows left out for one reason."""
+    """Files or conversations left out for one reason."""
 
     reason: str
     count: int
     first: list[str]
+    """Names of the first of them."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class PromptsReport:
     rewritten: RewrittenReport
     duplicates: DuplicatesReport
     answers_left_out: int
-    """Number of unsupervised assistant turns, which the chat template does not render as generated."""
+    """Number of assistant turns that the loss leaves out, because the template does not render them as generated."""
     beyond_max_train_tokens: int
     """Number of files or conversations left out, in whole or in part, because of prompts.max_train_tokens."""
     refused: list[Refusals]
@@ -105,7 +109,7 @@ def length_histogram(lengths: Sequence[int]) -> dict[int, int]:
 
 
 def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
-    """Returns the names grouped by reason, the most frequent reason first."""
+    """Counts refused names by reason, the most frequent reason first, and keeps the first few names of each."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in refused.items():
         by_reason.setdefault(reason, []).append(name)
@@ -159,7 +163,7 @@ def _rewritten(report: PromptsReport) -> list[str]:
 
 
 def _items(report: PromptsReport) -> str:
-    """Returns the word for what the source consists of."""
+    """Returns the word for the documents of the source: files or conversations."""
     return "files" if report.source == PromptSource.text_files else "conversations"
 
 

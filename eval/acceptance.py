@@ -108,7 +108,10 @@ def main(cfg: DictConfig) -> None:
 def held_out_losses_of(
     config: PipelineConfig, found: RunHead, target: Target, prompts: Prompts, measured: Measured, ranks: Ranks
 ) -> HeldOutLosses | None:
-    """Returns the head's losses on the target's answers to the first turn of each prompt."""
+    """Returns the head's losses on the target's answers to the first turn of each prompt.
+
+    None for an fp32 target on a GPU, as in `held_out_losses`.
+    """
     own = list(prompts.input_ids.items())[ranks.rank :: ranks.world_size]
     answered = [(list(prompt), measured.answers[prompt_id, 1].generation) for prompt_id, prompt in own]
     return held_out_losses(found.head, target, answered, config.head.ttt_steps, LossSettings.of(config.train), ranks)
@@ -215,7 +218,7 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 
 def write_generations(path: Path, measured: Measured) -> None:
-    """Write one line per answer, with its tokens and its counts. The report's pooled figures are sums of the counts."""
+    """Write one line per answer, with its tokens and its counts, whose sums give the report's pooled figures."""
     with path.open("w") as file:
         for (prompt_id, turn), answer in measured.answers.items():
             loops = has_loop(answer.generation.tokens)
@@ -258,14 +261,14 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     console.width = max(console.width, 75 + 8 * len(depths) + max(map(len, measured)))
     console.print(table)
     if len(measured["head"].sources) == 1:
-        console.print("no confidence intervals: all prompts come from one file or question; use at least two")
+        console.print("no confidence intervals: all prompts come from one file or question; add prompts from another")
 
 
 def print_held_out(losses: HeldOutLosses | None) -> None:
     """Print the head's losses by depth, if they could be computed."""
     if losses is None:
         return
-    table = Table(title="The head on the target's answers (each depth reads the target's own tokens)")
+    table = Table(title="The head on the target's answers (it reads their tokens, never its own drafts)")
     columns = {
         "depth": list(range(len(losses.kl_at))),
         "KL, nats": [f"{kl:.3f}" for kl in losses.kl_at],

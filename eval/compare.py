@@ -2,9 +2,9 @@
 
     python -m eval.compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
 
-The reports must have the same prompts, target and settings. Tokens/s are shown only if batch sizes, numbers of ranks
-and devices are the same too. Later turns of conversations contain the target's own answers, which may differ from run
-to run at a temperature above 0 or in bf16.
+The reports must have the same prompts, target and settings of decoding (`MUST_BE_EQUAL`). Tokens/s are shown only if
+batch sizes, numbers of ranks and devices are the same too. Later turns of conversations contain the target's own
+answers, which may differ from run to run at a temperature above 0 or in bf16.
 """
 
 import argparse

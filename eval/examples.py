@@ -33,7 +33,7 @@ def examples(
 ) -> list[dict[str, Any]]:
     """Returns first-turn answers with low, median and high acceptance length.
 
-    Answers that loop are left out, unless all of them loop.
+    Answers without drafts are left out, and so are answers that loop, unless all of them loop.
 
     Returns:
         For each example, the prompt's id, the end of its text, the answer's acceptance length, and the answer's
@@ -63,7 +63,7 @@ def acceptance_length(generation: Generation) -> float:
 
 
 def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Returns the answer's text as pairs of a piece and a flag, which is True if its tokens were accepted drafts."""
+    """Returns the answer's text in pieces, each with a flag that is True if the piece consists of accepted drafts."""
     flagged = zip(generation.tokens, is_accepted(generation), strict=True)
     return [
         (decoded(tokenizer, [token for token, _ in run]), accepted)

@@ -74,10 +74,11 @@ PLAIN = "no drafts"
 
 @dataclass(frozen=True)
 class Section:
-    """A section after the plots and examples of the page: a table, and perhaps a plot."""
+    """A section that follows the plots and examples on the page: a table, and perhaps a plot."""
 
     title: str
     command: str = ""
+    """The command that measured the figures; empty if it is that of the report."""
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     legend: str = ""
@@ -131,8 +132,8 @@ def held_out_section(report: ReportFigures) -> Section | None:
         for depth, count in enumerate(losses["num_drafts_at"])
     ]
     legend = (
-        "Computed on the target's answers to these prompts with teacher forcing: each depth reads the target's tokens, "
-        "not the head's drafts. Top-1 accuracy: share of drafts that are the target's most likely token. Overlap: "
+        "Computed on the target's answers to these prompts with teacher forcing: the head reads their tokens, "
+        "never its own drafts. Top-1 accuracy: share of drafts that are the target's most likely token. Overlap: "
         "probability that a sampled draft is accepted."
     )
     columns = ("depth", "KL, nats", "top-1 accuracy", "overlap", "drafts")
@@ -140,7 +141,10 @@ def held_out_section(report: ReportFigures) -> Section | None:
 
 
 def served_section(path: Path, report: ReportFigures) -> Section | None:
-    """Returns a section with the results of `eval.serving_check`; None if its head or settings are not the report's."""
+    """Returns a section with the results of `eval.serving_check`; None if it does not match the report.
+
+    A report of sampling never matches, because the check decodes greedily.
+    """
     served = read_report(path)
     if report["temperature"] > 0 or any(served.get(name, "") != report.get(name) for name in SAME_MEASUREMENT):
         return None
@@ -159,7 +163,7 @@ def served_section(path: Path, report: ReportFigures) -> Section | None:
 
 
 def decoding_section(path: Path, report: ReportFigures) -> Section | None:
-    """Returns a section with the results of `eval.bench.decode`; None if its head or settings are not the report's."""
+    """Returns a section with the results of `eval.bench.decode`; None if head or settings differ from the report's."""
     decoding = read_report(path)
     if any(decoding.get(name, "") != report.get(name) for name in SAME_DECODING):
         return None

@@ -1,4 +1,4 @@
-"""Prints tables of a study's results, and draws a plot. Both show means and standard deviations over seeds."""
+"""Prints tables of a study's results, and draws a plot, with means and standard deviations over seeds."""
 
 import json
 import statistics

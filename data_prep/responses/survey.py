@@ -27,7 +27,7 @@ class Survey:
     """Why a row cannot be used, by location."""
 
     def batches(self, batch_size: int) -> list[list[int]]:
-        """Returns batches of rows with the same number of turns and prompts of similar length.
+        """Returns batches of rows, sorted by number of turns and then prompt length, so that a batch has similar rows.
 
         Batches depend only on the data, not on which rows are done, because a response may depend on its batch.
         """

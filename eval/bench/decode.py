@@ -5,13 +5,13 @@
         bench.out=decode.json
 
 Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K take turns on each batch,
-and the fastest of `bench.repeats` runs is reported. Tokens/s exclude the prompt; answers have exactly
-`acceptance.max_new_tokens` tokens.
+and the fastest of `bench.repeats` runs of a batch counts. Tokens/s exclude the prompt and the first new token; answers
+have exactly `acceptance.max_new_tokens` tokens.
 
 The predicted speed-up does not use these measurements. The cost of a round is measured on prompts of random tokens. The
 number of rounds is computed from the acceptance rates at each position, measured with the largest K on prompts of other
-files. A batch takes as long as its slowest answer; `refilled` estimates the speed-up if new prompts replaced finished
-ones, as with an engine's continuous batching.
+files or conversations. A batch takes as long as its slowest answer; `refilled` estimates the speed-up if new prompts
+replaced finished ones, as with an engine's continuous batching.
 
 Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `eval.acceptance` if that page
 is about the same head, prompts and settings.
@@ -53,7 +53,7 @@ DecodingRow = dict[str, Any]
 Batch = Sequence[Sequence[int]]
 """Prompts that are decoded together."""
 BATCHES_PER_COST = 4
-"""Number of batches per measurement of the cost of a round on random tokens."""
+"""Number of batches of prompts for which the cost of a round is measured once, on one batch of random tokens."""
 
 
 @program
@@ -237,7 +237,7 @@ def num_rounds(answer: Generation) -> int:
 def needed_rounds(answer: Generation, depths: int) -> float:
     """Returns the expected number of rounds with `depths` drafts, given an answer's acceptance rate at each position.
 
-    If a round gives X tokens, the last one overshoots the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
+    If a round gives X tokens, the last round overshoots the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
     """
     rates = [accepted / max(answer.rounds, 1) for accepted in answer.accepted_at[:depths]]
     mean = 1 + sum(rates)

@@ -1,8 +1,11 @@
 """Runs EAGLE-3 training steps of vLLM Speculators. Requests on stdin and answers on stdout are JSON lines.
 
-`eval.bench.train` starts this worker with `bench.peer_python`, a Python without mtptrain. Both import `step_memory`.
-A request is `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` to build a model and a batch, or
-`{"steps": n}` to time n steps.
+`eval.bench.train` starts this worker with `bench.peer_python`, a Python without mtptrain. The benchmark and this worker
+both import `step_memory`. There are two kinds of request:
+
+- `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` builds a model and a batch, trains a few steps, and
+  answers with the number of trained parameters and the memory of a step;
+- `{"steps": n}` answers with the seconds that n steps take.
 """
 
 import json

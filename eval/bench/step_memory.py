@@ -1,6 +1,6 @@
 """Measures the memory of a step: the bytes of its tensors, and the resident memory of the process.
 
-Imports only torch and the standard library, so that the peer's process, which has no mtptrain, can import this module.
+Imports only torch and the standard library, so that `speculators_worker`, which runs without mtptrain, can import it.
 """
 
 import ctypes
@@ -39,8 +39,8 @@ def tensor_bytes(step: Callable[[], object], device: torch.device) -> int:
 def resident_bytes(step: Callable[[], object]) -> int:
     """Returns the peak growth of the process's resident memory during a step. Works on Linux only.
 
-    This depends on the allocator: glibc before 2.38 does not reuse freed aligned blocks of the same size and may hold
-    twice the memory of the tensors; jemalloc holds about as much as the tensors.
+    The growth depends on the allocator: glibc before 2.38 does not reuse freed aligned blocks of the same size and may
+    hold twice the memory of the tensors; jemalloc holds about as much as the tensors.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system, so that only the step counts

@@ -3,11 +3,11 @@
 Also measures the step's MFU and the cost of prompts and long documents.
 
     python -m eval.bench.train recipe=quickstart
-    python -m eval.bench.train recipe=quickstart bench.target=8b          # on a GPU
+    python -m eval.bench.train recipe=quickstart bench.target=8b          # only our step, on a GPU
     make .venv-peer/.installed                                            # the other trainer, once
 
-Documents have 512 random tokens and random states. A step is forward, loss, backward, clipping and AdamW, in bf16 with
-fp32 master weights. Candidates take turns:
+The comparison uses documents of 512 tokens. Tokens and states are random. A step is forward, loss, backward, clipping
+and AdamW, in bf16 with fp32 master weights. Candidates take turns:
 
 - *ours*: the trainer's step in its DeepSpeed engine; *eager*: the same without torch.compile;
 - *plain*: the unoptimised implementation in eager mode, which runs every row at every depth over dense masks and keeps
@@ -259,7 +259,7 @@ def bench_gpu(
 
 
 def headline(figures: TrainFigures) -> TrainFigures:
-    """Returns the main figures of the largest case."""
+    """Returns the main figures of the last case, which is the largest one by default."""
     last = figures["steps"][-1]
     names = ("tokens_per_s", "peer_tokens_per_s", "ratio", "mfu", "peak_bytes", "peer_peak_bytes")
     return {name: last[name] for name in names if name in last}

@@ -1,4 +1,4 @@
-"""Defines the results of checks. Each check gives one row with its measured figure and its bound."""
+"""Defines the results of checks, which are printed as a table with one row per check."""
 
 import time
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row(Finding):
-    """A finding with the name of its check."""
+    """A finding with the name of its check, and the seconds that the check took."""
 
     name: str = ""
     seconds: float = 0.0
@@ -49,7 +49,7 @@ def skipped(reason: str) -> Finding:
 
 
 def measured(figure: str) -> Finding:
-    """Returns a passed finding for a figure without a bound."""
+    """Returns the finding of a check that only measures: it passes, and its figure has no bound."""
     return Finding(Outcome.passed, figure)
 
 

@@ -40,7 +40,7 @@ KEPT = {
     "data_prep.responses": "finished responses are kept in {run_dir}/responses; the same command adds the rest",
     "eval.study": "finished stages are kept in {run_dir}/study; the same command runs the rest",
 }
-"""Messages about what a program keeps when Ctrl-C stops it, if they differ from `KEPT_BY_OTHERS`."""
+"""Messages that say what a program keeps when Ctrl-C stops it; `KEPT_BY_OTHERS` is the message of all others."""
 KEPT_BY_OTHERS = "finished stages are kept in {run_dir}; the same command starts this one again"
 
 
@@ -114,7 +114,7 @@ def program_name() -> str:
 
 
 def command() -> str:
-    """Returns the command that started this process."""
+    """Returns the shell command that started this process, with `python -m` for a module."""
     spec = sys.modules["__main__"].__spec__
     return shlex.join(["python", *([sys.argv[0]] if spec is None else ["-m", spec.name]), *sys.argv[1:]])
 

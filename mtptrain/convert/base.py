@@ -31,7 +31,7 @@ LAYER_PARTS = (
 class Format(ABC):
     """Defines how one kind of head is exported for one engine and a target.
 
-    `FORMATS` lists all formats; `LIMITS` lists what they do not support.
+    `FORMATS` in formats.py lists all formats; `LIMITS` in limits.py lists what they do not support.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""Loads the weights of draft models: those of a published language model, or the target's first layers."""
+"""Loads the weights of draft models, from a published language model, another run or the target's first layers."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -41,7 +41,7 @@ def load_draft_model(
         setting: name of the setting, for error messages.
 
     Raises:
-        FileNotFoundError: `path` is neither a directory nor a hub name.
+        FileNotFoundError: `path` is neither a model directory nor a hub name.
         ValueError: `path` does not hold a language model with the target's tokenizer.
     """
     published_config(path, read_target_config(target_dir), setting)
@@ -58,8 +58,8 @@ def initial_weights(
     """Returns the directory of `init_from` and its weights, padded to the target's vocabulary.
 
     Raises:
-        FileNotFoundError: `init_from` is neither a directory nor a hub name.
-        ValueError: the tokenizer is not the target's, or the tensors are not those that config.json describes.
+        FileNotFoundError: `init_from` is neither a model directory nor a hub name.
+        ValueError: the tokenizer is not the target's, or the tensors are not those that the model's config describes.
     """
     assert config.init_from is not None
     target_config = read_target_config(target_dir)
@@ -80,14 +80,16 @@ def initial_weights(
     if wrong is not None:
         found = f"of shape {tuple(tensors[wrong].shape)}" if wrong in tensors else "absent"
         raise ValueError(
-            f"{setting}: {wrong} of {directory} must be of shape {expected[wrong]}, as its config.json describes, but "
-            f"is {found}; choose a language model, or download it again"
+            f"{setting}: {wrong} of {directory} must be of shape {expected[wrong]}, as its config describes, but is "
+            f"{found}; choose another language model, or copy or download it again"
         )
     return directory, tensors
 
 
 def check_start(config: HeadConfig, target_dir: Path) -> None:
     """Check, before any long work, that the language model in `head.init_from` has the target's tokenizer.
+
+    Other heads, and draft models of other runs, are not checked here.
 
     Raises:
         FileNotFoundError: the model does not exist, or has no weights.
@@ -120,7 +122,7 @@ def _read(files: list[Path], names: Collection[str]) -> Tensors:
 def _padded(table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Returns a table with a row for each token of the target. Tokens that the model lacks get the mean row.
 
-    The logit of the mean row is the mean of the model's logits, so such a token is never the most likely one.
+    The logit of the mean row is the mean of the model's logits, so such a token is never more likely than all others.
     """
     missing = shape[0] - len(table)
     if missing <= 0:
@@ -143,8 +145,8 @@ def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
         if vocab_size == target_size:
             return
         raise ValueError(
-            f"{setting}: must have the target's tokenizer if its vocab_size, {vocab_size}, is not the target's, "
-            f"{target_size}, but {without[0]} has no tokenizer files; copy them there"
+            f"{setting}: must have tokenizer files to compare with the target's, because its vocab_size is "
+            f"{vocab_size} and the target's {target_size}, but {without[0]} has none; copy them there"
         )
     vocab = load_tokenizer(directory).get_vocab()
     if vocab != load_tokenizer(target_dir).get_vocab():

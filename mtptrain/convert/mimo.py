@@ -1,6 +1,6 @@
 """Exports `mtp` as MiMo's MTP layer.
 
-For SGLang 0.5.23 it is exported alone and serves any target; for vLLM 0.32 it becomes part of a MiMo checkpoint.
+For SGLang 0.5.23 the layer is exported alone and drafts for any target. For vLLM 0.32 it is part of a MiMo checkpoint.
 
 Sources: sglang/srt/models/mimo_mtp.py; vllm/model_executor/models/mimo.py and mimo_mtp.py.
 """
@@ -98,7 +98,7 @@ def is_bias(name: str) -> bool:
 def mimo_settings(names: Collection[str], tensors: Tensors) -> dict[str, list[object]]:
     """Returns the possible settings of a head in MiMo's layout, in the form of `PublishedHead.settings`.
 
-    In a MiMo checkpoint, they are those of vLLM's MTP layer. An export for SGLang does not record all of them.
+    For a MiMo checkpoint, they are the settings of vLLM's MTP layer. An export for SGLang does not store all of them.
     """
     has_biases = any(bool(tensor.any()) for name, tensor in tensors.items() if is_bias(name))
     is_checkpoint = any(name.startswith("model.layers.") for name in names)

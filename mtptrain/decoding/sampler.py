@@ -16,6 +16,7 @@ class Sampler:
     top_k: int = 0
     """Number of most likely tokens to sample from; 0 keeps all."""
     generator: torch.Generator | None = field(default=None, repr=False)
+    """Made from `seed` on the device of the first draw, if it is None."""
 
     @property
     def is_greedy(self) -> bool:

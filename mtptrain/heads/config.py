@@ -11,22 +11,25 @@ class HeadConfig:
 
     name: str = ""
     ttt_steps: int = at_least(1, default=4)
-    """Number of trained depths T: in training, as in serving, each draft position drafts this many tokens."""
+    """Number of trained depths T: in training, each draft position drafts this many tokens. `dflash` drafts exactly T
+    tokens in serving too; `peagle`, `medusa` and `hydra` draft at most T."""
     init_from: str | None = None
     """The head to start from, as a directory or a hub name: a published head, a head of another run
     (`run_dir/train/best`) or a checkpoint's MTP layer; see `mtptrain.convert.warm_start`. null starts from random
-    weights."""
+    weights, or as `start_from_target` says."""
     start_from_target: bool = False
     """Start from a copy of the target's last layer, with an input projection that passes the target's states on to it.
-    The loss falls faster at first. Heads `dflash`, `hydra` and `medusa` do not support this."""
+    The loss falls faster at first. `draft_model` copies more (see its settings). Heads `dflash`, `hydra` and `medusa`
+    do not support this."""
 
 
 @dataclass
 class LayerConfig(HeadConfig):
-    """Settings that heads made of decoder layers share."""
+    """Settings that all heads with decoder layers share, except `draft_model`."""
 
     num_attention_heads: int | None = None
-    """Number of attention heads. null takes the target's, adjusted if necessary to give a head dim of 64 or 128."""
+    """Number of attention heads. null takes the target's, or another number if hidden size / number would not
+    be 64 or 128."""
     num_key_value_heads: int | None = None
     """null takes the target's number, or one per attention head if that number does not divide the attention heads."""
     intermediate_size: int | None = None

@@ -1,9 +1,9 @@
 """Head `dflash`: drafts a block of K tokens in one forward, attending to the target's states and to the block itself.
 
-A block is the newest token followed by K mask tokens. Its rows read only embeddings. Each layer is a Qwen3 layer whose
-rows attend bidirectionally to the whole block, and to one key per token that the target has read, projected from
-hidden_norm(fc[streams]). Each mask row predicts the token at its own position. DFlash: Block Diffusion for Flash
-Speculative Decoding (arXiv 2602.06036).
+A block is the newest token followed by K mask tokens. The input of a row is only the embedding of its token. Each layer
+is a Qwen3 layer whose rows attend bidirectionally to the whole block, and to one key per token that the target has
+read, projected from hidden_norm(fc[streams]). Each mask row predicts the token at its own position. DFlash: Block
+Diffusion for Flash Speculative Decoding (arXiv 2602.06036).
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class DflashLayer(nn.Module):
     def keys_values_of_tokens(
         self, context: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of the tokens that the target has read [..., kv heads, head_dim]."""
+        """Returns keys and values [..., kv heads, head_dim] of the tokens that the target has read."""
         return self.self_attn.keys_values(context, positions)
 
     @fused
@@ -83,7 +83,7 @@ class DflashLayer(nn.Module):
 
 
 class DflashHead(Head):
-    """DFlash head. It drafts exactly `ttt_steps` tokens: rows see their whole block, so training fixes its size."""
+    """DFlash head. It drafts exactly `ttt_steps` tokens: rows see their whole block, whose size training fixes."""
 
     is_bound_to_depths = True
     drafts_all_depths = True
@@ -98,7 +98,7 @@ class DflashHead(Head):
         capture_layers: list[int] | None = None
         """Residual streams to read: k is the stream after k decoder layers.
 
-        The default for a target of n layers is that of published heads: five at equal distances from 2 to n - 2."""
+        The default for a target of n layers is that of published heads: five, spread evenly from 2 to n - 2."""
         draft_vocab_size: int | None = None
         """Size D of the head's own vocabulary, for which it trains its own lm_head; see head `eagle3`."""
         mask_token_id: int | None = None
@@ -146,7 +146,7 @@ class DflashHead(Head):
         for layer, num_unread in self._layers():
             key, value = self._run(layer.keys_values_of_tokens, context, context_positions)
             query, block_key, block_value = self._run(layer.project, x, positions, num_unread)
-            attended = block_attention(  # [R, M, heads, head_dim]
+            attended = block_attention(  # [T + 1 - num_unread, M, heads, head_dim]
                 query, key, value, block_key, block_value, packing
             )
             x = self._run(layer.finish, x[num_unread:], attended)
@@ -190,7 +190,7 @@ class DflashHead(Head):
 
     @fused
     def _context(self, target_states: torch.Tensor) -> torch.Tensor:
-        """Returns the states that each layer projects to keys and values [..., H]."""
+        """Returns the states [..., H] that each layer projects to keys and values."""
         context: torch.Tensor = self.hidden_norm(self.fc(target_states.flatten(-2)))
         return context
 

@@ -37,11 +37,11 @@ def build_trainable_head(config: HeadConfig, target_config: PreTrainedConfig) ->
 
 
 def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, object]) -> None:
-    """Write a head to a directory. `head.json` is written last, so a directory that has one is complete.
+    """Write a head to a directory. `head.json` is written last, so a new directory that has one is complete.
 
     Args:
         state: weights by name, in their training dtype.
-        facts: more entries of `head.json`, such as the step and its acceptance.
+        facts: more entries of `head.json`, such as the step and the acceptance measured there.
     """
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(directory / "head.safetensors", state)
@@ -133,7 +133,7 @@ def load_head(
 
 
 def describe_shape(shape: tuple[int, ...] | None) -> str:
-    """Returns text about a tensor for error messages; a shape of None means that there is no such tensor."""
+    """Returns `absent` or the shape in words, for error messages; the shape is None if there is no such tensor."""
     return "absent" if shape is None else f"of shape {shape}"
 
 

@@ -28,7 +28,7 @@ class RmsNorm(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [..., heads, head_dim] by cos and sin [..., 1, head_dim], in the half-split layout."""
+    """Rotate x [..., heads, head_dim] by cos and sin [..., 1, head_dim], pairing dimensions i and i + head_dim / 2."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -94,7 +94,7 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: in
             head dim.
 
     Raises:
-        ValueError: no engine serves a head with these sizes.
+        ValueError: no engine serves a head with these sizes, or the key heads do not divide the attention heads.
     """
     hidden_size = target_config.hidden_size
     heads = config.num_attention_heads or _default_heads(hidden_size, target_config.num_attention_heads)

@@ -4,7 +4,7 @@ The seed shuffles the shards, which are then divided into windows of `train.stre
 data_prep.hidden_states writes the shards of the first `OPEN_WINDOWS` windows that training has not released.
 mtptrain.train waits for the shards that its next step reads. After a checkpoint, it releases the windows that no later
 step reads and deletes their shards. The two programs communicate only through files in the store's folder:
-`stream.json` holds the number of released windows.
+`stream.json` holds the windows and the number of released ones.
 """
 
 import signal
@@ -40,7 +40,9 @@ POLL_S = 0.2
 REPORT_AFTER_S = 10.0
 """Seconds of waiting before a program prints what it is waiting for."""
 SHARD_ORDER, DOCUMENT_ORDER = 1_000_001, 1_000_002
-"""Seed components of these orders. They must differ from the epoch numbers, which seed the order of each epoch."""
+"""Numbers that seed the order of shards and the order of documents, together with the run's seed.
+
+They must differ from the epoch numbers, which seed the order of each epoch."""
 
 
 def shard_windows(num_shards: int, window_shards: int, seed: int) -> list[list[int]]:
@@ -198,7 +200,7 @@ def open_stream(
     if (directory / MANIFEST).exists():
         raise ValueError(
             f"train.stream: must be false if the hidden states are finished, but is true and {directory / MANIFEST} "
-            "exists; set train.stream=false, which trains on all of them, or choose another run_dir"
+            "exists; set train.stream=false to train on all of them, or choose another run_dir"
         )
     wait_until(
         (directory / PLAN).exists,
@@ -236,7 +238,8 @@ class Releases:
         if (self._unread_after[:-OPEN_WINDOWS] > first[OPEN_WINDOWS:]).any():
             raise ValueError(
                 f"train.stream_shards: {OPEN_WINDOWS} windows must hold all documents of a step, but windows "
-                f"of {len(store.windows[0])} shards are too small; raise it, or hidden_states.shard_tokens"
+                f"of {len(store.windows[0])} shards are too small; raise train.stream_shards or "
+                "hidden_states.shard_tokens"
             )
 
     def is_written(self, step: int) -> bool:
@@ -266,7 +269,7 @@ class Releases:
         return stopped_by
 
     def num_unread(self, step: int) -> int:
-        """Returns the number of leading windows that are no longer read once `step` steps are done."""
+        """Returns the number of first windows that no step reads once `step` steps are done."""
         return int(np.searchsorted(self._unread_after, step, side="right"))
 
     def is_due(self, step: int) -> bool:

@@ -36,7 +36,7 @@ def served_model(facts: dict[str, Any], head_dir: Path, target: Path | str) -> P
 
 
 def speculative_config(facts: dict[str, Any], head_dir: Path, num_speculative_tokens: int) -> dict[str, Any]:
-    """Returns vLLM's `--speculative-config`. It names no draft model if the export also holds the target."""
+    """Returns vLLM's `--speculative-config`, without `model` if the export also holds the target."""
     return {
         "method": facts["method"],
         **({} if facts.get("holds_target", False) else {"model": str(head_dir.resolve())}),
@@ -46,9 +46,9 @@ def speculative_config(facts: dict[str, Any], head_dir: Path, num_speculative_to
 
 
 def cache_bytes(target: PreTrainedConfig, max_model_len: int, num_sequences: int) -> int:
-    """Returns enough bytes for a float32 KV cache of the target's layers and two more.
+    """Returns enough bytes for a float32 KV cache of the target's layers, and of two such layers for the head.
 
-    The engine's blocks may hold up to 128 tokens.
+    Each sequence has room for one more block, because the engine's blocks may hold up to 128 tokens.
     """
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     token_bytes = 2 * 4 * (target.num_hidden_layers + 2) * target.num_key_value_heads * head_dim

@@ -67,13 +67,14 @@ class PromptsConfig:
     split: str = "train"
     """`conversations`: name of the split to read from hub datasets."""
     max_document_tokens: int = at_least(4, default=2048)
-    """Longer documents are cut into windows of this many tokens."""
+    """Longer documents are cut into windows of at most this many tokens."""
     validation_fraction: float = proper_share(default=0.05, hint="both training and validation need documents")
     """Share of files or conversations held out for validation. Files are chosen by a hash of their name. Conversations
     are chosen by a hash of their question (normalised system prompt and first user turn), so that no held-out question
     is trained on."""
     max_train_tokens: int = at_least(0, default=0)
-    """Maximum number of training tokens; 0 keeps all. Documents are kept in order of the hashes above."""
+    """Maximum number of training tokens; 0 keeps all. Files or conversations are taken in the order of the hashes that
+    `validation_fraction` describes, until a window would exceed the maximum."""
 
 
 @dataclass
@@ -102,7 +103,7 @@ class ResponsesConfig:
     timeout_s: float = at_least(0.01, default=600.0)
     """Timeout of one request."""
     api_key_variable: str = "OPENAI_API_KEY"
-    """Environment variable that holds the server's API key. If it is unset, no key is sent."""
+    """Environment variable that holds the server's API key. If the variable is unset, no key is sent."""
 
 
 @dataclass
@@ -117,7 +118,7 @@ class HiddenStatesConfig:
     """Dtype of the states on disk."""
     batch_tokens: int = at_least(1, default=16_384)
     """Maximum number of tokens in one forward. With `transformers`, a forward packs whole documents without padding,
-    and a longer document gets its own."""
+    and a longer document is alone in its forward."""
     shard_tokens: int = at_least(1, default=262_144)
     """A shard ends with the document that reaches this many tokens."""
     writer_threads: int = at_least(1, default=4)

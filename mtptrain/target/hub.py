@@ -30,7 +30,7 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
         setting: name of the setting, for error messages.
 
     Raises:
-        FileNotFoundError: `path` is none of these.
+        FileNotFoundError: `path` is none of these, or the directory has no config.json.
     """
     if path == DEMO:
         return DEMO_DIR
@@ -95,7 +95,7 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
 
 
 def one_line(error: Exception) -> str:
-    """Returns the kind of an error and the beginning of its message."""
+    """Returns an error's class and the beginning of its message, on one line."""
     return shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
 
 
@@ -121,7 +121,7 @@ def weight_files(target_dir: Path) -> list[Path]:
     missing = [path for path in files if not path.is_file()]
     if missing or not files:
         raise FileNotFoundError(
-            "target.path: weights must be safetensors files, but "
+            f"{target_dir}: weights must be safetensors files, but "
             f"{missing[0] if missing else target_dir / '*.safetensors'} does not exist; convert or download the "
             "checkpoint"
         )

@@ -1,4 +1,4 @@
-"""Xiaomi's MiMo family for transformers: Qwen2's decoder. Its checkpoints also hold an MTP layer, which is not loaded.
+"""Xiaomi's MiMo family for transformers: Qwen2's decoder, without the MTP layer that MiMo's checkpoints also hold.
 
 transformers has no class for MiMo, and mtptrain never runs the code that comes with a checkpoint. Importing this
 module makes `AutoConfig` and `AutoModelForCausalLM` read these checkpoints.
@@ -33,5 +33,5 @@ AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 
 def is_mimo(config: Mapping[str, Any]) -> bool:
-    """Returns whether a `config.json` belongs to a MiMo model, published or exported (see `VllmMimo`)."""
+    """Returns whether a `config.json` belongs to a published MiMo model, or to an export in MiMo's format."""
     return config.get("model_type") == MiMoConfig.model_type or config.get("architectures") == [ARCHITECTURE]

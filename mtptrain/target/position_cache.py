@@ -24,10 +24,10 @@ class TreeRows:
 class PositionCache(Cache):
     """A cache that stores the key and value of position p in slot p of each sequence.
 
-    Writing a position again overwrites it, and a query sees only the slots up to its own position. After a rejected
-    draft, decoding therefore continues at an earlier position, without copying or cropping the cache. Each sequence has
-    its own length. A tree occupies the slots after the sequence until `keep` copies the accepted branch to the slots
-    of its positions.
+    Writing a position again overwrites it, and the mask of `begin` hides the slots after a query's position. After a
+    rejected draft, decoding therefore continues at an earlier position, without copying or cropping the cache. Each
+    sequence has its own length. A tree occupies the slots after the sequence until `keep` copies the accepted branch to
+    the slots of its positions.
 
     A layer's keys and values are on that layer's device. Slot indices are copied to each device once per forward.
     """
@@ -83,7 +83,7 @@ class PositionCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes keys and values [B, heads, S, head_dim] to the slots set by `begin`; returns all slots in use."""
+        """Writes keys and values [B, heads, S, head_dim] to the slots of `begin`; returns those of all slots in use."""
         if layer_idx not in self._keys:
             batch, heads = key_states.shape[:2]
             self._keys[layer_idx] = key_states.new_zeros(batch, heads, self.num_slots, key_states.shape[-1])

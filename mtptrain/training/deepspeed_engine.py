@@ -87,7 +87,7 @@ def check_device(device: torch.device, config: dict[str, Any]) -> None:
 
 
 def is_partitioned(config: dict[str, Any]) -> bool:
-    """Returns whether each rank updates only its part of the weights (ZeRO)."""
+    """Returns whether each rank updates only its own part of the weights, as ZeRO does."""
     return config.get("zero_optimization", {}).get("stage", 0) > 0
 
 
@@ -141,7 +141,9 @@ def build_engine(
 
 
 def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = True) -> dict[str, Any]:
-    """Returns DeepSpeed's config with gradients accumulated in fp32 on each rank, which only ZeRO 2 supports.
+    """Returns DeepSpeed's config, changed to accumulate the gradients of several micro-batches in fp32 on each rank.
+
+    The config is returned unchanged for fp32 weights, which do not need this, and for ZeRO 1, which does not support it.
 
     Args:
         config: DeepSpeed's config.

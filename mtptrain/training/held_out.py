@@ -23,9 +23,9 @@ Answered = tuple[list[int], Generation]
 
 @dataclass(frozen=True)
 class HeldOutLosses:
-    """Means over all draft positions of the answers, by depth, with teacher forcing.
+    """Means over all draft positions of the answers and their number, by depth, with teacher forcing.
 
-    Each depth reads the target's tokens, not the tokens that the head would draft.
+    The head reads the target's tokens, never its own drafts.
     """
 
     loss_at: list[float]
@@ -36,6 +36,7 @@ class HeldOutLosses:
     overlap_at: list[float]
     """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
     num_drafts_at: list[int]
+    """Number of draft positions, summed over all ranks."""
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 class Tracking:
-    """Writes one line per record, on rank 0 only."""
+    """Writes one line per record to `metrics.jsonl`, and sends it to wandb if configured. Only rank 0 makes one."""
 
     def __init__(self, directory: Path, config: PipelineConfig, first_step: int) -> None:
         self.path = directory / METRICS
@@ -94,7 +94,7 @@ def track_report(directory: Path, config: PipelineConfig, figures: dict[str, obj
 
 
 class StepMeter:
-    """Measures throughput and the time spent in each phase between two calls of `read`."""
+    """Measures throughput and the time spent in each phase since the last call of `read` or `restart`."""
 
     def __init__(self, device: torch.device, clock: PhaseClock, flops: StepFlops, peak_flops: float) -> None:
         self.device, self.clock, self.flops, self.peak_flops = device, clock, flops, peak_flops
@@ -118,9 +118,9 @@ class StepMeter:
         """Sums over all ranks what was measured since the last call, then restarts.
 
         Returns:
-            `tokens` of whole documents, `tokens_per_s`, `supervised_tokens_per_s`; the shares of time spent waiting for
-            data and in each phase; `mfu`, the required FLOPs divided by those possible at the matmul peak;
-            `peak_bytes` of the rank with the highest memory use.
+            `tokens` of whole documents and `tokens_per_s`; `supervised_tokens_per_s`, the number of draft positions per
+            second; the shares of time spent waiting for data and in each phase; `mfu`, the required FLOPs divided by
+            those possible at the matmul peak; `peak_bytes` of the rank with the highest memory use.
         """
         phases = self.clock.read()
         seconds = time.perf_counter() - self._started
@@ -151,7 +151,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class Tracer:
-    """Writes a trace of three steps after five warm-up steps, if it is given a path."""
+    """Writes a trace of the sixth, seventh and eighth step, if `path` is not None."""
 
     def __init__(self, path: Path | None) -> None:
         self._profiler = None

@@ -1,4 +1,4 @@
-"""Facts about this CPU, and settings of its memory allocator."""
+"""The matrix instructions of this CPU, and settings of the C library's memory allocator."""
 
 import ctypes
 

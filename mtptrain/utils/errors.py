@@ -50,7 +50,7 @@ def exit_with_line(line: str, code: int) -> NoReturn:
 
 
 def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFUSED) -> NoReturn:
-    """Exit with the message on one line, or with the stack if there is no message or MTPTRAIN_DEBUG is 1."""
+    """Exit with the message, or with the stack if there is no message or MTPTRAIN_DEBUG is 1."""
     if message is None or os.environ.get(DEBUG) == "1":
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(code)
@@ -102,7 +102,7 @@ def is_own(frame: FrameType) -> bool:
 
 
 def is_list(message: str) -> bool:
-    """Returns whether a project message has several lines on purpose: a list after a colon, or several errors."""
+    """Returns whether a message keeps its line breaks: it has a list after a colon, or each of its lines is an error."""
     return ":\n" in message or all(" must " in line for line in message.splitlines())
 
 

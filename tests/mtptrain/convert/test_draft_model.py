@@ -186,8 +186,8 @@ BAD_MODELS = {
     "another tokenizer": (other_tokenizer, r"head\.init_from: must have the target's tokenizer, but the vocabulary of"),
     "fewer rows and no tokenizer": (
         without_tokenizer,
-        r"head\.init_from: must have the target's tokenizer if its vocab_size, 259, is not the target's, 260, but "
-        ".* has no tokenizer files",
+        r"head\.init_from: must have tokenizer files to compare with the target's, because its vocab_size is 259 and "
+        "the target's 260, but .* has none; copy",
     ),
     "fewer rows than tokens": (
         lambda path: make_target(path, vocab_size=200),
@@ -203,7 +203,7 @@ BAD_MODELS = {
     ),
     "a missing tensor": (
         without_a_norm,
-        r"head\.init_from: model\.norm\.weight of .* must be of shape \(64,\), as its config\.json describes, but is "
+        r"head\.init_from: model\.norm\.weight of .* must be of shape \(64,\), as its config describes, but is "
         "absent",
     ),
 }
