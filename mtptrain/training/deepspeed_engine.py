@@ -143,7 +143,7 @@ def build_engine(
 def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = True) -> dict[str, Any]:
     """Returns DeepSpeed's config, changed to accumulate the gradients of several micro-batches in fp32 on each rank.
 
-    The config is returned unchanged for fp32 weights, which do not need this, and for ZeRO 1, which does not support it.
+    It is returned unchanged for fp32 weights, which do not need this, and for ZeRO 1, which does not support it.
 
     Args:
         config: DeepSpeed's config.

@@ -102,7 +102,7 @@ def is_own(frame: FrameType) -> bool:
 
 
 def is_list(message: str) -> bool:
-    """Returns whether a message keeps its line breaks: it has a list after a colon, or each of its lines is an error."""
+    """Returns whether a message keeps its line breaks: it has a list after a colon, or every line is an error."""
     return ":\n" in message or all(" must " in line for line in message.splitlines())
 
 
