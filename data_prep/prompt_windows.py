@@ -34,6 +34,7 @@ class Collector:
     def __init__(self, prompts: PromptsConfig, vocab_size: int) -> None:
         self.windows: list[Window] = []
         self.refused: dict[str, str] = {}
+        # The counts that `PromptsReport` describes, except `answers_rewritten`, which is its `rewritten.answers`.
         self.documents_cut = 0
         self.windows_cut = 0
         self.windows_unsupervised = 0
@@ -87,7 +88,7 @@ class Collector:
         return is_copy
 
     def _windows(self, name: str, group: str, split: Split, encoding: Encoding) -> list[Window]:
-        """Returns the windows with a supervised token."""
+        """Cut a document, count its windows, and return those with a supervised token."""
         parts = cut(encoding, self._prompts.max_document_tokens)
         windows = [
             Window(name, group, split, i, encoding.turn, part) for i, part in enumerate(parts) if part.loss_mask.any()
@@ -127,9 +128,10 @@ class Collector:
 
 
 def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
-    """Tokenize, cut and split all documents, in the order of their groups' hashes. Each file is its own group.
+    """Tokenize, cut and split documents until the training split is full, in the order of their groups' hashes.
 
-    Held-out groups have the smallest hashes, so the validation split is complete before the training split can be full.
+    Each file is its own group. Held-out groups have the smallest hashes, so the validation split is complete before the
+    training split can be full.
     """
     names, groups = source.names, source.groups
     order = sorted(range(len(names)), key=lambda i: (name_hash(groups[i]), groups[i], names[i], i))

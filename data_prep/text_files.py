@@ -31,7 +31,7 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
         exclude: globs for the path relative to the listed directory, such as `site-packages/*`.
 
     Raises:
-        FileNotFoundError: a directory does not exist.
+        FileNotFoundError: a path is not a directory.
     """
     texts: dict[str, str] = {}
     refused: dict[str, str] = {}

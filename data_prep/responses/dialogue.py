@@ -107,7 +107,9 @@ class RegeneratedConversation:
 
 
 def questions(messages: Sequence[Message]) -> list[list[Message]]:
-    """Returns the messages before each assistant turn, and those after the last one if they still need a response.
+    """Returns one group of messages per response to generate: those since the previous assistant turn.
+
+    Messages after the last assistant turn form a group too, so the conversation gets a response to them.
 
     Raises:
         ConversationRefused: there is no user or tool message, or a response would not directly follow one.
@@ -211,7 +213,9 @@ def message_content(
     response: Response,
     text: str,
 ) -> tuple[str, bool, bool]:
-    """Returns the content of the assistant message, and whether rendering it reproduces the text and the tokens.
+    """Returns the content of the assistant message, whether rendering it reproduces the text, and whether the tokens.
+
+    Without token ids, tokens count as reproduced if the text is.
 
     A generation prompt may contain the beginning of the response (`<think>`). Some templates expect that beginning in
     the message too and others do not, so both contents are tried. If neither reproduces the response, the content is

@@ -43,7 +43,8 @@ class CompletionServer:
 
         Raises:
             ConnectionError: no server responds.
-            ValueError: the server is not OpenAI-compatible, rejects the API key, or does not serve `model`.
+            ValueError: the server is not OpenAI-compatible, rejects the API key, does not serve `model`, or, if `model`
+                is None, does not serve exactly one model.
         """
         self.url = url.rstrip("/")
         self.max_retries = max_retries
@@ -83,10 +84,14 @@ class CompletionServer:
             )
 
     def complete(self, prompt: Prompt, stopping: Event) -> Response:
-        """Returns the response to a prompt. Retries while the server is busy or unreachable, until `stopping` is set.
+        """Returns the response to a prompt.
+
+        If the server is busy or unreachable, or its answer is not JSON, retries up to `max_retries` times, unless
+        `stopping` is set.
 
         Raises:
-            RequestFailed: the server refused the request, or all retries failed.
+            RequestFailed: the server refused the request or did not answer with a completion, all retries failed, or
+                `stopping` was set before the next retry.
         """
         for attempt in range(self.max_retries + 1):
             waiting_s = min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
@@ -272,7 +277,7 @@ def regenerate_with_server(
     For a failed conversation, its row and the reason are yielded instead. If the caller stops early, no new requests
     are sent, and conversations that the running requests complete are passed to `save`.
     """
-    tokenizing, stopping = Lock(), Event()  # threads must not share a fast tokenizer
+    tokenizing, stopping = Lock(), Event()  # only one thread at a time may use a fast tokenizer
 
     def converse(dialogue: Dialogue) -> RegeneratedConversation | tuple[int, str] | None:
         with tokenizing:
