@@ -34,7 +34,7 @@ class Collector:
     def __init__(self, prompts: PromptsConfig, vocab_size: int) -> None:
         self.windows: list[Window] = []
         self.refused: dict[str, str] = {}
-        # The counts that `PromptsReport` describes, except `answers_rewritten`, which is its `rewritten.answers`.
+        # `PromptsReport` describes these counts; `answers_rewritten` is its `rewritten.answers`.
         self.documents_cut = 0
         self.windows_cut = 0
         self.windows_unsupervised = 0

@@ -1,4 +1,4 @@
-"""Draws pages and plots after the figures are on disk, so that a failure to draw loses no measurement."""
+"""Turns a failure to draw a page or plot into a warning, because the measurement itself is already on disk."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from pathlib import Path
 
 @contextmanager
 def drawing(path: Path, figures: Path) -> Iterator[None]:
-    """Prints the path of a page or plot after the context has drawn it. If drawing fails, warns instead of raising.
+    """Prints the path of a page or plot once the `with` block has drawn it; if the block fails, warns instead.
 
     Args:
         path: the page or plot.
-        figures: the JSON file that already holds the figures.
+        figures: the JSON file that already holds the measured numbers.
     """
     try:
         yield

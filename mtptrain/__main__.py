@@ -1,6 +1,7 @@
 """Run one stage: `mtptrain STAGE recipe=NAME [setting=value ...]`.
 
-Each stage is also a program that `python -m PROGRAM` runs. To use several GPUs, start `mtptrain` with torchrun:
+`STAGES` names the program of each stage, which `python -m PROGRAM` runs too. `mtptrain compare` takes paths instead of
+settings. To use several GPUs, start `mtptrain` with torchrun:
 
     torchrun --nproc-per-node 8 -m mtptrain train recipe=llama3_1_8b_mtp
 """
@@ -20,7 +21,7 @@ STAGES = {
     "train": ("mtptrain.train", "3. train the head"),
     "choose-head": ("eval.choose_head", "optional: choose among the heads that training kept"),
     "acceptance": ("eval.acceptance", "4. measure the acceptance of the head"),
-    "compare": ("eval.compare", "compare measurements on one page, given the paths of their report.json"),
+    "compare": ("eval.compare", "compare measurements on one page; takes paths of report.json instead of settings"),
     "study": ("eval.study", "train and measure variants of a recipe"),
     "export": ("mtptrain.export", "5. write the head for a serving engine"),
     "serving-check": ("eval.serving_check", "serve the exported head and compare the engine's counters with ours"),

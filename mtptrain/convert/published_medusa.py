@@ -1,7 +1,7 @@
 """Reads published Medusa heads in vLLM's layout, or in that of FasterDecoding, the project of Medusa's authors.
 
-Published heads may have an lm_head per depth. Our heads use that of the target, so a published lm_head is only
-compared with it.
+Published heads may have an lm_head per depth. Our heads use the target's lm_head instead, and published ones are only
+compared with the target's.
 """
 
 import re
@@ -26,7 +26,7 @@ def is_medusa(config: dict[str, Any], names: set[str]) -> bool:
 
 
 def medusa_tensors(tensors: Tensors) -> Tensors:
-    """Returns the tensors under vLLM's names, which are ours."""
+    """Returns the tensors under the names that vLLM and our own heads use."""
     renamed: Tensors = {}
     for name, tensor in tensors.items():
         match = FASTER_DECODING.match(name)

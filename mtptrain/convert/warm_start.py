@@ -1,7 +1,8 @@
-"""Loads the weights of `head.init_from`, and checks that they fit the head of the config.
+"""Gives a head its initial weights: those of `head.init_from`, or with `head.start_from_target` the target's own.
 
-Training starts from these weights. Acceptance and export use them if a run has no trained head.
-`mtptrain.convert.published_heads` lists the formats that can be read.
+Training starts from these weights. The weights of `head.init_from` must fit the head of the config;
+`mtptrain.convert.published_heads` lists the formats that can be read. If a run has no trained head, acceptance and
+export use the head of `head.init_from`.
 """
 
 import re
@@ -28,7 +29,7 @@ REPEATED = {
     r"embed_tokens\.weight": "embed_tokens",
     r"lm_head\.weight|lm_heads\.\d+\.weight|shared_head\.head\.weight": "lm_head",
 }
-"""Name patterns of tensors in a head's file that are copies of the target's, with the names of the frozen parts."""
+"""Name patterns of tensors in a head's file that repeat a tensor of the target, with its name in `FrozenParts`."""
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^t2d$")
 
 
@@ -88,8 +89,8 @@ def start_from_target(head: Head, target_dir: Path) -> None:
     """Copy the target's last decoder layer and final norm into a random head, where their shapes agree.
 
     The first columns of some projections of head `eagle3` read the embedding and stay random. The random weights of
-    `fc` or `eh_proj` are halved, and the identity is added to the columns for the hidden state (the last captured
-    stream), so that the layer reads the target's states.
+    `fc` or `eh_proj` are halved, and the identity is added to the columns for the hidden state (in `eagle3`, for the
+    last captured stream), so that the layer reads the target's states.
 
     Head `draft_model` becomes a copy of the target's first layers instead.
 
@@ -126,11 +127,11 @@ def start_from_target(head: Head, target_dir: Path) -> None:
 
 
 def fold_query_key_norms(layer: Tensors) -> Tensors:
-    """Returns a target's layer with its query and key norms, which the head to copy to lacks, folded into projections.
+    """Returns a target's layer with its query and key norms folded into the projections.
 
-    Qwen3 and Gemma 3 have such norms. Their weights fold exactly. The norms also divide each row by its root mean
-    square, which depends on the input. A constant per attention head replaces this divisor: the root mean square over
-    inputs of random direction.
+    Qwen3 and Gemma 3 have such norms; the heads that can start from a target do not. The weights of the norms fold
+    exactly. The norms also divide each row by its root mean square, which depends on the input. A constant per
+    attention head replaces this divisor: the root mean square over inputs of random direction.
     """
     folded = dict(layer)
     for name in ("q", "k"):

@@ -31,10 +31,13 @@ class Acceptance:
     tokens_per_step: float
     """Tokens per forward of the target, including rounds without drafts."""
     rounds: int
+    """Number of rounds with drafts."""
     empty_rounds: int
+    """Number of rounds without drafts."""
     drafted: int
     accepted: int
     accepted_at: list[int]
+    """Number of rounds that accepted the draft at each position [K]."""
     prompts: int
 
 
@@ -63,7 +66,7 @@ def summarise(generations: Sequence[Generation]) -> Acceptance:
 
 @dataclass(frozen=True)
 class Intervals:
-    """95 % confidence intervals (low, high), by a bootstrap that resamples whole files or conversations."""
+    """95 % confidence intervals (low, high), by a bootstrap that resamples whole sources; see `intervals`."""
 
     acceptance_length: tuple[float, float]
     acceptance_rate_at: list[tuple[float, float]]
@@ -74,7 +77,8 @@ def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: 
     """Returns confidence intervals for what `summarise` would report on other prompts of the same kind.
 
     Args:
-        sources: the answers to the prompts of each source. Prompts from the same file are not independent.
+        sources: the answers, grouped by the file or question that their prompts come from. Answers within a group are
+            not independent.
 
     Returns:
         None if there are fewer than two sources: every draw would be the same, and the interval would have no width.
@@ -82,8 +86,8 @@ def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: 
     if len(sources) < 2:
         return None
     per_source = ([(each.rounds, each.empty_rounds, *each.accepted_at) for each in answers] for answers in sources)
-    counts = np.array([np.sum(rows, axis=0) for rows in per_source], dtype=np.float64)  # [S, 2 + K]
-    weights = np.random.default_rng(seed).multinomial(  # [draws, S]
+    counts = np.array([np.sum(rows, axis=0) for rows in per_source], dtype=np.float64)  # [sources, 2 + K]
+    weights = np.random.default_rng(seed).multinomial(  # [draws, sources]
         len(counts), np.full(len(counts), 1 / len(counts)), draws
     )
     rounds, empty_rounds, *accepted_at = (weights @ counts).T

@@ -1,8 +1,8 @@
 """Head `mtp`: one decoder layer with all its RMSNorms, shared by all depths.
 
-The head is x = eh_proj[enorm(e); hnorm(h)], a full pre-norm Llama layer, a final norm and the target's frozen lm_head.
-The state after the final norm is fed back. DeepSeek-V3 Technical Report (arXiv 2412.19437), section 2.2, except that
-all depths share one module.
+It combines an embedding e and a state h into x = eh_proj[enorm(e); hnorm(h)], which passes through a full pre-norm
+Llama layer, a final norm and the target's frozen lm_head. The state after the final norm is fed back. This is section
+2.2 of the DeepSeek-V3 Technical Report (arXiv 2412.19437), except that all depths share one module.
 """
 
 from dataclasses import dataclass, field

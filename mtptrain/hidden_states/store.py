@@ -61,7 +61,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """The contents of a finished store. It contains no timestamps, hosts or ranks, so equal states give equal bytes."""
+    """The contents of a finished store. It has no timestamps, hosts or ranks, so equal stores have equal manifests."""
 
     schema_version: int
     identity: StoreIdentity
@@ -118,7 +118,7 @@ class StoredDocument:
 
 
 class HiddenStore:
-    """A finished store. A shard is mapped when one of its documents is read for the first time, and stays mapped."""
+    """A finished store. A shard is mapped when something in it is first read, and stays mapped."""
 
     def __init__(self, directory: Path, manifest: StoreManifest) -> None:
         self.directory = directory

@@ -123,7 +123,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def fusing(self) -> Iterator[None]:
-        """Counts all operators inside this context as one kernel."""
+        """Counts no elementwise bytes inside this context, so that the caller can count its content as one kernel."""
         self._is_fused = True
         try:
             yield

@@ -32,7 +32,10 @@ def serving_costs(config: HeadConfig, target_config: PreTrainedConfig, dtype: to
 
 
 def describe_serving(config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype) -> str | None:
-    """Returns text that compares a small language model's memory with an `mtp` head's; None for other heads."""
+    """Returns text that compares the memory of head `draft_model` with that of an `mtp` head and of the target's cache.
+
+    Returns None if the config is of any other head.
+    """
     if not isinstance(config, DraftModelHead.Config):
         return None
     own = serving_costs(config, target_config, dtype)

@@ -26,8 +26,8 @@ class TransformersStreams:
 
         Args:
             target: the frozen target, which is changed in place.
-            layers: streams to extract: k is the stream after k decoder layers, so 0 is the embeddings and the number of
-                layers is the state before the final norm.
+            layers: streams to extract. k is the stream after k decoder layers: 0 is the embeddings, and
+                `num_hidden_layers` is the state before the final norm.
             batch_tokens: maximum number of tokens in one forward, unless a single document is longer.
             compile_layers: whether to compile each decoder layer, except its attention.
         """
@@ -171,7 +171,10 @@ def _varlen(
     documents: PackedDocuments,
     window: int | None,
 ) -> torch.Tensor:
-    """Computes attention in one flash kernel. The order of a document's sums does not depend on other documents."""
+    """Computes attention in one flash kernel.
+
+    `num_splits=1` keeps the order of summation within a document independent of the other documents.
+    """
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
 
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, head_dim]
