@@ -54,7 +54,7 @@ class AcceptanceConfig:
     max_new_tokens: int = at_least(1, default=128)
     dtype: Dtype = Dtype.float32
     num_prompts: int = at_least(1, default=100)
-    """Number of held-out documents, in an order fixed by the hash of their ids."""
+    """Maximum number of prompts from held-out documents, in an order fixed by the hash of the documents' ids."""
     prompt_tokens: int = at_least(2, default=256)
     """Length of a prompt cut from a document without turns. A conversation is cut before its first assistant turn."""
     batch_size: int = at_least(1, default=8)
@@ -71,13 +71,14 @@ class AcceptanceConfig:
     baselines: list[Baseline] = field(default_factory=lambda: [Baseline.prompt_lookup])
     """Methods to compare the head with on the same prompts."""
     draft_model: str | None = None
-    """`model`: a directory or hub name of a model with the target's tokenizer."""
+    """Baseline `model`: a directory or hub name of a model with the target's tokenizer."""
     tree_nodes: int = at_least(1, default=32)
-    """Number of tokens in a tree: the most likely of k + (K - 1) * k ** 2 candidates, where k is `tree_top_k`."""
+    """Baseline `tree`: number of tokens in a tree, the most likely of k + (K - 1) * k ** 2 candidates, where k is
+    `tree_top_k`."""
     tree_top_k: int = at_least(1, default=6)
-    """Number of branches that are extended at each depth, and number of candidates per branch."""
+    """Baseline `tree`: number of branches that are extended at each depth, and number of candidates per branch."""
     hybrid_min_match: int = at_least(1, default=4)
-    """`hybrid`: number of newest tokens that must occur earlier in the text for prompt lookup to draft."""
+    """Baseline `hybrid`: number of newest tokens that must occur earlier in the text for prompt lookup to draft."""
     output_dir: str | None = directory_path(default=None)
     """Directory of report.json; null is `run_dir/acceptance`."""
 
@@ -141,7 +142,7 @@ class ServingConfig:
     python: str | None = None
     """Python interpreter with vLLM, also for `hidden_states.backend=vllm`; null uses `.venv-vllm` in the checkout."""
     url: str | None = None
-    """Running server to use instead of starting an engine, such as `http://localhost:8000`."""
+    """Running server to use instead of starting an engine, such as `http://localhost:8000` (without `/v1`)."""
     tensor_parallel_size: int = at_least(1, default=1)
     """Number of GPUs for the engine that is started."""
     head_dir: str | None = None
@@ -230,7 +231,9 @@ class BenchConfig:
     train_tokens: list[int] = field(default_factory=lambda: [1024, 4096])
     """Tokens per fully supervised step in eval.bench.train, packed from documents of 512 tokens."""
     vocab_size: int = at_least(2, default=4096)
+    """Vocabulary size of the targets in eval.bench.train."""
     depths: int = at_least(1, default=3)
+    """Number of trained depths T in eval.bench.train."""
     peer_python: str = ".venv-peer/bin/python"
     """Python interpreter with the package speculators; if it does not exist, the comparison is skipped."""
     prompt_sizes: list[int] = field(default_factory=lambda: [1024, 32_000])

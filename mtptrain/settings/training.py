@@ -65,7 +65,7 @@ class TrainConfig:
     """With `stream`: number of shards per window. Documents are shuffled within a window. At most three windows are on
     disk."""
     loss_chunk_rows: int = at_least(1, default=1536)
-    """Maximum number of rows in one [rows, V] block of logits, which holds all depths of its target tokens."""
+    """Maximum number of rows in one block of logits [rows, V]. A block has one row per target token and depth."""
     compile: bool | None = None
     """Use torch.compile for the elementwise operations of the step. Compiling takes about half a minute at the start.
     null compiles on GPUs only. The loss moves about 9 bytes per logit with compilation, and 128 without."""
@@ -76,13 +76,13 @@ class TrainConfig:
     log_every: int = at_least(1, default=10)
     """Number of steps between lines of metrics.jsonl."""
     validate_every: int = at_least(0, default=0)
-    """Number of steps between measurements of acceptance; 0 measures at the end only. With `validation_prompts=0`, the
-    heads of these steps and of the last step are kept in `run_dir/train/heads` instead. Each takes as much disk space
-    as an export."""
+    """Number of steps between measurements of acceptance; 0 measures at the end only. With `validation_prompts=0`
+    nothing is measured; a value above 0 then keeps the heads of these steps and of the last step in
+    `run_dir/train/heads`, where each takes as much disk space as an export."""
     validation_prompts: int = at_least(0, default=32)
-    """Number of prompts to measure acceptance on, from the quarter of the held-out files or conversations that reports
-    leave out. 0 measures nothing during training, for a target that does not fit in memory together with the head.
-    `best` is then the newest head until `eval.choose_head` has measured the heads that `validate_every` keeps."""
+    """Maximum number of prompts to measure acceptance on, from the quarter of the held-out files or conversations that
+    reports leave out. 0 measures nothing during training, for a target that does not fit in memory together with the
+    head. `best` is then the newest head until `eval.choose_head` has measured the heads that `validate_every` keeps."""
     validation_new_tokens: int = at_least(1, default=64)
     save_every: int = at_least(0, default=0)
     """Number of steps between checkpoints; 0 saves at the end only."""

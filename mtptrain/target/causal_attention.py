@@ -1,4 +1,4 @@
-"""Causal attention over whole sequences without an [S, S] mask, and the attention function that `Target` uses."""
+"""Computes causal attention without an [S, S] mask, and registers the attention function that `Target` uses."""
 
 import torch
 import torch.nn.functional as F

@@ -18,7 +18,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def check_weights(target_dir: Path) -> None:
-    """Refuse weights that do not belong to the target's config. This takes less than a second for any checkpoint.
+    """Refuse weights that do not belong to the target's config. This reads only the headers of the files.
 
     Raises:
         FileNotFoundError: the target has no weights.
@@ -50,9 +50,10 @@ def check_weights(target_dir: Path) -> None:
 
 
 def _check_layers(target_dir: Path, config: PreTrainedConfig, tensor_names: Iterable[str]) -> None:
-    """Refuse a number of layers that does not match the config. DeepSeek stores MTP layers after the decoder layers.
+    """Refuse a number of layers that does not match the config.
 
-    If no tensor has the name of a layer, loading reports the missing names instead.
+    DeepSeek stores MTP layers after the decoder layers. If no tensor has the name of a layer, loading reports the
+    missing names instead.
     """
     found = {int(match[1]) for name in tensor_names if (match := _LAYER.match(name))}
     most = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
@@ -64,7 +65,10 @@ def _check_layers(target_dir: Path, config: PreTrainedConfig, tensor_names: Iter
 
 
 def _expected_shapes(target_dir: Path, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model with this config. It is built on the meta device, so its weights take no memory."""
+    """Returns the shape of each tensor of a model with this config.
+
+    The model is built on the meta device, so its weights take no memory.
+    """
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

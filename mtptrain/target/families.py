@@ -1,4 +1,4 @@
-"""The supported model families and their differences: sliding windows, RoPE, norms."""
+"""Lists the supported model families, says how they differ (sliding windows, RoPE, norms), and checks configs."""
 
 from pathlib import Path
 from typing import Any

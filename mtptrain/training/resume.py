@@ -1,4 +1,4 @@
-"""The settings and data that a run must share with the checkpoint that it resumes from."""
+"""Defines which settings and data a run must share with the checkpoint that it resumes from."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +40,7 @@ def check_resume(config: PipelineConfig, checkpoint_dir: Path) -> None:
 
 
 def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict[str, object]:
-    """Returns the facts that must not change when a run resumes: its head, optimization and order of the data."""
+    """Returns the facts that must not change when a run resumes: its head, optimisation and order of the data."""
     return {
         "head": asdict(config.head),
         "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),

@@ -30,7 +30,7 @@ EVENED_STEPS = 8
 
 
 TOKEN_COST = 1 / 16
-"""Cost of a token that only provides keys and values, relative to a row that drafts."""
+"""Cost of computing a token's keys and values, relative to the other work of a row that drafts."""
 PAIR_COST = 1 / 32_768
 """Cost of a row's attention to one token, relative to a row that drafts."""
 
@@ -44,13 +44,13 @@ class Anchors:
     """Seed of the draw, for example the seed of the run and the epoch. The document id is appended to it."""
 
     def draw(self, document_id: int, num_rows: int) -> NDArray[np.int64]:
-        """Returns the indices of the chosen rows of a document, in increasing order."""
+        """Returns the indices, in increasing order, of the draft positions chosen from a document's `num_rows`."""
         generator = np.random.default_rng([*self.seed, document_id])
         return np.sort(generator.choice(num_rows, min(self.per_document, num_rows), replace=False))
 
 
 def document_costs(store: HiddenStore, most_drafts: float = math.inf) -> NDArray[np.float64]:
-    """Returns the training cost of each document [D], in units of one row that drafts; 0 if no row drafts.
+    """Returns the training cost of each document [D]: 1 per row that drafts, plus attention and keys; 0 if none drafts.
 
     Args:
         store: the documents.

@@ -1,4 +1,4 @@
-"""The progress bar of a training run, and the summary table printed at its end."""
+"""Formats the progress bar of a training run, and prints the summary table at the end of the run."""
 
 import json
 import statistics
@@ -38,7 +38,11 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
 
 
 def speed_rows(metrics: Path) -> list[tuple[str, str]]:
-    """Returns the rows about speed: medians over the records of the run, and the phase that takes longest."""
+    """Returns the rows about speed and memory.
+
+    Speeds and shares of time are medians over the records of the run, tokens a sum over them. "limited by" names the
+    phase with the largest share.
+    """
     records = [record for line in metrics.read_text().splitlines() if "tokens_per_s" in (record := json.loads(line))]
     median = {name: statistics.median(record[name] for record in records) for name in records[-1] if name in MEASURED}
     shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}
@@ -56,7 +60,7 @@ def speed_rows(metrics: Path) -> list[tuple[str, str]]:
 
 MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
 LIMITS = {
-    "data_wait": "reading: use a faster disk, or hidden_states.store_dtype=fp8",
+    "data_wait": "reading (with train.stream, extraction): use a faster disk, or hidden_states.store_dtype=fp8",
     "forward": "the forward pass of the head's layer",
     "loss": "the lm_head matmuls: a draft vocabulary (eagle3) makes them smaller",
     "backward": "the backward pass of the head's layer",

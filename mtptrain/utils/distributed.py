@@ -1,4 +1,4 @@
-"""Ranks and devices, read from torchrun's environment, and stop signals on which all ranks agree."""
+"""Reads ranks and devices from torchrun's environment, and lets all ranks agree on a stop signal."""
 
 import atexit
 import os
@@ -76,7 +76,7 @@ def device_name(device: torch.device) -> str:
 
 
 class StopSignal:
-    """Records SIGTERM or SIGUSR1 until all ranks check together whether any of them has received one."""
+    """Records SIGTERM and SIGUSR1, so that all ranks can check together whether any of them has received one."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._received = 0
@@ -121,7 +121,7 @@ def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
 
 
 def _set_default_timeout(timeout: timedelta) -> None:
-    """Set the timeout of groups created without one, such as DeepSpeed's; torch's default is 10 minutes."""
+    """Set the timeout of groups created without one, such as DeepSpeed's. torch's default is 10 minutes with NCCL."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(distributed_c10d, name, timeout)
 

@@ -1,7 +1,4 @@
-"""Bounds of settings, declared in dataclass fields, such as `epochs: int = at_least(1, default=1)`.
-
-`check_bounds` checks them.
-"""
+"""Declares bounds of settings in dataclass fields, such as `epochs: int = at_least(1, default=1)`, and checks them."""
 
 import math
 from collections.abc import Callable
