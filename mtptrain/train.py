@@ -4,8 +4,8 @@ Reads `run_dir/hidden_states/`, `run_dir/prompts/` (to identify the prompts of t
 and `run_dir/draft_vocab/` if the head has a draft vocabulary and no `head.init_from`.
 
 Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `last/` and `best/` (the head with the highest measured
-acceptance length, or the newest head as long as none has been measured). With `train.validation_prompts=0` and `train.validate_every` above 0 it also
-writes `heads/`, from which `eval.choose_head` chooses the best.
+acceptance length, or the newest head as long as none has been measured). With `train.validation_prompts=0` and
+`train.validate_every` above 0 it also writes `heads/`, from which `eval.choose_head` chooses the best.
 
     python -m mtptrain.train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4

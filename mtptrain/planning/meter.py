@@ -123,7 +123,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def fusing(self) -> Iterator[None]:
-        """Counts no elementwise bytes inside this context, so that the caller can count its content as one kernel."""
+        """Counts only what matmuls read and write inside this context; the caller adds arguments and results."""
         self._is_fused = True
         try:
             yield
