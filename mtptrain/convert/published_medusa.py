@@ -64,9 +64,8 @@ def check_medusa(directory: Path, config: dict[str, Any], tensors: Tensors, targ
     wanted = {"vocab_size": vocab_size, "truncated_vocab_size": vocab_size, "hidden_size": target_config.hidden_size}
     for name, value in {**wanted, "logit_scale": 1.0}.items():
         if config.get(name) not in (None, value):
-            raise ValueError(
-                f"{path}: {name} must be {value} for this target, but is {config[name]}; choose another head"
-            )
+            reason = " for this target" if name in wanted else ", as in our heads"
+            raise ValueError(f"{path}: {name} must be {value}{reason}, but is {config[name]}; choose another head")
     for name, tensor in sorted(tensors.items()):
         if name.startswith("lm_head") and len(tensor) != vocab_size:
             raise ValueError(

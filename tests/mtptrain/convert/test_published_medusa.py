@@ -78,7 +78,7 @@ def test_other_settings_than_the_heads_are_refused(
         ({"vocab_size": 261}, r"config\.json: vocab_size must be 260 for this target, but is 261; choose another head"),
         ({"truncated_vocab_size": 100}, r"config\.json: truncated_vocab_size must be 260 .*, but is 100"),
         ({"hidden_size": 128}, r"config\.json: hidden_size must be 64 for this target, but is 128"),
-        ({"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0 for this target, but is 0\.5"),
+        ({"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(
