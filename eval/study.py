@@ -46,8 +46,10 @@ STAGES = {
     "draft_vocab": "data_prep.draft_vocab",
 }
 """Stages before training, and their programs."""
-OWN_ACCEPTANCE = ("num_speculative_tokens", "rebuild_cache")
+OWN_ACCEPTANCE = ("num_speculative_tokens", "rebuild_cache", "baselines", "temperatures")
 """Settings of `acceptance` that may differ between variants."""
+HEAD_ONLY = ("acceptance.baselines=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null")
+"""Measure no other drafters, unless the study or a variant asks for some."""
 
 
 @program
@@ -120,7 +122,7 @@ class Study:
             if asdict(variant.acceptance) != asdict(answers) | own:
                 raise ValueError(
                     f"study.variants.{name}: must have the study's `acceptance` settings, except "
-                    f"{' and '.join(OWN_ACCEPTANCE)}, but some differ; set them for all variants"
+                    f"{', '.join(OWN_ACCEPTANCE)}, but some differ; set them for all variants"
                 )
         if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
             raise ValueError(f"study.seeds: must be distinct and at least 0, but are {settings.seeds}; correct them")
@@ -196,17 +198,16 @@ class Study:
         if not self._run(directory, overrides, ["mtptrain.train"], trained, record="trained.json"):
             return None
         output_dir = self.directory / variant / f"seed_{seed}" / f"acceptance_{prompts_file.stem}"
-        head_only = ["acceptance.baselines=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null"]
         prompts = [f"acceptance.prompts_file={quoted(prompts_file)}", f"acceptance.output_dir={quoted(output_dir)}"]
         record = f"measured_{variant}_{prompts_file.stem}.json"
         self._run(
             directory,
-            [*overrides, *head_only, *prompts],
+            [*HEAD_ONLY, *overrides, *prompts],
             ["eval.acceptance"],
             {"settings": asdict(config.acceptance)},
             record,
         )
-        return result_of(output_dir / "generations.jsonl", self.settings.prompt_tokens)
+        return result_of(output_dir, self.settings.prompt_tokens)
 
     def _trained_as(self, variant: str) -> str:
         """Returns the first variant that is trained with the same settings."""

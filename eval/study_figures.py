@@ -15,17 +15,21 @@ from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.speculate import Generation
 
 RunResult = dict[str, Any]
-"""One run's `acceptance_rate_at`, and its acceptance lengths by prompt length (`acceptance` and `without_loops`)."""
+"""One run's figures.
+
+`acceptance` and `without_loops` are acceptance lengths by prompt length. `length_of`, `tokens_per_step_of` and
+`tokens_per_s_of` are keyed by drafter: `head`, the baselines, and the head at other temperatures.
+"""
 StudyResults = Mapping[str, Mapping[int, RunResult | None]]
 """Results by variant and seed; None if the training diverged."""
 
 
-def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
-    """Returns a run's result, computed from the counts of its answers.
+def result_of(output_dir: Path, prompt_tokens: Sequence[int]) -> RunResult:
+    """Returns a run's result, read from the folder that `eval.acceptance` wrote.
 
     An acceptance length is None if no round had drafts.
     """
-    lines = [json.loads(line) for line in generations.read_text().splitlines()]
+    lines = [json.loads(line) for line in (output_dir / "generations.jsonl").read_text().splitlines()]
     names = ("tokens", "rounds", "empty_rounds", "drafted", "accepted_at")
     answers = [
         (int(line["id"].split()[1]), line["has_loop"], Generation(**{name: line[name] for name in names}))
@@ -45,16 +49,29 @@ def result_of(generations: Path, prompt_tokens: Sequence[int]) -> RunResult:
         "acceptance": lengths(with_loops=True),
         "without_loops": lengths(with_loops=False),
         "acceptance_rate_at": summarise([each for *_, each in answers]).acceptance_rate_at,
+        **drafter_figures(json.loads((output_dir / "report.json").read_text())),
+    }
+
+
+def drafter_figures(report: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns the acceptance length and speed of every drafter in a report of `eval.acceptance`."""
+    drafters = {"head": report, **report["baselines"]}
+    return {
+        "length_of": {name: each["acceptance_length"] for name, each in drafters.items() if each["rounds"]},
+        "tokens_per_step_of": {name: each["tokens_per_step"] for name, each in drafters.items()},
+        "tokens_per_s_of": {name: each["tokens_per_s"] for name, each in report["speed"].items()},
     }
 
 
 def over_seeds(runs: Mapping[int, RunResult | None], key: str, index: str | int) -> list[float]:
     """Returns `run[key][index]` for every seed whose run has it."""
-    values = []
-    for run in runs.values():
-        if run is not None and (isinstance(index, str) or index < len(run[key])) and run[key][index] is not None:
-            values.append(run[key][index])
-    return values
+    found = [run[key] for run in runs.values() if run is not None]
+    values = [
+        each.get(index) if isinstance(each, dict) else each[index]
+        for each in found
+        if isinstance(each, dict) or index < len(each)
+    ]
+    return [value for value in values if value is not None]
 
 
 def spread(values: Sequence[float]) -> float:
@@ -97,6 +114,18 @@ def positions_table(measured: StudyResults) -> list[list[str]]:
     ]
 
 
+def drafters_table(measured: StudyResults) -> list[list[str]]:
+    """Returns a row of column names, then a row for each variant's head, its baselines and its other temperatures."""
+    rows = [["drafter", "length", "tokens per step", "tokens/s"]]
+    for variant, runs in measured.items():
+        for drafter in dict.fromkeys(name for run in runs.values() if run for name in run["tokens_per_s_of"]):
+            cells = [
+                shown(over_seeds(runs, key, drafter)) for key in ("length_of", "tokens_per_step_of", "tokens_per_s_of")
+            ]
+            rows.append([variant if drafter == "head" else f"{variant}, {drafter.replace('_', ' ')}", *cells])
+    return rows
+
+
 def print_tables(name: str, prompt_tokens: Sequence[int], measured: StudyResults) -> None:
     console = Console()
     console.width = max(console.width, 40 + 16 * len(prompt_tokens))
@@ -104,6 +133,7 @@ def print_tables(name: str, prompt_tokens: Sequence[int], measured: StudyResults
         "acceptance length": lengths_table(prompt_tokens, measured),
         "acceptance length without loops": lengths_table(prompt_tokens, measured, "without_loops"),
         "by position": positions_table(measured),
+        "by drafter, prompts of all lengths": drafters_table(measured),
     }.items():
         table = Table(*names, title=f"{name}: {title}")
         for row in rows:

@@ -14,7 +14,7 @@ from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
 from mtptrain.heads.files import build_head, fill_head
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
-from mtptrain.target.frozen_parts import _refuse_quantised
+from mtptrain.target.frozen_parts import _refuse_quantised, load_frozen_parts
 from mtptrain.target.hub import load_tokenizer, resolve_target, weight_files
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -159,6 +159,42 @@ def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
             f"{setting}: must have an embedding for each token of its tokenizer, ids up to {max(vocab.values())}, but "
             f"{directory} has vocab_size {vocab_size}; choose another model"
         )
+
+
+def start_from_target_model(head: DraftModelHead, target_dir: Path) -> None:
+    """Copy the target's first layers into a draft model of its width, or only its embeddings into a narrower one."""
+    if head.config.hidden_size < read_target_config(target_dir).hidden_size:
+        project_embeddings(head, target_dir)
+    else:
+        copy_first_layers(head, target_dir)
+
+
+@torch.no_grad()
+def project_embeddings(head: DraftModelHead, target_dir: Path) -> None:
+    """Start the embeddings and the output layer of a narrower draft model as projections of the target's.
+
+    Each table keeps its principal components, as many as the model is wide, at the scale of the random weights. The
+    layers stay random.
+    """
+    parts, size = load_frozen_parts(target_dir), head.config.hidden_size
+    # The target's final norm scales the columns of its lm_head, so the scale belongs to the output table.
+    output = parts.lm_head.float() * (parts.norm_weight.float() + parts.has_offset_norm)
+    scale = head.config.initializer_range
+    if head.lm_head is not None:
+        head.lm_head.weight.copy_(principal_components(output, size, scale))
+        output = parts.embed_tokens.float()
+    head.model.embed_tokens.weight.copy_(principal_components(output, size, scale))
+
+
+def principal_components(table: torch.Tensor, size: int, scale: float) -> torch.Tensor:
+    """Returns the rows of a table [V, H] in the basis of its first principal components [V, size].
+
+    The standard deviation of all entries is `scale`. Subtracting the mean row changes no softmax.
+    """
+    centred = table - table.mean(0)
+    directions = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -size:]  # ascending eigenvalues
+    components = centred @ directions
+    return components * (scale / components.std())
 
 
 @torch.no_grad()

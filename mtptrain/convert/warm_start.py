@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
-from mtptrain.convert.draft_model import copy_first_layers, initial_weights
+from mtptrain.convert.draft_model import start_from_target_model, initial_weights
 from mtptrain.convert.published_heads import PublishedHead, effective_settings, read_published
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
@@ -99,7 +99,7 @@ def start_from_target(head: Head, target_dir: Path) -> None:
             `eh_proj`.
     """
     if isinstance(head, DraftModelHead):
-        copy_first_layers(head, target_dir)
+        start_from_target_model(head, target_dir)
         return
     layer, parts, copied = fold_query_key_norms(load_last_layer(target_dir)), load_frozen_parts(target_dir), []
     for name, parameter in head.named_parameters():
