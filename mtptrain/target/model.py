@@ -6,18 +6,20 @@ A training step reads only the embeddings, final norm and lm_head (`load_frozen_
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from mtptrain.target.causal_attention import CAUSAL_OR_MASKED
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, read_target_config, sliding_window
 from mtptrain.target.frozen_parts import FrozenParts, _refuse_missing
-from mtptrain.target.hub import weight_files
+from mtptrain.target.hub import one_line, weight_files
 from mtptrain.target.position_cache import PositionCache, TreeRows
 
 
@@ -208,15 +210,36 @@ def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) 
 
     Raises:
         FileNotFoundError: the target has no weights.
-        ValueError: the weights do not belong to the config, or the target needs several devices but several ranks share
-            the machine.
+        ValueError: the weights do not belong to the config, transformers cannot run their quantisation here, or the
+            target needs several devices but several ranks share the machine.
     """
     check_weights(target_dir)
+    check_quantisation(target_dir, dtype, device)
     if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"target.path: {target_dir} must fit one device if several ranks share a machine, but does not; start one "
             "process, which spreads it over all devices; in training, set train.validation_prompts=0"
         )
+
+
+def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a quantised target if transformers lacks the package or the hardware that its format needs.
+
+    Raises:
+        ValueError: the package or the hardware is missing, or the format is unknown.
+    """
+    quantisation = getattr(read_target_config(target_dir), "quantization_config", None)
+    if quantisation is None:
+        return
+    try:
+        quantiser = AutoHfQuantizer.from_config(deepcopy(quantisation), pre_quantized=True)
+        quantiser.validate_environment(dtype=dtype, device_map={"": device})
+    except (ImportError, ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"target.path: transformers must be able to run the quantised weights of {target_dir}, but reports "
+            f"{one_line(error)}; install what it names, or run this target in vLLM only: "
+            "hidden_states.backend=vllm, train.validation_prompts=0, and eval.serving_bench for its acceptance"
+        ) from error
 
 
 def _needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.device) -> bool:

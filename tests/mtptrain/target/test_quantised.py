@@ -1,0 +1,61 @@
+"""Quantised targets as transformers runs them, and those that it cannot run here."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.model import check_placement, load_target
+from tests.conftest import make_target
+from tests.quantised import quantise
+
+CPU = torch.device("cpu")
+
+
+def quantise_inputs(model: PreTrainedModel) -> None:
+    """Rounds the input of every projection to 255 levels per token, as an engine with 8-bit activations does."""
+
+    def rounded(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        scale = args[0].abs().amax(-1, keepdim=True) / 127.5
+        return (args[0] / scale).round().clamp(-128, 127) * scale
+
+    for name, module in model.named_modules():
+        if name.endswith("proj"):
+            module.register_forward_pre_hook(rounded)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_target_computes_with_the_quantised_weights_and_activations(tmp_path: Path, name: str) -> None:
+    plain = make_target(tmp_path / "plain", tie_word_embeddings=False)
+    save_file(quantise(plain, tmp_path / "quantised", name), plain / "model.safetensors", {"format": "pt"})
+    reference, quantised = (load_target(tmp_path / each, torch.float32, CPU).model for each in ("plain", "quantised"))
+    input_ids = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        weights_only = reference(input_ids).logits
+        if name == "int8":
+            quantise_inputs(reference)
+        expected, found = reference(input_ids).logits, quantised(input_ids).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (name == "int8") == ((found - weights_only).abs().max() > 1e-3)
+    assert load_frozen_parts(tmp_path / "quantised").lm_head.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [({"quant_method": "gptq", "bits": 4}, r".*(optimum|gptqmodel).*"), ({"quant_method": "nf3"}, ".*nf3.*")],
+)
+def test_a_format_that_transformers_cannot_run_here_is_refused_by_name(
+    tmp_path: Path, method: dict[str, object], reason: str
+) -> None:
+    config = json.loads((make_target(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    with pytest.raises(
+        ValueError,
+        match=rf"target\.path: transformers must be able to run the quantised weights of .*, but reports {reason}; "
+        r"install what it names, or run this target in vLLM only: hidden_states\.backend=vllm",
+    ):
+        check_placement(tmp_path, torch.float32, CPU)

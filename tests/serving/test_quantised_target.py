@@ -1,0 +1,37 @@
+"""The whole pipeline on a quantised target: vLLM extracts its states, and serves the head that is trained on them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY_SETTINGS, run_program, write_text_files
+from tests.quantised import quantise
+from tests.serving.conftest import OnDisk
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_head_for_a_quantised_target_is_accepted_in_the_engine_as_measured(
+    name: str, vllm_python: str, target_of: Callable[[str], OnDisk], tmp_path: Path
+) -> None:
+    quantise(target_of("llama").directory, tmp_path / "target", name)
+    overrides = (
+        *TINY_SETTINGS,
+        f"run_dir={tmp_path}/run",
+        f"target.path={tmp_path}/target",
+        f"prompts.paths=[{write_text_files(tmp_path / 'files', num_files=80)}]",
+        "head=eagle3",
+        "head.capture_layers=[0,2]",
+        "hidden_states.backend=vllm",
+        "acceptance.num_prompts=12",
+        "acceptance.max_new_tokens=32",
+        f"serving.python={vllm_python}",
+    )
+    for module in ("data_prep.prompts", "data_prep.hidden_states", "mtptrain.train", "mtptrain.export"):
+        result = run_program(module, *overrides)
+        assert result.returncode == 0, result.stderr[-3000:]
+    result = run_program("eval.serving_check", *overrides)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "run/serving_check/report.json").read_text())
+    assert report["is_equal"] and report["ours"]["accepted_at"][0] > 0
