@@ -14,7 +14,13 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
         "int-quantized",
         {
             "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
         },
     ),
     "int4": (  # weights only, the format of AWQ and GPTQ models

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
-from mtptrain.convert.draft_model import start_from_target_model, initial_weights
+from mtptrain.convert.draft_model import initial_weights, start_from_target_model
 from mtptrain.convert.published_heads import PublishedHead, effective_settings, read_published
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig

@@ -202,6 +202,9 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     model, loading = loaded
     # transformers initialises missing tensors at random and only logs a warning.
     _refuse_missing(target_dir, loading["missing_keys"])
+    if hasattr(model, "ct_decompress_hook"):
+        # compressed-tensors restores the weights when the whole model is first called, but `Target` calls its parts.
+        model.hf_quantizer.compressor.decompress_model(model)
     return Target(model)
 
 
