@@ -2,8 +2,8 @@
 
 Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `eval.acceptance`. Writes
 `report.json` to `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal, or the
-program ends with status 1. With `acceptance.dtype=bfloat16` the two sides round differently, so only the acceptance
-lengths must agree, within 2 %.
+program ends with status 1. With `acceptance.dtype=bfloat16`, or a quantised target, the two sides round differently, so
+only the acceptance lengths must agree, within 2 %.
 
     python -m eval.serving_check recipe=quickstart serving.engine=vllm
     python -m eval.serving_check recipe=quickstart serving.url=http://localhost:8000
@@ -42,8 +42,8 @@ from mtptrain.utils.files import write_json
 from .report_page import write_run_page
 
 InputIds = dict[str, list[int]]
-BFLOAT16_TOLERANCE = 0.02
-"""Largest allowed relative difference of acceptance lengths in bf16."""
+ROUNDING_TOLERANCE = 0.02
+"""Largest allowed relative difference of acceptance lengths in bf16 or with a quantised target."""
 CACHED_SEQUENCES = 64
 """Number of sequences that fit into the KV cache of an engine on a CPU. vLLM's default takes nearly all memory."""
 
@@ -75,10 +75,9 @@ def main(cfg: DictConfig) -> None:
     write_run_page(config)
     if not comparison.is_equal:
         print(what_differs(list(prompts), comparison, divergence), file=sys.stderr)
-        is_near = (
-            abs(comparison.counts.acceptance_length / comparison.acceptance.acceptance_length - 1) <= BFLOAT16_TOLERANCE
-        )
-        sys.exit(0 if settings.dtype == Dtype.bfloat16 and is_near else 1)
+        is_quantised = getattr(read_target_config(target_dir), "quantization_config", None) is not None
+        may_round = settings.dtype == Dtype.bfloat16 or is_quantised
+        sys.exit(0 if may_round and comparison.is_near else 1)
 
 
 def spare_tokens(config: PipelineConfig) -> int:
@@ -229,6 +228,11 @@ class Comparison:
     def is_equal(self) -> bool:
         is_plain = all(number == len(self.ours.plain) for number in self.num_plain)
         return is_plain and all(ours == theirs for _, ours, theirs in self.rows)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the acceptance lengths agree up to rounding."""
+        return abs(self.counts.acceptance_length / self.acceptance.acceptance_length - 1) <= ROUNDING_TOLERANCE
 
 
 def explain(

@@ -23,6 +23,8 @@ SLOW = {
     r"tests/serving/test_serving_check\.py::test_(a_tensor_parallel|in_bfloat16|a_running_server|a_server|the_engine_is)",
     r"tests/serving/test_serving_bench\.py::test_(a_running_server|a_server|an_engine|every_engine|the_counts|ctrl_c)",
     r"tests/serving/test_baselines\.py",
+    # Quantised targets: stays tests/mtptrain/target/test_quantised.py, without an engine.
+    r"tests/serving/test_quantised_target\.py",
     # The MTP layer of a checkpoint: stays its files and settings, without an engine.
     r"tests/serving/test_native_mtp\.py",
     # Slurm: stays every script, and addresses of nodes. A cluster of several daemons takes minutes.
