@@ -9,7 +9,8 @@ from tests.conftest import run_program
 
 VARIANTS = (
     "+study.variants={short:['prompts.max_document_tokens=64'],norms:['head.norms=[norm]'],wild:['train.lr=1e30'],"
-    "kept:['head.norms=[norm]','acceptance.num_speculative_tokens=2','acceptance.rebuild_cache=false']}",
+    "kept:['head.norms=[norm]','acceptance.num_speculative_tokens=2','acceptance.rebuild_cache=false',"
+    "'acceptance.baselines=[prompt_lookup]','acceptance.temperatures=[1]']}",
     "study.name=tiny",
     "study.seeds=[1]",
     "study.prompt_tokens=[16,48]",
@@ -44,6 +45,12 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     assert [len(measured[name]["1"]["acceptance_rate_at"]) for name in ("norms", "kept")] == [3, 2]
     report = json.loads(next((directory / "kept" / "seed_1").glob("acceptance_*/report.json")).read_text())
     assert report["rebuild_cache"] is False
+    # Other drafters and temperatures are measured where a variant asks for them.
+    assert set(measured["norms"]["1"]["tokens_per_s_of"]) == {"head"}
+    drafters = ("head", "prompt_lookup", "temperature_1", "temperature_1_sampled_drafts")
+    assert tuple(measured["kept"]["1"]["tokens_per_s_of"]) == drafters
+    assert measured["kept"]["1"]["length_of"]["head"] == report["acceptance_length"]
+    assert "kept, prompt lookup" in shown and "by drafter" in shown
     manifest = json.loads((directory / "short" / "seed_1" / "prompts" / "manifest.json").read_text())
     assert manifest["max_document_tokens"] == 64
     # A shorter prompt is the end of the longer one from the same document.
@@ -82,7 +89,7 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
             (),
             "study: must have variants, seeds and prompt_tokens, but has 0, 3 and 0 of them; choose one of "
             "recipes/study "
-            "(cache_rebuild, depths, feature_loss, heads, long_context, norms)",
+            "(cache_rebuild, depths, drafters, feature_loss, heads, long_context, norms)",
         ),
         (
             ("study=norms", "study.prompt_tokens=[2040]"),

@@ -11,7 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mtptrain.convert.draft_model import copy_first_layers, initial_weights, load_draft_model
+from mtptrain.convert.draft_model import (
+    copy_first_layers,
+    initial_weights,
+    load_draft_model,
+    start_from_target_model,
+)
 from mtptrain.convert.warm_start import load_init
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.prompts import check_head_context
@@ -20,6 +25,7 @@ from mtptrain.decoding.speculate import speculate
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head, save_head
 from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.model import load_target
 from tests.conftest import FAMILIES, make_config, make_target, run_program
 
@@ -118,10 +124,43 @@ def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in head.state_dict().items())
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_narrower_model_starts_with_the_main_components_of_the_targets_embeddings(tmp_path: Path, tied: bool) -> None:
+    target = make_target(tmp_path, tie_word_embeddings=False)
+    tensors = load_file(target / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # 16 directions span all rows
+        vocab_size, width = tensors[name].shape
+        tensors[name] = torch.randn(vocab_size, 16) @ torch.randn(16, width)
+    tensors["model.norm.weight"] = torch.rand(width) + 0.5
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
+    head = build_head(Config(**sizes, tie_word_embeddings=tied), read_target_config(target))
+    assert isinstance(head, DraftModelHead)
+    layer = head.model.layers[0].mlp.up_proj.weight.clone()
+    start_from_target_model(head, target)
+    output = tensors["lm_head.weight"] * tensors["model.norm.weight"]
+    expected = {"embed_tokens": output if tied else tensors["model.embed_tokens.weight"], "lm_head": output}
+    found = {"embed_tokens": head.model.embed_tokens.weight, "lm_head": head.output_weight(load_frozen_parts(target))}
+    for name, table in expected.items():
+        centred = table - table.mean(0)
+        # The angles and relative lengths of all rows are kept: products of rows agree up to one factor.
+        products, wanted = found[name] @ found[name].T, centred @ centred.T
+        torch.testing.assert_close(products / products.norm(), wanted / wanted.norm(), atol=1e-5, rtol=1e-3)
+        assert abs(found[name].std() - head.config.initializer_range) < 1e-4
+    assert torch.equal(head.model.layers[0].mlp.up_proj.weight, layer)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_size": 32}, "head.hidden_size: must be 64, as in the target, with head.start_from_target=true, but "),
+        (
+            {"intermediate_size": 32},
+            "head.intermediate_size: must be 96, as in the target, with head.start_from_target",
+        ),
+        (
+            {"hidden_size": 128},
+            "head.hidden_size: must be 64, as in the target, with head.start_from_target=true, but ",
+        ),
         ({"num_hidden_layers": 4}, "head.num_hidden_layers: must be at most 2, as in the target, with"),
         ({"tie_word_embeddings": False}, "head.tie_word_embeddings: must be True, as in the target"),
     ],
