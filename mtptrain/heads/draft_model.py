@@ -59,7 +59,8 @@ class DraftModelHead(Head):
         """Whether the output layer is the embedding table."""
         start_from_target: bool = False
         """Start from a copy of the target's embeddings, first layers, final norm and lm_head. All sizes except the
-        number of layers must be the target's."""
+        number of layers must be the target's. A narrower model starts with the principal components of the target's
+        embeddings and lm_head, and with random layers."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
