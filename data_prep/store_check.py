@@ -1,6 +1,6 @@
-"""Checks every byte of a finished store of hidden states. The shards are divided among the ranks.
+"""Checks every byte in the shards of a finished store of hidden states. The ranks share the shards.
 
-python -m data_prep.hidden_states recipe=quickstart verify=true
+torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart verify=true
 """
 
 import time

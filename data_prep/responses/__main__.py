@@ -1,10 +1,10 @@
 """Optional, before stage 1: regenerate the assistant turns of conversations with the target itself.
 
-Reads the conversations of `prompts.paths`; writes `run_dir/responses/` (see data_prep/responses/store.py), which
-data_prep.prompts reads instead of those paths with `prompts.source=responses`. The target runs in this process with
-transformers, or on a server at `responses.url`. An interrupted run continues where it stopped. If conversations fail,
-the others are kept and the exit code is 1, so that a script stops before the next stage. The next run retries the
-failed ones.
+Reads the conversations of `prompts.paths`; writes `run_dir/responses/` (see data_prep/responses/store.py). With
+`prompts.source=responses`, data_prep.prompts uses these instead of the original conversations. The target runs in this
+process with transformers, or on a server at `responses.url`. An interrupted run continues where it stopped. If
+conversations fail, the others are kept and the exit code is 1, so that a script stops before the next stage. The next
+run retries the failed ones.
 
     torchrun --nproc-per-node 8 -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl]
     python -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl] responses.url=URL
@@ -44,7 +44,8 @@ from .survey import Survey, survey_conversations
 from .target import regenerate_with_target
 
 MIN_FAILURES_TO_STOP = 16
-"""The run stops after this many consecutive failures, or after twice `responses.concurrency` if that is more."""
+"""With a server, the run stops after this many consecutive failures, or after twice `responses.concurrency` if that is
+more."""
 # The last bits of results depend on the number of threads, which torchrun and plain python set differently.
 CPU_THREADS = 1
 _QUESTION = [{"role": "user", "content": "What is two and two?"}]
@@ -230,6 +231,7 @@ def fill(
             else:
                 target = load_on_rank(job.target_dir, settings, ranks)
                 is_missing = set(missing)
+                # A response may depend on its batch, so a batch that lacks a conversation is generated as a whole.
                 batches = [rows for rows in job.survey.batches(settings.batch_size) if not is_missing.isdisjoint(rows)]
                 rank_batches = ([job.dialogue(row) for row in rows] for rows in batches[ranks.rank :: ranks.world_size])
                 for conversation in regenerate_with_target(target, rank_batches, job.sampling):

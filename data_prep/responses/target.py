@@ -45,7 +45,7 @@ def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> l
 
 
 def _response(token_ids: list[int], stop_token_ids: Sequence[int]) -> Response:
-    """Returns the response without the padding after its end-of-sequence token."""
+    """Returns a response, separated from its end-of-sequence token and without the padding after that."""
     end = next((index for index, token in enumerate(token_ids) if token in stop_token_ids), None)
     if end is None:
         return Response(len(token_ids), True, token_ids)
