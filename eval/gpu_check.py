@@ -1,5 +1,5 @@
 """Checks what CPU tests cannot show: that every stage runs on GPUs, that its results are correct within bf16
-rounding, and how fast it is. Takes a few minutes and downloads nothing.
+rounding, and how fast extraction and training are. Takes a few minutes and downloads nothing.
 
 It runs the programs of the pipeline as users do, on a small amount of text, in `run_dir/gpu_check/`. It compares
 attention, loss and decoding with their definitions, and kills and resumes a training run. Then it runs the benchmarks
@@ -98,7 +98,7 @@ def run_all(
         print(f"{row.outcome:8}{name}: {row.shown}", flush=True)
         rows.append(row)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # the programs that run next need the memory
+            torch.cuda.empty_cache()  # the next checks start programs of their own, which need the memory
     return rows
 
 

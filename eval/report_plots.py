@@ -93,7 +93,7 @@ def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
 
 
 def plot_prompts(axes: Axes, drafters: Drafters) -> bool:
-    """Plots, for each acceptance length, the share of prompts that reach it, as curves, because bars would overlap."""
+    """Plots the share of prompts that reach each acceptance length, as curves, because bars would overlap."""
     for name, each in drafters.items():
         if lengths := sorted(each["acceptance_length_of_prompts"], reverse=True):
             shares = [(i + 1) / len(lengths) for i in range(len(lengths))]
@@ -104,9 +104,9 @@ def plot_prompts(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
-    """Plots the overlap, sum min(target_probs, draft_probs), and, dashed, the share of accepted drafts.
+    """Plots the overlap as solid lines and the share of accepted drafts as dashed lines.
 
-    The overlap is the acceptance probability of a sampled draft.
+    The overlap, sum min(target_probs, draft_probs), is the probability that a sampled draft is accepted.
     """
     shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
     for name, quality in shown.items():
@@ -129,9 +129,9 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
-    """Plots acceptance against confidence.
+    """Plots the share of accepted drafts against the head's probability of its drafts, in bins of that probability.
 
-    In greedy decoding, acceptance tends to exceed confidence, because the target always takes its likeliest token.
+    In greedy decoding, the share tends to exceed the probability, because the target always takes its likeliest token.
     """
     shown = {
         name: each["quality"]
@@ -176,7 +176,7 @@ def plot_costs(axes: Axes, drafters: Drafters) -> bool:
 
 
 def plot_serving(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a plot of output tokens/s and time per output token against concurrency, one line per K, as SVG."""
+    """Returns an SVG that plots output tokens/s and time per output token against concurrency, one line per K."""
     figure, buffer = Figure(figsize=(9, 3.8), layout="constrained"), io.StringIO()
     panels = figure.subplots(1, 2)
     values: tuple[Callable[[Mapping[str, Any]], float], ...] = (

@@ -1,9 +1,10 @@
-"""After stage 5: serves the exported head with a real engine, and compares the engine's counters with ours.
+"""After stage 5: serves the exported head with vLLM, and compares vLLM's counters with ours.
 
-Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `eval.acceptance`. Writes
-`report.json` to `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal, or the
-program ends with status 1. With `acceptance.dtype=bfloat16`, or a quantised target, the two sides round differently, so
-only the acceptance lengths must agree, within 2 %.
+Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `eval.acceptance`. With
+`serving.url`, it starts no vLLM and reads no export, but sends the prompts to that server. Writes `report.json` to
+`run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal, or the program ends
+with status 1. With `acceptance.dtype=bfloat16`, or a quantised target, the two sides round differently, so only the
+acceptance lengths must agree, within 2 %.
 
     python -m eval.serving_check recipe=quickstart serving.engine=vllm
     python -m eval.serving_check recipe=quickstart serving.url=http://localhost:8000
@@ -58,7 +59,8 @@ def main(cfg: DictConfig) -> None:
             f"random, but is {settings.temperature:g}; leave it out"
         )
     target_dir = resolve_target(config.target.path, config.target.revision)
-    prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids  # only first turns
+    # The check uses only the first turn of a conversation.
+    prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids
     engine = find_engine(config, target_dir, prompts)
     ours = decode_here(config, target_dir, prompts)
     gc.collect()
@@ -258,8 +260,8 @@ def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Dive
         first = f"The first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}"
     return (
         f"serving check: vLLM {comparison.theirs.version} must have our counters and the answers of plain greedy "
-        f"decoding, but differs in {', '.join(unequal) or 'its answers'}. {first}. A gap below 1e-3 is rounding. "
-        "Otherwise export the head again; a server must be idle, run in float32 and be started with "
+        f"decoding, but differs in {', '.join(unequal) or 'its answers'}. {first}. In float32, a difference of "
+        "logits below 1e-3 is rounding. Otherwise export the head again; a server must be idle and be started with "
         "--no-enable-chunked-prefill"
     )
 

@@ -7,9 +7,10 @@
 - *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM;
 - *reading*: packed training batches from disk, compared with a plain copy of the memory-mapped shards.
 
-All candidates take turns, except vLLM, which needs its own process. Torch uses one thread, torchrun's default for each
-rank. The writer adds two threads, and reading fp8 without decoding adds one that reads ahead. Extraction runs over
-documents of random tokens with log-normal lengths; the stores of *reading* have documents of 2,048 tokens.
+The candidates of each table take turns, except vLLM, which needs its own process. Torch uses one thread, torchrun's
+default for each rank. The writer adds two threads, and reading fp8 without decoding adds one that reads ahead.
+Extraction runs over documents of random tokens with log-normal lengths; the stores of *reading* have documents of 2,048
+tokens.
 
     python -m eval.bench.extraction recipe=quickstart
     python -m eval.bench.extraction recipe=quickstart bench.target=8b bench.documents=256     # on a GPU, random weights
@@ -221,7 +222,7 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
 def bench_vllm(
     config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path
 ) -> ExtractionFigures:
-    """Returns tokens/s of the vLLM backend, excluding startup; empty without vLLM, or with random weights."""
+    """Returns tokens/s of the vLLM backend, excluding startup, or no figure without vLLM or with random weights."""
     if config.bench.target is not None:
         return {}
     try:
@@ -307,7 +308,7 @@ def copy_mapped(store: HiddenStore) -> None:
 
 
 def read_batches(schedule: BatchSchedule) -> None:
-    """Read an epoch as training does, in batches of four documents, packed for three depths."""
+    """Reads an epoch as training does, in batches of four documents, packed for three depths."""
     num_tokens = sum(batch.document_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
     assert num_tokens == schedule.store.manifest.num_tokens, "an epoch must read the whole store"
 
@@ -321,14 +322,17 @@ def print_table(config: PipelineConfig, device: torch.device, figures: Extractio
     bare, plain, copy = (
         figures[key] for key in ("bare_forward_tokens_per_s", "plain_loop_tokens_per_s", "mapped_copy_gb_per_s")
     )
-    writing = Table("", "tokens/s", "of the bare forward", "of the plain loop", title=title)
+    writing = Table("", "tokens/s", "vs. bare forward", "vs. plain loop", title=title)
     for key, value in figures.items():
         if key.endswith("_tokens_per_s"):
             label = key.removesuffix("_tokens_per_s").replace("_", " ")
             writing.add_row(label, f"{value:,.0f}", f"{value / bare:.3f}", f"{value / plain:.2f}")
     writing.caption = f"MFU of the bare forward: {figures['mfu']:.1%} of the measured matmul peak"
     reading = Table(
-        "", "GB/s of bf16", "of the mapped copy", title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one torch thread"
+        "",
+        "GB/s of bf16",
+        "vs. mapped copy",
+        title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one torch thread",
     )
     for key, value in figures.items():
         if key.endswith("_gb_per_s"):

@@ -34,9 +34,9 @@ def write_engine_settings(
     head: HeadConfig,
     target_dir: Path,
 ) -> str:
-    """Write `vllm.json`, `sglang.json` if SGLang serves the head, and `README.md` with the commands that use them.
+    """Write `vllm.json`, `sglang.json` if SGLang can vary K for the head, and `README.md` with the commands for both.
 
-    Files of an earlier run are deleted. Nothing is written if decoding without drafts is fastest at every batch size.
+    Files of an earlier run are deleted first. Nothing is written if decoding without drafts is fastest everywhere.
 
     Args:
         output_dir: directory of the files.
@@ -114,9 +114,9 @@ def sglang_part(
 def table(speeds: Speeds, best: Mapping[int, int]) -> str:
     """Returns a table of tokens/s by concurrency and K, with the fastest K of each row in bold."""
     depths = sorted({depth for by_depth in speeds.values() for depth in by_depth})
-    lines = [f"| in flight |{''.join(f' K = {depth} |' for depth in depths)}", "|---|" + "---|" * len(depths)]
+    lines = [f"| requests in flight |{''.join(f' K = {depth} |' for depth in depths)}", "|---|" + "---|" * len(depths)]
     for size, by_depth in sorted(speeds.items()):
         cells = [f"{by_depth[depth]:,.0f}" for depth in depths]
         marked = [f"**{cell}**" if depth == best[size] else cell for depth, cell in zip(depths, cells, strict=True)]
         lines.append(f"| {size} | {' | '.join(marked)} |")
-    return "Output tokens/s:\n\n" + "\n".join(lines)
+    return "Output tokens/s, the fastest in bold; K = 0 is decoding without drafts:\n\n" + "\n".join(lines)

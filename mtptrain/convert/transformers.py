@@ -19,8 +19,8 @@ MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 class TransformersMtp(Format):
     """Exports `mtp` as a layer after the target's last one, in a directory with the target's weights.
 
-    One layer drafts one token. K copies of the head would draft K tokens, but copy k would attend to keys of depth k
-    for all rows, whereas the head was trained with keys of depth 0.
+    One layer drafts one token. K copies of the head would draft K tokens, but copy k would read keys of depth k
+    for all earlier tokens, whereas the head was trained to read their keys of depth 0.
     """
 
     method = "use_mtp"
@@ -54,7 +54,7 @@ print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, m
 
     def notes(self) -> list[str]:
         return [
-            "For transformers 5.23, one sequence at a time. It always drafts one token per round, so expect the "
-            "acceptance rate of the first position only.",
+            "For transformers 5.23, one sequence at a time. `use_mtp` drafts one token per round with this export, so "
+            "the acceptance length is 1 plus the acceptance rate at position 0.",
             "The target's weights here are hard links to the target's files, or copies where links are not possible.",
         ]

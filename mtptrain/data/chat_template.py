@@ -82,7 +82,7 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
     """Limits the CPU time of rendering, and converts every error of a template to jinja2's TemplateError.
 
     The limit applies only in the main thread, because other threads get no signals. Every program first renders a
-    conversation in the main thread.
+    conversation in the main thread, so a template that never ends for any conversation is found there.
 
     Raises:
         TemplateError: the template rejects the messages, or fails.

@@ -36,7 +36,7 @@ class DraftVocabManifest:
     draft_vocab_sha256: str
     """Hash of draft_vocab.safetensors."""
     distinct_tokens: int
-    """Number of distinct tokens of the training split that a draft can predict."""
+    """Number of different tokens that drafts have to predict in the training split."""
     filled_up_tokens: int
     """Number of chosen tokens that no draft has to predict in the training split: special tokens, and the lowest ids
     if too few others occur."""

@@ -78,8 +78,11 @@ class StoreIdentity:
     prompts_sha256: str
     """Hash of train.safetensors from data_prep.prompts."""
     hidden_states: str = "before_final_norm"
+    """Where in the target the last hidden states were taken."""
     dtype: str = "bfloat16"
+    """Dtype of the stored states."""
     backend: str = "transformers"
+    """Program that ran the target: transformers or vllm."""
 
     @staticmethod
     def of(
@@ -144,7 +147,7 @@ def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens:
 def refuse_different_facts(
     path: Path, expected: Mapping[str, object], found: Mapping[str, object], remedy: str, note: str = ""
 ) -> None:
-    """Raise ValueError if facts in `path` differ. The message names all of them, followed by `note` and `remedy`."""
+    """Raise ValueError if facts in `path` differ. The message lists every difference, then `note` and `remedy`."""
     names = dict.fromkeys([*expected, *found])
     differences = [
         f"{name} must be {expected.get(name)}, but is {found.get(name)}"

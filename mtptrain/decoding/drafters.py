@@ -1,4 +1,4 @@
-"""Drafters for `speculate`: a head, prompt lookup, and prompt lookup combined with a head."""
+"""Drafters for `speculate`: a head, which drafts a chain or a tree, prompt lookup, both combined, and none."""
 
 from dataclasses import dataclass, replace
 
@@ -66,7 +66,10 @@ class HeadDrafter:
         return self.later_depths(self.first_depth(verified), sampler)
 
     def first_depth(self, verified: Verified) -> FirstDepth:
-        """Run depth 0 over the rows that the target has just read, which rebuilds the head's keys of these rows."""
+        """Run depth 0 over the rows that the target has just read, which rebuilds the head's keys of these rows.
+
+        Without `rebuild_cache`, run it only over the rows that have no keys from drafting, and over the last one.
+        """
         position = verified.num_tokens - 2  # [B]
         if not self.rebuild_cache:
             if self._drafted_to is not None:
@@ -77,7 +80,7 @@ class HeadDrafter:
         return FirstDepth(self.head.logits(first.states, self.parts), first.fed_back, position)
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
-        """Run the remaining depths, each on the previous depth's token and state, and return the draft."""
+        """Run the depths that `first` lacks, each on the previous depth's token and state, and return the draft."""
         is_sampled = self.sample_drafts and not sampler.is_greedy
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
@@ -173,7 +176,10 @@ class TreeDrafter(HeadDrafter):
         return scores - 1e-9, self.head.target_tokens(tokens)
 
     def _best(self, scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Draft:
-        """Returns the likeliest of the candidates [B, C] as a tree. A chosen token's ancestors all rank before it."""
+        """Returns the P = `num_nodes` likeliest of the candidates [B, C] as a tree.
+
+        All ancestors of a chosen candidate are chosen too, because they rank before it.
+        """
         chosen = scores.topk(self.num_nodes).indices.sort(1).values  # [B, P]
         index_in_tree = torch.full_like(tokens, -1).scatter_(
             1, chosen, torch.arange(self.num_nodes, device=tokens.device).expand_as(chosen)
@@ -243,8 +249,10 @@ class PromptLookupDrafter:
 
 
 class HybridDrafter:
-    """Drafts by prompt lookup if the newest `min_match` tokens occurred earlier, before at least K tokens, or else with
-    the head."""
+    """Drafts by prompt lookup if the newest `min_match` tokens also occur earlier, followed by at least K tokens.
+
+    Otherwise the head drafts.
+    """
 
     def __init__(self, head: HeadDrafter, min_match: int) -> None:
         self.head = head

@@ -40,7 +40,8 @@ class Prompts:
 
     input_ids: dict[str, list[int]]
     sources: dict[str, str] = field(default_factory=dict)
-    """File or question that a prompt was cut from. A prompt without an entry is its own source."""
+    """The file of a prompt, or the group of conversations with the same question. A prompt without an entry is its own
+    source."""
     categories: dict[str, str] = field(default_factory=dict)
     turns: dict[str, list[str]] = field(default_factory=dict)
     """All user turns, for conversations whose answers the target generates."""
@@ -145,14 +146,14 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
 
 
 def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
-    """Returns the held-out documents to cut prompts from.
+    """Returns the documents of a part of the held-out data, to cut prompts from.
 
     For plain texts, these are all windows. For each group of conversations with the same question, this is one document
     that holds the first answer, so that all questions have equal weight and no prompt begins in the middle of a turn.
 
     Raises:
         FileNotFoundError: stage 1 has not run.
-        ValueError: no conversation has its first answer in its first window.
+        ValueError: `part` would be empty, or no conversation has its first answer in its first window.
     """
     documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
     every_entry = DocumentEntry.read_all(prompts_dir)
@@ -184,7 +185,7 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
         raise ValueError(
             "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by "
             f"and one to report on, but holds out {len(groups)}; raise it and run data_prep.prompts and "
-            "data_prep.hidden_states again, or set train.validation_prompts=0"
+            "data_prep.hidden_states again; or train with train.validation_prompts=0 and run no eval.choose_head"
         )
     return wanted
 
@@ -194,7 +195,9 @@ def _choosing_hash(group: str) -> float:
 
 
 def first_answers(documents: Documents, entries: list[DocumentEntry], indices: list[int]) -> list[int]:
-    """Returns, for each group of conversations with the same question, the index of a document with a first answer.
+    """Returns the indices of the documents whose prompts end before a first answer, one for each question.
+
+    Of the conversations with the same question, this takes the one with the fewest tokens before its first answer.
 
     Args:
         indices: indices of the documents to choose from.
@@ -220,10 +223,10 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], indices: l
 def held_out_prompts(
     documents: Documents, num_prompts: int, prompt_tokens: int, max_new_tokens: int, context_tokens: int
 ) -> dict[str, list[int]]:
-    """Returns prompts from held-out documents by document id, ordered by the hash of the id.
+    """Returns at most `num_prompts` prompts from held-out documents, by document id, ordered by the hash of the id.
 
-    A conversation is cut before its first answer, a document without turns after `prompt_tokens` tokens. Documents that
-    are too short are skipped, as are those whose prompt and answer would exceed the context.
+    A conversation is cut before its first answer, and a document without turns after `prompt_tokens` tokens. Documents
+    that are too short are skipped, as are those whose prompt and answer would exceed the context.
 
     Raises:
         ValueError: no document yields a prompt.
@@ -238,9 +241,10 @@ def held_out_prompts(
             break
     if not prompts:
         raise ValueError(
-            f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens that fits a "
-            f"context of {context_tokens} with {max_new_tokens} new ones, but none of {len(documents)} does; lower it, "
-            "acceptance.max_new_tokens or train.validation_new_tokens, or raise prompts.validation_fraction"
+            f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens, or of those "
+            f"before a conversation's first answer, that fits a context of {context_tokens} with {max_new_tokens} new "
+            f"ones, but none of {len(documents)} does; lower it, acceptance.max_new_tokens or "
+            "train.validation_new_tokens, or raise prompts.validation_fraction"
         )
     return prompts
 
@@ -287,7 +291,7 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
 
 
 def _first_turn(row: Mapping[str, Any]) -> str | None:
-    """Returns the first user turn; None if the row has no turns."""
+    """Returns the first user turn of a row with `turns` or `messages`; None if there is no such turn."""
     if "turns" in row:
         return str(row["turns"][0])
     messages = row.get("messages", [])
@@ -302,8 +306,8 @@ def _prompt_of(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> t
     if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
         keys = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(
-            f"{where}: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has {keys}; "
-            "correct it"
+            f"{where}: a line must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has "
+            f"{keys}; correct it"
         )
     if kinds[0] == "input_ids":
         if not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):

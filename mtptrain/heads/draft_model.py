@@ -2,8 +2,8 @@
 
 It reads tokens, each at its own position, and never the target's states. The row of token t + 1 predicts token t + 2,
 so it is depth 0 of draft position t. In serving, as in training, the model's keys depend only on the tokens, so depth k
-of draft position t computes the same as depth 0 of position t + k: training one depth trains them all. Fast Inference
-from Transformers via Speculative Decoding (arXiv 2211.17192).
+of draft position t computes the same as depth 0 of position t + k: training one depth trains them all. Source: Fast
+Inference from Transformers via Speculative Decoding (arXiv 2211.17192).
 """
 
 from collections.abc import Callable
@@ -47,7 +47,8 @@ class DraftModelHead(Head):
 
         name: str = "draft_model"
         ttt_steps: int = at_least(1, default=1)
-        """Number of depths in the loss. All depths compute the same rows, so 1 suffices for any number of drafts."""
+        """Number of depths in the loss. Depth 0 of later tokens computes the same as all other depths, so 1 suffices for
+        any number of drafts."""
         hidden_size: int | None = None
         """null takes the target's size, here and for the sizes below unless noted."""
         num_hidden_layers: int | None = None
@@ -56,7 +57,7 @@ class DraftModelHead(Head):
         num_key_value_heads: int | None = None
         intermediate_size: int | None = None
         tie_word_embeddings: bool | None = None
-        """Whether the output layer is the embedding table."""
+        """Whether the output layer is the embedding table; null takes the target's setting."""
         start_from_target: bool = False
         """Start from a copy of the target's embeddings, first layers, final norm and lm_head. All sizes except the
         number of layers must be the target's. A narrower model starts with the principal components of the target's
@@ -77,7 +78,7 @@ class DraftModelHead(Head):
 
     @classmethod
     def check_trainable(cls, config: Config, target_config: PreTrainedConfig) -> None:
-        """Refuse language models whose attention differs from `depth_attention`, or whose logits are capped."""
+        """Refuse families that are not in `TRAINED_MODEL_TYPES`, and models with a sliding window."""
         found = model_config(config, target_config)
         window, family = sliding_window(found), found.model_type
         if family not in TRAINED_MODEL_TYPES or window is not None:
@@ -266,8 +267,9 @@ def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> P
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if sizes["hidden_size"] % (2 * heads) or heads % kv_heads:
         raise ValueError(
-            "head.num_attention_heads: must divide head.hidden_size into even head dims and be a multiple of "
-            f"head.num_key_value_heads, but they are {heads}, {sizes['hidden_size']} and {kv_heads}; change one of them"
+            "head.num_attention_heads: must divide head.hidden_size into head dims that are even numbers, and "
+            f"be a multiple of head.num_key_value_heads, but the three are {heads}, {sizes['hidden_size']} and "
+            f"{kv_heads}; change one of them"
         )
     has_target_heads = (sizes["hidden_size"], heads) == (target.hidden_size, target.num_attention_heads)
     head_dim = getattr(target, "head_dim", None) if has_target_heads else None

@@ -1,4 +1,4 @@
-"""Computes a head's attention during decoding, over cached keys and values."""
+"""Computes the attention of a head with one decoder layer during decoding, over cached keys and values."""
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,8 @@ def cached_attention(
     Args:
         query: rotated queries [B, S, heads, head_dim].
         key: rotated keys [B, S, kv heads, head_dim].
-        value: [B, S, kv heads, head_dim].
-        positions: i64[B, S].
+        value: values [B, S, kv heads, head_dim].
+        positions: position of each token i64[B, S].
         cache: the head's cache.
         tree: the slots and mask of the S tokens, if they belong to a tree.
 

@@ -39,7 +39,7 @@ def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Pa
     assert 5 < figures["bytes_per_token_beyond_states"] < 6
     for word in (
         "plain loop",
-        "of the bare forward",
+        "vs. bare forward",
         "batches fp8",
         "vLLM is left out: serving.python: must be a Python with vLLM",
     ):

@@ -195,7 +195,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
         ('{"id": 1, "text": "a"}\n{oops', r":2: must be JSON, but is not \("),
         (
             '{"id": 1}',
-            r":1: a line must have `id` and one of `input_ids`, `text`, `messages`, `turns`, but has \['id'\]",
+            r":1: a line must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has \['id'\]",
         ),
         ('{"text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
         (
