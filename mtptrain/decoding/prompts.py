@@ -241,8 +241,8 @@ def held_out_prompts(
             break
     if not prompts:
         raise ValueError(
-            f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens, or of those "
-            f"before a conversation's first answer, that fits a context of {context_tokens} with {max_new_tokens} new "
+            f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens (a "
+            f"conversation: up to its first answer) that fits a context of {context_tokens} with {max_new_tokens} new "
             f"ones, but none of {len(documents)} does; lower it, acceptance.max_new_tokens or "
             "train.validation_new_tokens, or raise prompts.validation_fraction"
         )

@@ -47,8 +47,8 @@ class DraftModelHead(Head):
 
         name: str = "draft_model"
         ttt_steps: int = at_least(1, default=1)
-        """Number of depths in the loss. Depth 0 of later tokens computes the same as all other depths, so 1 suffices for
-        any number of drafts."""
+        """Number of depths in the loss. Later depths compute the same as depth 0 of later tokens, so 1 suffices for any
+        number of drafts."""
         hidden_size: int | None = None
         """null takes the target's size, here and for the sizes below unless noted."""
         num_hidden_layers: int | None = None

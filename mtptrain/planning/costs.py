@@ -91,7 +91,7 @@ class StepCosts:
     """The costs of forward, loss and backward over one packed micro-batch."""
 
     flops: int
-    """FLOPs of matmuls and attention; `Head.step_flops` computes them by formula."""
+    """FLOPs of matmuls and attention, as counted; `Head.step_flops` is the formula for them."""
     attention_flops: int
     """FLOPs of attention to the depth-0 keys."""
     elementwise_bytes: int
@@ -116,7 +116,7 @@ class MicroBatch:
 
 
 def step_costs(micro_batch: MicroBatch, is_compiled: bool = False) -> StepCosts:
-    """Returns the costs of a training step, which runs on tensors without data. bf16 takes the code path of GPUs.
+    """Runs a training step on tensors without data, and returns its costs. In bf16, it runs the same code as on a GPU.
 
     Args:
         micro_batch: the documents and settings of the step.
@@ -172,7 +172,10 @@ def _step(
 
 
 def _packing(lengths: Sequence[int], rows: Sequence[int], drafts_per_document: int | None) -> Packing:
-    """Returns a packing that drafts from the `rows` tokens before each document's last, or some at equal distances."""
+    """Returns a packing whose draft positions are the `rows` tokens before the last one of each document.
+
+    With `drafts_per_document`, at most that many of them, at equal distances, are draft positions.
+    """
     if drafts_per_document is None:
         spans = [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))]
         return Packing.of(lengths, spans)

@@ -36,14 +36,16 @@ TARGETS = {
 HEAD_SETTINGS: dict[str, dict[str, int]] = {"mtp": {}, "eagle3": {"draft_vocab_size": 32_000}}
 TEXT = f"""# Roofline of the training step
 
-Forward, loss and backward of one micro-batch on one H100 at its peaks,
-{FLOPS_PER_S / 1e12:.0f} TFLOP/s in bf16 and {BYTES_PER_S / 1e12:.2f} TB/s: one document of {TOKENS:,} tokens, all
-supervised, T = {DEPTHS}, `train.loss_chunk_rows={{chunk_rows}}`. No GPU is used: operators are counted on tensors
-without data. `eager` counts the tensors that every operator reads and writes. `compiled`
+The table has the seconds that forward, loss and backward of one micro-batch would take on one H100
+at its peaks, {FLOPS_PER_S / 1e12:.0f} TFLOP/s in bf16 and {BYTES_PER_S / 1e12:.2f} TB/s,
+if matmuls, elementwise operators and attention ran one after the other. A real GPU reaches only a
+share of these rates. The micro-batch is one document of {TOKENS:,} tokens, all supervised, with T = {DEPTHS}
+and `train.loss_chunk_rows={{chunk_rows}}`. No GPU is used: operators are counted on tensors without
+data. `eager` counts the tensors that every elementwise operator reads and writes. `compiled`
 (`train.compile=true`) counts the arguments and results of each fused function once, which is the
-least that fused kernels can move. A real GPU reaches only a share of these rates.
+least that fused kernels can move.
 
-| target | head | elementwise | matmul s | elementwise s | attention s | tokens/s at most | elementwise traffic |
+| target | head | mode | matmul s | elementwise s | attention s | tokens/s at most | elementwise traffic |
 |---|---|---|---|---|---|---|---|
 {{rows}}
 

@@ -1,4 +1,4 @@
-"""Estimates a stage's time from given tokens/s, or otherwise from its costs per token and the hardware's rates."""
+"""Estimates a stage's time from given tokens/s, or from its costs per token and the hardware's rates."""
 
 from dataclasses import dataclass
 
@@ -80,7 +80,8 @@ def estimate(
 def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Speed:
     """Returns the estimate for the slowest resource.
 
-    Matrix products and memory traffic alternate on a GPU, so their times add up. Everything else overlaps with them.
+    Matrix products and memory traffic alternate on a GPU, so their times add up and count as one resource. Everything
+    else overlaps with them.
     """
     *_, (products, product_rate) = [item for item in rates.items() if item[0].startswith("matrix products")]
     memory_rate = rates.get("memory traffic", float("inf"))

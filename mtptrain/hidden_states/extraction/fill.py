@@ -23,8 +23,9 @@ class Streams(Protocol):
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         """Yields an iterator for each shard in order.
 
-        A shard's iterator yields the index of each prompt in the shard and its states [n, L, H], in any order. The
-        caller must exhaust one iterator before it requests the next.
+        A shard's iterator yields the index of each prompt in the shard and its states [n, L + 1, H], in any order: the
+        captured layers, then the state before the final norm. The caller must exhaust one iterator before it requests
+        the next.
         """
 
 
@@ -50,7 +51,7 @@ def fill_shards(
     """Write shards. Each document is written while later ones are computed.
 
     Args:
-        streams: the backend, which returns the captured layers followed by the state before the final norm.
+        streams: the backend.
         documents: all prompts.
         shards: the documents of each shard to write, by the shard's index.
         store_dir: a store that `begin_store` has prepared.

@@ -32,7 +32,8 @@ LOG = "vllm.log"
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that an engine gets to exit before it is killed.
 
-Only an engine that is still importing vLLM takes this long. It has no workers yet, so killing it leaves none running.
+Only an engine that is still importing vLLM takes this long. Such an engine has started no worker processes, so killing
+it leaves none running.
 """
 FULL_BYTES = 2**16
 """A disk with fewer free bytes counts as full."""
@@ -119,7 +120,8 @@ class VllmStreams:
 
         Raises:
             FileNotFoundError: the Python interpreter does not exist.
-            ValueError: that Python has no vLLM, vLLM cannot extract from this target, or there are too few GPUs.
+            ValueError: that Python has no vLLM, vLLM cannot extract from this target, or CUDA_VISIBLE_DEVICES
+                lists too few GPUs.
         """
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)
@@ -166,12 +168,13 @@ class VllmStreams:
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         """Yields an iterator for each shard in order.
 
-        A shard's iterator yields the index of each prompt in the shard and its states [n, L, H] on the CPU.
+        A shard's iterator yields the index of each prompt in the shard and its states [n, layers, H] on the CPU.
 
         The caller must exhaust one iterator before it requests the next. The engine works one shard ahead, so files of
         at most two shards exist.
 
         Raises:
+            OSError: the disk is full.
             RuntimeError: the engine failed, or its states do not match the prompt.
         """
         running: _Window | None = None
@@ -241,7 +244,7 @@ class _Window:
         ]
 
     def check(self, index: int, states: torch.Tensor, token_ids: torch.Tensor, num_streams: int) -> None:
-        """Check that states [n, L, H] belong to the tokens of a prompt.
+        """Check that states [n, layers, H] belong to the tokens of a prompt.
 
         Raises:
             RuntimeError: they belong to other tokens, or have another shape.
@@ -264,7 +267,7 @@ def engine_environment(environment: Mapping[str, str], local_rank: int, tensor_p
     """Returns the environment of a rank's engine, with its GPUs and one thread, and without torchrun's variables.
 
     Raises:
-        ValueError: there are too few GPUs.
+        ValueError: CUDA_VISIBLE_DEVICES lists too few GPUs.
     """
     kept = {name: value for name, value in environment.items() if not _is_torchrun_variable(name)}
     devices = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), local_rank, tensor_parallel_size)
@@ -284,7 +287,7 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
         tensor_parallel_size: number of GPUs per engine.
 
     Raises:
-        ValueError: there are too few visible GPUs for the ranks up to this one.
+        ValueError: `visible` lists too few GPUs for the ranks up to this one.
     """
     end = (local_rank + 1) * tensor_parallel_size
     names = [str(index) for index in range(end)] if visible is None else visible.split(",")

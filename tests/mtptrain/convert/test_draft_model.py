@@ -284,7 +284,7 @@ def test_a_model_that_is_nowhere_is_refused_by_name(tiny_target: Path) -> None:
     [
         ({"hidden_size": 0}, "head.hidden_size: must be a number of at least 1, but is 0"),
         ({"num_attention_heads": 5}, "head.num_attention_heads: must divide head.hidden_size into head dims that"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "they are 4, 64 and 3; change one of them"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "the three are 4, 64 and 3; change one of them"),
     ],
 )
 def test_sizes_that_no_model_has_are_refused(settings: dict[str, Any], message: str, tiny_target: Path) -> None:
