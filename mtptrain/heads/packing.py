@@ -155,7 +155,9 @@ class Packing:
         is_seen: NDArray[np.bool_],
         kernels: Sequence[tuple[Sequence[tuple[range, range]], bool]],
     ) -> "Packing":
-        """Order the keys: draft positions, prompt tokens that some row sees, prompt tokens that no row sees.
+        """Returns a packing whose keys are in this order: draft positions, prompt tokens that a row sees, other tokens.
+
+        A row is a draft position.
 
         Args:
             lengths: number of tokens in each document.

@@ -14,13 +14,13 @@ class PlannerConfig:
     gpu_tflops: float = at_least(0.0, default=0.0)
     """Dense bf16 peak of one GPU; 0 measures the peak of this machine's GPU or CPU."""
     gpu_memory_gb_per_s: float = at_least(0.0, default=0.0)
-    """Memory bandwidth of one GPU. With 0, estimates ignore memory traffic, PCIe and the CPU."""
+    """Memory bandwidth of one GPU. With 0, estimates ignore memory traffic, PCIe and the CPU that writes states."""
     hidden_states_peak_share: float = share(default=0.4, hint="1 is the whole peak")
     """Share of the peak that extraction's matrix products reach; used if `hidden_states_tokens_per_s` is 0."""
     train_peak_share: float = share(default=0.65, hint="1 is the whole peak")
     """Share of the peak that training's matrix products reach; used if `train_tokens_per_s` is 0."""
     disk_gb_per_s: float = at_least(0.0, default=0.0)
-    """Disk bandwidth for reading or writing states, which limits both estimates; 0 ignores this limit."""
+    """Disk bandwidth, which limits both extraction (writing states) and training (reading them); 0 ignores this limit."""
     hidden_states_tokens_per_s: float = at_least(0.0, default=0.0)
     """Measured extraction speed of all GPUs together; 0 estimates it from the rates above and from each token's FLOPs,
     memory traffic, PCIe bytes, disk bytes and writing time."""

@@ -30,6 +30,7 @@ STATE_FILE = "state_file"
 TORN = "torn_"
 """Prefix added to the folder name of a torn checkpoint."""
 RUN = ("run.rng", "run.step", "run.best_acceptance_length")
+"""Names of the tensors in the state that belong to the run as a whole, not to a weight."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ def _newest_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
 def find_fault(folder: Path) -> str | None:
     """Returns what is wrong with the files of a checkpoint, or None if nothing is. Reads every byte.
 
-    Older versions wrote no hash to the marker. For their checkpoints, only the length of the state file is compared
-    with its header.
+    Older versions wrote no hash to the marker. In their checkpoints, only the header of the state file
+    is checked, and whether the file has the length that the header requires.
     """
     path = folder / STATE
     try:
@@ -178,7 +179,7 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
         if held != wanted:
             raise RuntimeError(
                 f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; "
-                "remove the folder to resume from an older checkpoint"
+                "remove the folder to resume from an older checkpoint, or from step 0 if there is none"
             )
         rng, step, best = (file.get_tensor(name) for name in RUN)
         torch.set_rng_state(rng)

@@ -95,7 +95,7 @@ class Trainer:
             with self.clock.phase("optimizer"):
                 self.engine.step()
             sums += torch.stack([losses.losses, losses.kl, losses.top1_accuracy, losses.overlap])
-        # 3. Leave the check to `check_finite`: reading a value here would wait for the device.
+        # 3. Keep what `check_finite` checks later: reading a value here would wait for the device.
         self._unchecked.append((_document_ids(batches), sums.sum() + self.clipper.norm))
         # 4. Sum the metrics over ranks.
         total_losses, kl, top1_accuracy, overlap = self.ranks.sum(sums)
@@ -133,7 +133,7 @@ class Trainer:
         """Check the loss of the last batches with the updated weights, before the weights are saved.
 
         Raises:
-            RuntimeError: the loss is not finite.
+            RuntimeError: the loss, or a loss or gradient norm since the last check, is not finite.
         """
         self.check_finite(step)
         ones = torch.ones(len(batches[0].num_drafts), device=self.ranks.device)

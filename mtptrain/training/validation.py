@@ -35,7 +35,7 @@ class Validated:
 
     acceptance: Acceptance
     held_out: HeldOutLosses | None
-    """Losses over the target's answers to the same prompts; None if the device cannot compute them."""
+    """Losses over the target's answers to the same prompts; None for an fp32 target on a GPU."""
 
     def record(self) -> dict[str, object]:
         """Returns the figures for `metrics.jsonl`."""
@@ -55,7 +55,8 @@ class Validation:
 
         Raises:
             FileNotFoundError: stage 1 has not been run, or the target has no weights.
-            ValueError: no prompt fits, or the target does not fit the ranks' devices.
+            ValueError: no prompt fits, the drafts after one do not fit the target's or the head's context, or the target
+                does not fit the ranks' devices.
         """
         self.dtype = getattr(torch, config.acceptance.dtype)
         check_placement(target_dir, self.dtype, ranks.device)

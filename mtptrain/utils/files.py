@@ -1,6 +1,7 @@
-"""Reads and writes files. Errors name the file that cannot be read, and writes are atomic.
+"""Reads and writes files. Errors name the file that cannot be read. All writes but `write_tensors` are atomic.
 
-If the process is killed or the node fails, the path holds either the old file or the complete new one.
+If the process is killed or the node fails during an atomic write, the path holds either the old file or the complete
+new one.
 """
 
 import hashlib
@@ -119,7 +120,10 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file with permissions from the umask. safetensors would let only the owner read it."""
+    """Write a safetensors file, not atomically, with permissions from the umask.
+
+    safetensors would let only the owner read the file.
+    """
     path.touch()
     mode = path.stat().st_mode
     save_file(
