@@ -20,7 +20,7 @@ class PlannerConfig:
     train_peak_share: float = share(default=0.65, hint="1 is the whole peak")
     """Share of the peak that training's matrix products reach; used if `train_tokens_per_s` is 0."""
     disk_gb_per_s: float = at_least(0.0, default=0.0)
-    """Disk bandwidth, which limits both extraction (writing states) and training (reading them); 0 ignores this limit."""
+    """Disk bandwidth, which limits extraction (it writes states) and training (it reads them); 0 ignores this limit."""
     hidden_states_tokens_per_s: float = at_least(0.0, default=0.0)
     """Measured extraction speed of all GPUs together; 0 estimates it from the rates above and from each token's FLOPs,
     memory traffic, PCIe bytes, disk bytes and writing time."""
