@@ -56,8 +56,8 @@ def main(addresses: list[str], arguments: list[str]) -> None:
         os.environ.setdefault(
             "NCCL_SOCKET_IFNAME", f"={interface}"
         )  # "=" matches only this name, not every name that begins with it
-    # To find out whether this node hosts the rendezvous store, torchrun would compare the first node's address with this
-    # node's host name, which may resolve to a loopback address. `is_host` tells it instead.
+    # To find out whether this node hosts the rendezvous store, torchrun would compare the first node's address with
+    # this node's host name, which may resolve to a loopback address. `is_host` tells it instead.
     own = ["--local-addr", address, "--rdzv-conf", f"is_host={int(index == 0)}"]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *own, *arguments])
 

@@ -55,8 +55,8 @@ class Validation:
 
         Raises:
             FileNotFoundError: stage 1 has not been run, or the target has no weights.
-            ValueError: no prompt fits, the drafts after one exceed the target's or the head's context, or the target does
-                not fit the ranks' devices.
+            ValueError: no prompt fits, the drafts after one exceed the target's or the head's context, or the target
+                does not fit the ranks' devices.
         """
         self.dtype = getattr(torch, config.acceptance.dtype)
         check_placement(target_dir, self.dtype, ranks.device)
