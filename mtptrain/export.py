@@ -90,7 +90,7 @@ def check_directory_name(output_dir: Path, method: str) -> None:
 
 
 def check_output_dir(output_dir: Path) -> None:
-    """Refuse to replace a directory that has files but no `provenance.json`, which every export has."""
+    """Refuse to replace a directory that has files but no `provenance.json`, which an earlier export would have."""
     if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "provenance.json").is_file():
         raise ValueError(
             f"export.output_dir: must be new, empty or an earlier export, but {output_dir} holds other files; choose "
@@ -111,7 +111,7 @@ def check_tensors(directory: Path, form: Format) -> None:
     """Check the names and shapes of all tensors, because engines silently keep random values for a missing tensor.
 
     Raises:
-        ValueError: a tensor is missing, unknown to the engine, or of another shape.
+        ValueError: a tensor is missing, has another shape, or does not belong to the format.
     """
     with torch.device("meta"):
         state = build_head(form.head, form.target).state_dict()
@@ -127,7 +127,7 @@ def check_tensors(directory: Path, form: Format) -> None:
 
 
 def reload_head(directory: Path, form: Format) -> Head:
-    """Returns the head as an engine reads it from the directory."""
+    """Returns the head that the weights in the directory give after conversion back to our format."""
     head = build_head(form.head, form.target)
     head.load_state_dict(form.state(load_file(directory / form.weights_name)))
     return head.eval()
