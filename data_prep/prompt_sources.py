@@ -1,4 +1,4 @@
-"""Gives every prompt source the same interface: named documents that are tokenized on demand."""
+"""Gives every prompt source the same interface: named files or conversations that are tokenized on demand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,15 +24,15 @@ from .text_files import TextFiles, read_text_files
 class Source(Protocol):
     names: list[str]
     groups: list[str]
-    """Split group of each document; a group is never divided between splits."""
+    """Split group of each file or conversation; a group is never divided between splits."""
     refused: dict[str, str]
     """Why a file or row is not in `names`, by location."""
 
     def location(self, index: int) -> str:
-        """Returns where document `index` comes from, for messages."""
+        """Returns where file or conversation `index` comes from, for messages."""
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
-        """Returns, for each file or row, its documents, usually one, or the reason for refusing it."""
+        """Returns the documents, usually one, of each file or conversation, or the reason for refusing it."""
 
 
 class TextSource:
@@ -127,10 +127,10 @@ def answer_prompts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
 
 
 def as_generated(rendering: Rendering, prompts: Sequence[str], is_kept: Sequence[bool]) -> Rendering:
-    """Returns the rendering with only the spans of responses to keep.
+    """Returns the rendering with only the spans of the responses to keep.
 
-    A span belongs to the response with the longest prompt, among the prompts that the text starts with and that end
-    before the span ends.
+    A span belongs to a response if the text starts with the response's prompt and this prompt ends before the span
+    does. If several responses qualify, it belongs to the one with the longest prompt.
     """
     starts = [(len(prompt), turn) for turn, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
     turns = [
@@ -151,12 +151,13 @@ def read_source(
         prompts: the settings.
         tokenizer: the target's tokenizer.
         target_dir: directory of the target, which must have generated the responses.
-        responses_dir: output of data_prep.responses, read instead of the paths if the source is `responses`.
+        responses_dir: output of data_prep.responses, which replaces the conversations of the paths if the source is
+            `responses`.
 
     Raises:
         FileNotFoundError: a path does not exist, or data_prep.responses has not finished.
-        ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or a
-            different target generated the responses.
+        ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or
+            the responses are those of another target or to other conversations.
     """
     if not prompts.paths:
         raise ValueError(

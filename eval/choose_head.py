@@ -1,10 +1,10 @@
-"""After stage 3: chooses the best of the heads that training kept but did not measure.
+"""After stage 3: measures the heads that training kept without measuring them, and chooses the best.
 
 This is for targets too large for validation during training. With `train.validation_prompts=0`, training keeps a head
 every `train.validate_every` steps, and the last one, in `run_dir/train/heads/`. This program measures these heads on
-the prompts that validation would have used: `train.validation_prompts` of them, or the default number if that is 0. It
-also measures the head in `run_dir/train/best/` if training measured it. Writes `run_dir/train/best/` and
-`run_dir/train/choice.json`, and prints a table.
+the prompts that validation would have used: `train.validation_prompts` of them, or the default number if that is 0. If
+an earlier measurement chose the head in `run_dir/train/best/`, it measures that head again too. Writes
+`run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
 
     python -m eval.choose_head recipe=llama3_3_70b_mtp
 """
@@ -45,7 +45,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
-    """Returns the directories of the kept heads by step, and that of the best head if training has measured it.
+    """Returns the directories of the kept heads by step, and that of the best head if it has been measured before.
 
     Raises:
         FileNotFoundError: no head was kept.
@@ -55,7 +55,7 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
         raise FileNotFoundError(
             f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain.train with the "
             "same recipe and run_dir, train.validation_prompts=0 and train.validate_every=N, which keeps the head "
-            "every N steps"
+            f"every N steps; if training has already ended, first delete {stage_dir / 'checkpoints'}"
         )
     best = stage_dir / "best/head.json"
     facts = json.loads(best.read_text()) if best.is_file() else {}

@@ -13,13 +13,14 @@ NUM_BINS = 10
 
 @dataclass
 class QualityFigures:
-    """Means by position in the draft. A round counts at a position if it accepted the drafts at all earlier ones."""
+    """Means by position in the draft, and calibration. A draft counts if its round accepted all drafts before it."""
 
     overlap_at: list[float]
     """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
     accepted_at: list[float]
-    """Share of the counted rounds that accepted the draft at this position."""
+    """Share of the counted drafts that were accepted."""
     rounds_at: list[int]
+    """Number of drafts that count at each position, at most one per round."""
     calibration: list[dict[str, float]]
     """Drafts in ten bins by confidence, which is the probability that the head gives its draft. Each non-empty bin has
     the number of drafts, their mean confidence and the share accepted. The list is empty for sampled drafts, which are
@@ -33,7 +34,7 @@ class QualityFigures:
 
 @dataclass
 class DraftQuality:
-    """Observes the rounds of a head that drafts chains, and accumulates sums on its device."""
+    """Observes the rounds of a head that drafts chains, and accumulates sums on the head's device."""
 
     head: Head
     sampler: Sampler
@@ -70,7 +71,7 @@ class DraftQuality:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def sums(self) -> torch.Tensor:
-        """Returns f64[K + bins, 4]: sums of rounds, overlap, accepted drafts and confidence, by position and by bin."""
+        """Returns sums f64[K + bins, 4] by position and by bin: drafts, overlap, accepted drafts, confidence."""
         return (
             torch.zeros(self.num_depths + NUM_BINS, 4, dtype=torch.float64) if self._sums is None else self._sums.cpu()
         )

@@ -56,14 +56,14 @@ class DecodedPrompt:
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate's answers from all ranks, and its speed."""
+    """A candidate's answers from all ranks, and its speed on this rank. Reports are written by the first rank."""
 
     answers: dict[tuple[str, int], DecodedPrompt]
     """By prompt id and turn; turns start at 1."""
     seconds: dict[str, float]
-    """Seconds on the first rank, by phase (see `PHASES`) and in total (`all`)."""
+    """Seconds on this rank, by phase (see `PHASES` of `speculate`) and in total (`all`)."""
     tokens_per_s: float
-    """New tokens per second on the first rank."""
+    """New tokens per second on this rank."""
     cut_conversations: int
     """Number of conversations cut short because the next turn would have exceeded the target's context."""
     quality: QualityFigures | None
@@ -128,7 +128,9 @@ class Share:
     """Prompts of the current turn, by id."""
     answers: dict[tuple[str, int], DecodedPrompt] = field(default_factory=dict)
     seconds: float = 0.0
+    """Seconds of decoding, including the calls of `quality`."""
     num_cut: int = 0
+    """Number of conversations cut short."""
 
 
 def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> list[dict[str, list[int]]]:

@@ -106,7 +106,8 @@ class Study:
                 raise ValueError(
                     f"study.variants.{name}: must have the study's target and take its prompts from files or "
                     f"conversations, but has target {variant.target.path} and "
-                    f"prompts.source={variant.prompts.source}; make it a separate study"
+                    f"prompts.source={variant.prompts.source}; make another target a separate study, and replace "
+                    "prompts.source=responses"
                 )
             source = self.config.prompts
             lengths_of = {
@@ -215,7 +216,7 @@ class Study:
         return next(name for name, config in self.variants.items() if training_settings(config) == own)
 
     def _data(self, variant: str) -> Path:
-        """Run the stages before training, and return their folder, one for all variants that need the same data."""
+        """Run the stages before training, and return their folder. Variants that need the same data share it."""
         needs = {name: needed_data(config) for name, config in self.variants.items()}
         first = next(name for name in needs if needs[name] == needs[variant])
         directory, programs = self.directory / "data" / first, list(STAGES.values())

@@ -111,7 +111,7 @@ def check_tensors(directory: Path, form: Format) -> None:
     """Check the names and shapes of all tensors, because engines silently keep random values for a missing tensor.
 
     Raises:
-        ValueError: a tensor is missing, unknown to the engine, or of another shape.
+        ValueError: a tensor is missing, has another shape, or does not belong to the format.
     """
     with torch.device("meta"):
         state = build_head(form.head, form.target).state_dict()
@@ -127,7 +127,7 @@ def check_tensors(directory: Path, form: Format) -> None:
 
 
 def reload_head(directory: Path, form: Format) -> Head:
-    """Returns the head as an engine reads it from the directory."""
+    """Returns the head that the weights in the directory give after conversion back to our format."""
     head = build_head(form.head, form.target)
     head.load_state_dict(form.state(load_file(directory / form.weights_name)))
     return head.eval()

@@ -1,4 +1,4 @@
-"""A run's folder, which holds every stage's output, resolved config and provenance."""
+"""Writes and checks files of a run's folder, which holds every stage's output, resolved config and provenance."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Defines `manifest.json` of `run_dir/responses/`: identity and counts of the responses. data_prep.prompts reads it."""
+"""Defines `manifest.json` of `run_dir/responses/`: counts, and the identity that data_prep.prompts checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,11 +72,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class ResponsesManifest:
-    """Marks the stage as finished."""
+    """The contents of `manifest.json`, which is written last and so marks the stage as finished."""
 
     identity: ResponsesIdentity
     server_versions: list[str]
-    """Versions of all servers used, in the order of their first use."""
+    """Versions of all servers used, in the order of their first use; empty with transformers."""
     counts: Counts
     failed: int
     """Number of conversations that failed. The next run retries them."""
@@ -102,11 +102,11 @@ def identity_from_json(content: dict[str, Any]) -> ResponsesIdentity:
 
 
 def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdentity) -> Conversations:
-    """Reads the responses of a finished run, and prints how many conversations are missing.
+    """Reads the responses of a finished run, and prints how many conversations failed, if any did.
 
     Raises:
         FileNotFoundError: data_prep.responses has not finished.
-        ValueError: the target or `prompts.paths` differs from that of the responses, or a file has changed since.
+        ValueError: the responses are those of another target or of other `prompts.paths`, or a file has changed since.
     """
     refuse_duplicate_paths(prompts.paths)
     path = directory / MANIFEST
@@ -139,5 +139,5 @@ def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
         try:
             hashes |= hash_sources(read_conversations([path], prompts.schema, prompts.split), [path])
         except FileNotFoundError:
-            print(f"{path} does not exist any more, so its responses cannot be checked against it", flush=True)
+            print(f"{path} does not exist any more, so the responses cannot be checked against it", flush=True)
     return hashes

@@ -1,4 +1,4 @@
-"""Compares what the heads cost on a target: parameters, store bytes per token, and drafting time per round.
+"""Compares what the heads cost on a target: parameters, bytes per token of a bf16 store, and drafting time per round.
 
     python -m eval.bench.heads recipe=quickstart "bench.draft_depths=[1,3,5]"
 
@@ -84,7 +84,7 @@ def head_config(name: str, target_config: PreTrainedConfig, ttt_steps: int) -> H
 def draft_times(
     target: Target, heads: dict[str, Head], draft_depths: Sequence[int], repeats: int
 ) -> dict[tuple[str, int], float]:
-    """Returns the drafting time per round in milliseconds, by head and K."""
+    """Returns the shortest drafting time per round over `repeats` runs, in milliseconds, by head and K."""
     prompt = torch.randint(len(target.parts.embed_tokens), (PROMPT_TOKENS,)).tolist()
     times: dict[tuple[str, int], float] = {}
     for _ in tqdm(range(repeats), desc="drafts", unit="turn"):

@@ -1,4 +1,4 @@
-"""Runs the steps that `eval.bench.train` measures: our trainer's, an unoptimised one, and another trainer's."""
+"""Runs the steps that `eval.bench.train` measures: our trainer's, an unoptimised one, and that of vLLM Speculators."""
 
 import json
 import subprocess
@@ -81,7 +81,10 @@ class Ours:
 
 
 class Plain(Ours):
-    """An unoptimised step on the same weights and batch: all rows at every depth, dense masks, and all logits kept."""
+    """An unoptimised step from the same initial weights, on the same batch.
+
+    It computes all rows at every depth, uses dense masks, and keeps all logits.
+    """
 
     def step(self) -> None:
         engine, batch = self.trainer.engine, self.batch.to(self.trainer.ranks.device, torch.bfloat16)
@@ -91,7 +94,7 @@ class Plain(Ours):
 
 
 def plain_losses(head: LayerHead, parts: FrozenParts, batch: Batch) -> torch.Tensor:
-    """Computes the mean KL over depths and rows directly from its definition."""
+    """Computes the KL, averaged over the drafts of each depth and then over depths, directly from its definition."""
     attention, positions = head.self_attn, batch.packing.positions
     document = (positions == 0).cumsum(0)
     num_tokens = len(positions)
@@ -163,7 +166,7 @@ def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: i
 
 
 class PeerProcess:
-    """The other trainer, in a separate process with its own packages. It is idle while other candidates run."""
+    """Runs steps of vLLM Speculators in a separate process with its own packages, which idles between steps."""
 
     def __init__(self, python: str, case: Case, shape: Shape, device: torch.device) -> None:
         self._process = subprocess.Popen(
@@ -196,7 +199,8 @@ class PeerProcess:
         if not line:
             ended = self._process.wait()
             raise RuntimeError(
-                f"bench.peer_python: the peer must answer, but exited with {ended}; run {WORKER} by hand to see why"
+                f"bench.peer_python: the peer must answer, but exited with {ended}; run {WORKER} "
+                "with that Python to see whether it starts; if it does, lower the sizes"
             )
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -1,4 +1,7 @@
-"""Runs the benchmarks at the dimensions of an 8B target with random weights, or at tiny sizes. They have no bounds."""
+"""Runs the benchmarks at the dimensions of an 8B target with random weights, or at tiny sizes.
+
+Their figures are reported, but have no bounds to meet.
+"""
 
 import json
 from collections.abc import Sequence

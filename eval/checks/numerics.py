@@ -19,7 +19,7 @@ from ..bench.train_steps import Case, case_of, dense_attention, random_batch, ra
 from .rows import Finding, at_most
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-"""Maximum relative error by dtype. bf16 rounds with a relative error of 2^-9, and several roundings add up."""
+"""Maximum relative error by dtype. bf16 rounds with a relative error of up to 2^-9, and several roundings add up."""
 DEPTHS = 3
 LENGTHS, PROMPTS = [129, 40, 300], [30, 0, 100]
 """Number of tokens in each document, and in the prompt at its start."""
@@ -98,14 +98,14 @@ def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding
 def drafted_states(
     head: Head, parts: FrozenParts, target_states: torch.Tensor, ids: torch.Tensor, row: int, num_drafts: int
 ) -> list[torch.Tensor]:
-    """Returns the head's state [H] at each depth when it drafts from a row with a cache, as in an engine.
+    """Returns the head's state [H] at each depth of a draft from `row`, computed with a cache as in an engine.
 
     Each depth reads the document's own next token instead of the drafted one.
 
     Args:
         head: the head.
         parts: the target's frozen parts.
-        target_states: the target's states that the head reads, for the tokens of one document, [S, H] or [S, L, H].
+        target_states: the target's states that the head reads, [S, H] or [S, L, H]. Those after `row` are not used.
         ids: the document's tokens and the one after the last, i64[S + 1] or more.
         row: the position in the document from which the head drafts.
         num_drafts: K.

@@ -39,11 +39,11 @@ LIMIT_S = 600
 """Time limit of one program in seconds, so that a hanging check does not block the others."""
 COMPARED_DOCUMENTS = 8
 STORE_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
-"""Relative error allowed in stored states, by the dtype of the arithmetic. By default they are stored in bf16."""
+"""Relative error allowed in stored states, by the dtype that the target ran in. By default they are stored in bf16."""
 LOSS_ERROR = 0.02
 """Relative error allowed in each loss of a resumed run on a GPU, since FlashAttention is not deterministic."""
 NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}
-"""Largest gap between two logits, relative to the larger one, at which rounding may decide which token wins."""
+"""Largest gap between two logits at which rounding may decide which wins, divided by the first one (at least by 1)."""
 
 
 def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
@@ -119,7 +119,7 @@ class Stages:
         return at_most(relative_error(torch.cat(found), torch.cat(wanted)), self._store_bound(), "error of states")
 
     def extraction_by_vllm(self, tensor_parallel_size: int) -> Finding:
-        """Compares the states that vLLM extracts with those that `extraction` stored, by default with transformers."""
+        """Compares the states that vLLM extracts with those of `extraction`, which uses transformers by default."""
         if reason := self.why_vllm_is_missing():
             return skipped(reason)
         if tensor_parallel_size > 1 and torch.cuda.device_count() < tensor_parallel_size:

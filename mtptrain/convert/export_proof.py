@@ -18,9 +18,9 @@ from mtptrain.target.model import TargetStates, Verified
 from mtptrain.training.batches import pack_states
 
 PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
-"""K is DRAFTS, except for a head that is bound to its depths: it drafts as many tokens as it has depths."""
+"""K is DRAFTS, except for heads that are bound to their depths, which draft as many tokens as they have depths."""
 TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
-"""Number of tokens used from each document."""
+"""Number of tokens of each document whose states the heads read. The drafts also read the token after them."""
 
 
 def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tables: int) -> int:
@@ -44,8 +44,8 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
         ours, theirs = (propose(each.float(), parts, tokens, states) for each in (head, reloaded))
         if not torch.equal(ours, theirs):
             raise RuntimeError(
-                "export: the exported head must propose what the trained one does, but differs on the same hidden "
-                "states; nothing was written; report this with the run's config.yaml"
+                "export: the exported head must propose the same tokens as the trained one, but proposes others for "
+                "the same hidden states; the export was not put in place; report this with the run's config.yaml"
             )
         count += ours.numel()
     return count
@@ -82,7 +82,7 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
 
 
 def random_document(head: Head, parts: FrozenParts) -> Document:
-    """Returns random tokens and states.
+    """Returns a batch of random tokens, states and captured layers.
 
     The states pass through the final norm, so that they have the scale of real ones.
     """

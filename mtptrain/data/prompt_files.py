@@ -32,7 +32,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Documents:
-    """Token ids of many documents in one array, without padding."""
+    """Token ids and loss masks of many documents, each in one array without padding."""
 
     input_ids: NDArray[np.int32]  # [N]
     loss_mask: NDArray[np.uint8]  # [N], 1 for supervised tokens
@@ -93,12 +93,13 @@ class DocumentEntry:
     split: Split
     tokens: int
     window: int
-    """Index of this part of the document, from 0."""
+    """Index of this window of the file or conversation, from 0."""
     turn: int = 0
     """0 for the main document of a file or conversation. Some chat templates render a message differently once the
-    conversation continues. Such a message is the end of a separate document, and this is its number, from 1."""
+    conversation continues. Such a message is the end of a separate document, and this is that message's number,
+    from 1."""
     group: str = ""
-    """Group of files or conversations that share a split; by default the name."""
+    """Name of the group of files or conversations that share a split; by default the document's own name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", self.group or self.name)
@@ -156,5 +157,5 @@ def name_hash(name: str) -> float:
 
 
 def is_held_out(group: str, fraction: float = 0.05) -> bool:
-    """Returns whether the files or conversations of `group` are held out; a file's group is its name."""
+    """Returns whether the files or conversations of `group` are held out, as about `fraction` of all groups are."""
     return name_hash(group) < fraction

@@ -2,12 +2,13 @@
 
 The target has read all tokens of a sequence except the newest one. In each round,
 
-1. the drafter proposes a chain of K tokens, or a tree whose branches have at most K tokens;
+1. the drafter proposes a chain of at most K tokens, or a tree whose branches have at most K tokens;
 2. the target reads the newest token and all proposed ones in one forward;
 3. the longest branch that the target agrees with is kept, followed by a token that the target chooses, the bonus token.
 
-In the next round a head first runs depth 0 over the K + 1 rows that were just verified, with the target's own states.
-This rebuilds the head's keys and gives the first draft. Rows of rejected tokens are computed too, but have no effect.
+In the next round, a head that has a cache first runs depth 0 over the K + 1 rows that were just verified, with the
+target's own states. This rebuilds the head's keys, unless `acceptance.rebuild_cache` is false, and gives the first
+draft. Rows of rejected tokens are computed too, but have no effect.
 
 Caches store position p in slot p. Each sequence of a batch therefore continues from its own length, and rejected slots
 are overwritten. A tree is the exception: it occupies slots after the sequence until the accepted branch is copied to
@@ -37,7 +38,8 @@ class Accepted:
     bonus: torch.Tensor
     """The target's own token after the accepted ones [B]."""
     branch: torch.Tensor
-    """Rows of the accepted branch [B, 1 + K]: 0 for the newest token, 1 + p for draft p; arbitrary after `count`."""
+    """Rows of the accepted branch [B, 1 + K]: 0 for the newest token, 1 + p for draft p. Entries after index `count`
+    are arbitrary."""
 
 
 def accept(

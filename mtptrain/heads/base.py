@@ -41,7 +41,7 @@ class StepFlops:
     per_token: int
     """FLOPs per packed token: the weights that every token passes through, such as those of depth-0 keys and values."""
     per_row: int
-    """FLOPs per draft position: all other weights at T depths, including the draft logits, and the teacher's logits."""
+    """FLOPs per draft position: the other weights and the draft logits at T depths, and the teacher's logits."""
     per_pair: int
     """FLOPs per pair of a draft position and a token that it attends to, at all depths."""
     per_document_pair: int = 0
@@ -75,7 +75,7 @@ class Head(nn.Module, ABC):
     ttt_steps: int
     """T, the number of trained depths."""
     d2t: torch.Tensor | None
-    """i64[D]: target id minus draft id of each draft token. None unless the head has its own vocabulary."""
+    """i64[D]: target id minus draft id of each draft token. None if the draft vocabulary is the target's."""
     lm_head: nn.Linear | None
     """The head's own output layer [D, H]. None if it uses the target's frozen one."""
     context_tokens: int | None = None
@@ -104,7 +104,7 @@ class Head(nn.Module, ABC):
 
     @classmethod
     def layers_to_capture(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Returns the residual streams of the target that the head reads, in order: id k is the stream after k layers.
+        """Returns the residual streams of the target to capture for the head: id k is the stream after k layers.
 
         A head that captures no layers can read the target's last hidden states: after the final norm, or before it if
         the head overrides `read_layers`.
@@ -143,7 +143,9 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Inference: run depth 0 over the rows that the target has just read, and write their keys to `cache`.
+        """Inference: run depth 0 over the rows that the target has just read, and write their keys, if any, to `cache`.
+
+        A head that drafts all tokens in one forward runs all depths.
 
         Args:
             verified: the tokens so far, and the rows with the target's states.
@@ -163,7 +165,7 @@ class Head(nn.Module, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inference: run a later depth, on the state and the token of the previous one.
 
-        A head whose `draft_first` returns the states of all depths does not need it.
+        A head whose `draft_first` returns the states of all depths does not need this method.
 
         Args:
             fed_back: the states that the previous depth fed back [B, W, H or wider]. W is 1, or the number of rows of a
@@ -181,7 +183,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step. Each use of a weight costs 2 forward and up to 4 backward."""
+        """Returns the FLOPs of a training step. A weight costs 2 per row in the forward and up to 4 in the backward."""
 
     def output_weight(self, parts: FrozenParts) -> torch.Tensor:
         """Returns the output layer's weight: the head's own [D, H], or the target's frozen one [V, H]."""

@@ -1,9 +1,9 @@
-"""Head `eagle3`: fuses three captured layers of the target, and optionally has a smaller draft vocabulary.
+"""Head `eagle3`: fuses captured layers of the target, by default three, and can have a smaller draft vocabulary.
 
-The head is g = fc[streams], one layer whose attention reads [input_layernorm(e); hidden_norm(g)], and a final norm
-before lm_head. The residual stream before that norm is fed back. EAGLE-3: Scaling up Inference Acceleration of
-Large Language Models via Training-Time Test (arXiv 2503.01840). With `fc_norm` and `norm_output`, the head is EAGLE-3.1
-(arXiv 2605.09992).
+The head is g = fc[streams], one layer whose attention reads [input_layernorm(e); hidden_norm(g)] for the embedding e of
+the next token, and a final norm before lm_head. The residual stream before that norm is fed back. EAGLE-3: Scaling up
+Inference Acceleration of Large Language Models via Training-Time Test (arXiv 2503.01840). With `fc_norm` and
+`norm_output`, the head is EAGLE-3.1 (arXiv 2605.09992).
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initial
 
 
 class Eagle3Head(LayerHead):
-    """EAGLE-3 head. vLLM and SGLang serve its default settings."""
+    """EAGLE-3 head. It can be exported for vLLM and SGLang; only vLLM's exports have been served."""
 
     @dataclass
     class Config(LayerConfig):
         name: str = "eagle3"
         head_dim: int | None = None
-        """Head dim; hidden size / heads by default."""
+        """Size of an attention head; by default the hidden size / the number of attention heads."""
         capture_layers: list[int] | None = None
         """Residual streams to read: k is the stream after k decoder layers.
 
@@ -39,7 +39,7 @@ class Eagle3Head(LayerHead):
         norm_output: bool = False
         """Feed back the state after the final norm."""
         norm_before_residual: bool = False
-        """Start the residual stream from the normed hidden state. Only vLLM serves this."""
+        """Start the residual stream from the normed hidden state. Only exports for vLLM support this."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
@@ -84,7 +84,7 @@ class Eagle3Head(LayerHead):
         return fused
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the hidden state as the residual stream, and [input_layernorm(e); hidden_norm(g)] [..., 2 H]."""
+        """Returns the residual stream, which is g or, with `norm_before_residual`, its norm, and attention's input."""
         normed = self.hidden_norm(hidden_states)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         return normed if self.norm_before_residual else hidden_states, x

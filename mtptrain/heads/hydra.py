@@ -1,4 +1,4 @@
-"""Head `hydra`: a small MLP per depth that reads the target's state and all tokens drafted so far.
+"""Head `hydra`: a small MLP per depth that reads the target's state, the next token and all tokens drafted so far.
 
 Depth k reads the inputs c = [h; e(x_{t+1}); ...; e(x_{t+1+k})], where h is the target's last hidden state after the
 final norm and e the target's frozen embedding. Its MLP is x = R c + SiLU(W c), then x = x + SiLU(W x) for each further

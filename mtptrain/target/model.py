@@ -1,4 +1,4 @@
-"""The whole frozen target, used by extraction and acceptance.
+"""The whole frozen target, used by responses, extraction, validation and acceptance.
 
 A training step reads only the embeddings, final norm and lm_head (`load_frozen_parts`).
 """
@@ -156,7 +156,7 @@ class Verified:
     """The rows that the target has just read: the prompts, or the tokens of a round."""
 
     tokens: torch.Tensor
-    """All tokens so far, one row per sequence [B, slots]; only those before `num_tokens` are valid."""
+    """All tokens so far of each sequence [B, slots]; only those before `num_tokens` are valid."""
     num_tokens: torch.Tensor
     """Length of each sequence [B], including the newest token, which the target has not read yet."""
     positions: torch.Tensor
@@ -171,11 +171,11 @@ class Verified:
 
     @property
     def next_tokens(self) -> torch.Tensor:
-        """The token after each row [B, S]; arbitrary after the last row."""
+        """The token after each row [B, S]; arbitrary after `last_row`."""
         return self.tokens.gather(1, self.positions + 1)
 
     def from_row(self, first: torch.Tensor) -> "Verified":
-        """Returns the rows from index `first` [B] on. The last row is repeated to keep the shape [B, S]."""
+        """Returns the rows from index `first` [B] on. The row at index S - 1 is repeated to keep the shape [B, S]."""
         num_rows = self.positions.shape[1]
         index = (first[:, None] + torch.arange(num_rows, device=first.device)).clamp(max=num_rows - 1)
         return replace(self, positions=self.positions.gather(1, index), states=self.states.of_rows(index))
@@ -185,6 +185,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     """Returns the whole target on one device, or spread over several by accelerate if it does not fit.
 
     Raises:
+        FileNotFoundError: the target has no weights.
         ValueError: the family is not supported, a tensor is missing, or the target needs several devices but several
             ranks share the machine.
     """

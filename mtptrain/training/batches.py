@@ -35,9 +35,9 @@ class Batch:
     next_ids: torch.Tensor
     """i64[N]: the token that follows each token. Depth k of row i reads the one that follows token i + k."""
     is_draft: torch.Tensor
-    """bool[T, M]: whether depth k of a row is a supervised draft position."""
+    """bool[T, M]: whether the draft at depth k of a row counts in the loss."""
     num_drafts: torch.Tensor
-    """f32[T]: number of supervised draft positions at each depth."""
+    """f32[T]: number of drafts that count in the loss, by depth."""
     packing: Packing
     document_ids: tuple[int, ...]
     document_tokens: int
@@ -45,7 +45,7 @@ class Batch:
     hidden_states_scales: torch.Tensor | None = None
     """f32[N]: scales of the states if they are e4m3, otherwise None."""
     aux_hidden_states_scales: torch.Tensor | None = None
-    """f32[N, L]: scales of the states if they are e4m3, otherwise None."""
+    """f32[N, L]: scales of the captured streams if they are e4m3, otherwise None."""
 
     @property
     def num_tokens(self) -> int:
@@ -128,7 +128,7 @@ def make_batch(
     buffers: StateBuffers | None = None,
     anchors: Anchors | None = None,
 ) -> Batch:
-    """Pack documents into a batch. Documents without a supervised draft position are left out.
+    """Pack documents into a batch. Documents without a draft position are left out.
 
     The draft of token j at depth k counts only if tokens j-1-k .. j are all in one generated span of one document.
 
@@ -155,7 +155,7 @@ def make_batch(
             kept.append(document)
             rows.append(of_document)
             rows_left.append(left)
-            # The last token needed is the target token of a row's last depth.
+            # The last token needed is the one whose state gives the label of a row's last depth.
             used.append(int((of_document + np.minimum(left, ttt_steps)).max()) + 1)
     assert kept, "no document has a draft"
     packing = Packing.of(used, spans) if anchors is None else Packing.of_single(used, rows)
@@ -268,7 +268,7 @@ class BatchSchedule:
             raise ValueError(
                 "train.micro_batches_per_step: must be at most the number of documents with draft positions, but is "
                 f"{micro_batches_per_step}, and {store.directory} has {np.count_nonzero(self.costs)} such documents; "
-                "lower it"
+                "lower it, or train on more documents"
             )
 
     def _pack(self, epoch: int) -> list[Step]:
@@ -313,7 +313,7 @@ class BatchSchedule:
         ]
 
     def _pinned(self, batch: Batch) -> Batch:
-        """Returns the batch in pinned memory if there is a GPU, so that copies to it overlap with the step."""
+        """Returns the batch in pinned memory if there is a GPU, so that copies to the GPU overlap with the step."""
         return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if self._pins else batch
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:

@@ -1,4 +1,4 @@
-"""Time per phase of a program."""
+"""Measures the time of each phase of a program."""
 
 import time
 from collections.abc import Iterator

@@ -358,7 +358,9 @@ def test_a_head_that_comes_back_different_is_not_exported(
 ) -> None:
     config = trained(tmp_path / "run", target_of_four_layers, "export.engine=sglang")
     monkeypatch.setattr(mimo, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
-    with pytest.raises(RuntimeError, match="the exported head must propose what the trained one does, but differs"):
+    with pytest.raises(
+        RuntimeError, match="the exported head must propose the same tokens as the trained one, but proposes"
+    ):
         export(config)
     assert not (tmp_path / "run/export/sglang").exists()
 

@@ -23,14 +23,15 @@ ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 SHORT_TOKENS = 1024
 """Maximum number of tokens in a causal segment for which blocks are faster than the flash kernel."""
 BATCH_TOKENS = 2048
-"""Maximum number of tokens in segments that are computed together. It limits the memory of their scores."""
+"""Maximum number of tokens in segments that are computed together, to limit the memory of their scores. A longer
+segment is computed alone."""
 MAX_FLASH_OFFSET = 32
 """Largest gap between lse and estimated row maximum, in raw scores, at which `_flash` is accurate enough in bf16."""
 BLOCK_ROWS, KEY_MULTIPLE = 128, 32
 """Number of rows in a block of a causal segment, and the multiple to which its keys are padded: other sizes take up
 to twice as long."""
 BLOCK_SCORES, MIN_BLOCK_ROWS = 2**22, 256
-"""Maximum number of scores and minimum number of rows in an unmasked forward block, over all heads."""
+"""An unmasked forward block has BLOCK_SCORES scores over all heads, but at least MIN_BLOCK_ROWS rows over all heads."""
 BLOCK_KEYS, BACKWARD_ROWS = 1024, 1024
 """Number of keys and of rows in an unmasked backward block. Rows are counted over all query heads of a group."""
 
@@ -67,7 +68,10 @@ def attend_on_cpu_backward(
     row_max: torch.Tensor,
     segments: Segments,
 ) -> ThreeTensors:
-    """Returns the gradients of query, key and value, given the output and lse of the whole softmax."""
+    """Returns the gradients of query, key and value.
+
+    The output and lse may be those of a larger softmax, over keys outside the segments too.
+    """
     grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     for queries, keys in _batches(segments):
         batch_grad, batch_out, batch_lse, batch_max = (_batch(x, queries) for x in (grad_out, out, lse, row_max))
@@ -116,10 +120,10 @@ def _has_fast_flash(query: torch.Tensor, keys: Batch) -> bool:
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> ThreeTensors:
     """Compute the results of `block_attention` with a flash kernel, which does not return the row maximum.
 
-    The row maximum is therefore estimated from the lse. Scaled, it is log n below the lse if all n scores are equal,
-    and equals the lse if one score dominates; the estimate is (log n) / 2 below the lse. In units of raw scores, this
-    gap is rounded to the query's dtype, in which the distance of a dominating score from the estimate is therefore
-    exact.
+    The row maximum is therefore estimated from the lse. The scaled maximum is log n below the lse if all n scores are
+    equal, and equals the lse if one score dominates; the estimate is (log n) / 2 below the lse. This gap is converted
+    to raw scores and rounded to the query's dtype. The distance of a dominating score from the estimate is then exact
+    in that dtype, because it is the gap.
     """
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_repeat_groups(query, key, value), 0.0, is_causal)
     num_keys = torch.arange(1 if is_causal else key.shape[2], key.shape[2] + 1)  # seen by each row, or by all rows
@@ -155,7 +159,8 @@ def block_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     maximum, then with this maximum subtracted inside the product, so that only the distance to the maximum is rounded.
 
     Returns:
-        The output, its lse, and each row's approximate maximum raw score, both f32[segments, heads, rows].
+        The output [segments, heads, rows, head_dim], its lse f32[segments, heads, rows], and each row's approximate
+        maximum raw score f32[segments, heads, rows].
     """
     groups, scale, num_keys = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5, key.shape[2]
     num_heads = query.shape[0] * query.shape[1]  # over all segments, which share one mask
@@ -197,7 +202,7 @@ def block_attention_backward(
     row_max: torch.Tensor,
     is_causal: bool,
 ) -> ThreeTensors:
-    """Returns the gradients of query, key and value, given the output and lse of the whole softmax.
+    """Returns the gradients of query, key and value; see `attend_on_cpu_backward`.
 
     As in `block_attention`, the products include a subtraction: Q K minus the row maxima, and dO V minus
     rowsum(dO * O).
@@ -258,7 +263,7 @@ def _causal_mask(scores: torch.Tensor, groups: int, first: int) -> torch.Tensor:
 def _flat_rows(x: torch.Tensor) -> torch.Tensor:
     """Flatten [segments, kv heads, rows, ...] to [all rows, ...] for a compiled function.
 
-    With a view, torch.compile would also specialise on the shape of its base, and recompile for every shape.
+    With a view, torch.compile would also specialise on the shape of the viewed tensor, and recompile for every shape.
     """
     flat: torch.Tensor = torch.ops.aten._unsafe_view(x.contiguous(), [x.shape[:3].numel(), *x.shape[3:]])
     return flat

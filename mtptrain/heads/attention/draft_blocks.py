@@ -1,6 +1,6 @@
-"""Computes a block drafter's attention in training: each draft position has a block of T + 1 rows.
+"""Computes the attention of head `dflash` in training, where each draft position has a block of T + 1 rows.
 
-All rows of a block see each other.
+The rows of a block see each other, and the tokens up to the draft position.
 """
 
 import torch
@@ -74,7 +74,7 @@ class _BlockAttention(torch.autograd.Function):
 def _merge_block(
     out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, block_key: torch.Tensor, block_value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge `out` with the attention to the rows of the block [T + 1, M, kv heads, head_dim]. Products are in fp32."""
+    """Returns `out` and `lse`, merged with the attention to the block's rows. Products are in fp32."""
     scores = _block_scores(query, block_key)  # [M, kv heads, groups, T + 1]
     grouped_lse = lse.unflatten(1, scores.shape[1:3])
     total_lse = torch.logaddexp(grouped_lse, scores.logsumexp(-1))
