@@ -84,9 +84,8 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
     size = getattr(head, "draft_vocab_size", None)
     if size is None or size == vocab_size:
         raise ValueError(
-            f"head.draft_vocab_size: must be set to less than the target's {vocab_size} tokens to choose a draft "
-            f"vocabulary, but is {size}: head {head.name} drafts the target's whole vocabulary and needs none; skip "
-            "this program"
+            f"head.draft_vocab_size: must be below the target's {vocab_size} tokens to choose a draft vocabulary, but "
+            f"is {size}; skip this program, because head {head.name} drafts the target's whole vocabulary"
         )
     if not 1 <= size < vocab_size:
         raise ValueError(

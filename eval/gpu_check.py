@@ -27,7 +27,7 @@ from rich.console import Console
 
 from mtptrain.command_line.program import command, program, quoted
 from mtptrain.config import CheckSize, PipelineConfig, load_config
-from mtptrain.utils.compile import fuse
+from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.files import write_json
 
@@ -91,7 +91,7 @@ def run_all(
     directory = Path(config.run_dir)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    fuse(size is CheckSize.full)
+    set_compilation(size is CheckSize.full)
     rows = []
     for name, check in checks_of(Stages(config, overrides, device, run), size, device).items():
         row = run_check(name, check)

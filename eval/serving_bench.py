@@ -3,8 +3,8 @@
 Starts `vllm serve` without drafts and with each K of `serving_bench.num_speculative_tokens`, or uses the server at
 `serving.url`. Sends the prompts of `eval.acceptance` at every concurrency with vLLM's own `vllm bench serve`. Reads
 `run_dir/export/vllm/` (or `serving.head_dir`). Writes to `run_dir/serving_bench/`: `report.json`, `plot.svg`, the
-files of `vllm bench serve`, all logs, engine settings with the fastest K at each batch size, and in `README.md` the
-commands that use them. Prints a table.
+files of `vllm bench serve`, all logs and, for engines started here, settings with the fastest K at each batch size if
+drafting was faster anywhere, with the commands that use them in `README.md`. Prints a table.
 
     python -m eval.serving_bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
     python -m eval.serving_bench recipe=quickstart serving.url=http://localhost:8000
@@ -33,7 +33,7 @@ from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.prompts import read_prompts
 from mtptrain.run_dir import write_provenance
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
-from mtptrain.serving.depth_choice import best_depths
+from mtptrain.serving.depth_choice import best_num_drafts
 from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
 from mtptrain.serving.server_process import ManagedServer
@@ -80,7 +80,7 @@ class Bench:
         return self.output_dir / "prompts.json"
 
     @property
-    def depths(self) -> list[int]:
+    def num_drafts(self) -> list[int]:
         """K of each engine, starting with 0."""
         settings = self.config.serving_bench
         return [0, *(settings.num_speculative_tokens or [self.config.acceptance.num_speculative_tokens])]
@@ -92,8 +92,8 @@ class Bench:
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt and answer, plus twice the largest K: closer to the end, vLLM's drafts would be useless."""
-        return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.depths)
+        """Longest prompt plus answer plus 2 K: within 2 K tokens of max_model_len, vLLM drafts nothing useful."""
+        return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.num_drafts)
 
 
 def prepare(config: PipelineConfig, output_dir: Path) -> Bench:
@@ -106,8 +106,8 @@ def prepare(config: PipelineConfig, output_dir: Path) -> Bench:
     """
     serving, settings = config.serving, config.serving_bench
     target_dir = resolve_target(config.target.path, config.target.revision)
-    depths = settings.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
-    prompts = list(read_prompts(config, target_dir, 2 * max(depths)).input_ids.values())
+    num_drafts = settings.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
+    prompts = list(read_prompts(config, target_dir, 2 * max(num_drafts)).input_ids.values())
     python = find_python(serving.python)
     head_dir = Path(serving.head_dir or config.stage_dir("export") / serving.engine)
     if serving.url is not None:
@@ -133,9 +133,9 @@ def check_server(bench: Bench) -> None:
         )
     if server.max_model_len < bench.context_tokens:
         raise ValueError(
-            f"serving.url: the server's context must hold {bench.context_tokens} tokens (the longest prompt, its "
-            f"answer and twice the largest K), but holds {server.max_model_len}; start it with --max-model-len "
-            f"{bench.context_tokens}"
+            f"serving.url: the server's context must hold {bench.context_tokens} tokens (the longest prompt, "
+            "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
+            f"{server.max_model_len}; start it with --max-model-len {bench.context_tokens}"
         )
 
 
@@ -163,14 +163,14 @@ def measure(bench: Bench, generator: LoadGenerator) -> list[Row]:
     """Returns a row for each engine and concurrency. Engines run one after another."""
     settings = bench.config.serving_bench
     write_json(bench.prompts_path, bench.prompts)
-    depths: list[int | None] = [*bench.depths] if bench.server is None else [None]
+    choices: list[int | None] = [*bench.num_drafts] if bench.server is None else [None]
     rows: list[Row] = []
-    total = len(depths) * len(settings.concurrency) * settings.repeats * bench.num_requests
+    total = len(choices) * len(settings.concurrency) * settings.repeats * bench.num_requests
     with tqdm(total=total, desc="serving bench", unit="request") as bar:
-        for depth in depths:
-            name = "server" if depth is None else f"K{depth}"
+        for num_drafts in choices:
+            name = "server" if num_drafts is None else f"K{num_drafts}"
             bar.set_description(f"{name} starts")
-            with engine(bench, depth) as server:
+            with engine(bench, num_drafts) as server:
                 if settings.warmup_requests:
                     load = make_load(bench, server, f"{name}_warmup", max(settings.concurrency))
                     send(server, generator, replace(load, num_requests=settings.warmup_requests))
@@ -178,7 +178,7 @@ def measure(bench: Bench, generator: LoadGenerator) -> list[Row]:
                 for repeat, concurrency in itertools.product(range(settings.repeats), settings.concurrency):
                     bar.set_description(f"{name}, {concurrency} in flight")
                     load = make_load(bench, server, f"{name}_concurrency{concurrency}_run{repeat + 1}", concurrency)
-                    runs.append(Row(depth, concurrency, *send(server, generator, load, advance(bar))))
+                    runs.append(Row(num_drafts, concurrency, *send(server, generator, load, advance(bar))))
                 rows += fastest(runs)
     warn_of_unequal_work(rows)
     return rows
@@ -194,45 +194,47 @@ def send(
 
 
 def advance(bar: Any) -> Callable[[int], None]:
-    """Returns a function that moves a bar to its present position plus the given number of finished requests."""
+    """Returns a callback that sets a bar to where it is now plus the number of requests finished since then."""
     start = bar.n
     return lambda finished: bar.update(start + finished - bar.n)
 
 
 @contextmanager
-def engine(bench: Bench, depth: int | None) -> Iterator[VllmServer]:
+def engine(bench: Bench, num_drafts: int | None) -> Iterator[VllmServer]:
     """Runs an engine with K drafts per round, or yields the running server."""
-    if bench.server is not None or depth is None:
+    if bench.server is not None or num_drafts is None:
         assert bench.server is not None
         yield bench.server
         return
-    log_path, timeout_s = bench.output_dir / f"server_K{depth}.log", bench.config.serving_bench.start_timeout_s
-    with ManagedServer(bench.python, server_arguments(bench, depth), log_path, timeout_s) as server:
+    log_path, timeout_s = bench.output_dir / f"server_K{num_drafts}.log", bench.config.serving_bench.start_timeout_s
+    with ManagedServer(bench.python, server_arguments(bench, num_drafts), log_path, timeout_s) as server:
         yield server
 
 
-def server_arguments(bench: Bench, depth: int) -> list[str]:
+def server_arguments(bench: Bench, num_drafts: int) -> list[str]:
     """Returns the arguments of `vllm serve`. Engines differ only in their drafts."""
     config = bench.config
-    model_dir = served_model(bench.facts, bench.head_dir, bench.target_dir) if depth else bench.target_dir
+    model_dir = served_model(bench.facts, bench.head_dir, bench.target_dir) if num_drafts else bench.target_dir
     arguments = [str(model_dir), "--dtype", str(config.acceptance.dtype)]
     arguments += ["--max-model-len", str(bench.context_tokens)]
     arguments += ["--tensor-parallel-size", str(config.serving.tensor_parallel_size)]
-    if not torch.cuda.is_available():  # vLLM would take nearly all memory
+    if not torch.cuda.is_available():  # on a CPU, vLLM would otherwise take nearly all of the machine's memory
         num_sequences = 2 * max(config.serving_bench.concurrency)
         size = cache_bytes(read_target_config(bench.target_dir), bench.context_tokens, num_sequences)
         arguments += ["--kv-cache-memory-bytes", str(size)]
     if bench.facts["hf_overrides"] is not None:
         arguments += ["--hf-overrides", json.dumps(bench.facts["hf_overrides"])]
-    if depth:
-        arguments += ["--speculative-config", json.dumps(speculative_config(bench.facts, bench.head_dir, depth))]
+    if num_drafts:
+        settings = speculative_config(bench.facts, bench.head_dir, num_drafts)
+        arguments += ["--speculative-config", json.dumps(settings)]
     return [*arguments, *config.serving_bench.server_args]
 
 
 def make_load(bench: Bench, server: VllmServer, name: str, concurrency: int) -> Load:
     config, settings = bench.config, bench.config.acceptance
     return Load(
-        name=f"{name}-{uuid.uuid4().hex[:8]}",  # an earlier run may have filled the cache of a running server
+        # Part of each request's cache salt, so that no run hits prefixes that an earlier run left in a running server.
+        name=f"{name}-{uuid.uuid4().hex[:8]}",
         url=server.url,
         model=server.model,
         prompts_path=str(bench.prompts_path),
@@ -270,7 +272,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         "temperature": settings.temperature,
         "dtype": str(settings.dtype) if bench.server is None else None,
         "ignore_eos": config.serving_bench.ignore_eos,
-        "best_num_speculative_tokens": {str(size): depth for size, depth in best_depths(speeds).items()} or None,
+        "best_num_speculative_tokens": {str(size): best for size, best in best_num_drafts(speeds).items()} or None,
         "rows": [row.describe(speeds) for row in rows],
     }
     path = bench.output_dir / "report.json"
@@ -292,7 +294,7 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str) -> None:
     what = f"{bench.num_requests} requests a row, {sampling}, up to {settings.max_new_tokens} tokens"
     table = Table(
         title=f"vLLM {version}: {what}",
-        caption="TTFT and TPOT: medians of requests. ITL: time between two messages of a stream.",
+        caption="TTFT and TPOT: medians over requests. ITL: ms between consecutive messages of a stream.",
     )
     for column in (
         "K",
@@ -307,10 +309,10 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str) -> None:
     ):
         table.add_column(column, justify="right")
     for row in rows:
-        seen, depth = row.latencies, row.num_speculative_tokens
+        seen, num_drafts = row.latencies, row.num_speculative_tokens
         times = (seen.ttft_ms.p50, seen.tpot_ms.p50, seen.itl_ms.p50, seen.itl_ms.p99)
         table.add_row(
-            "?" if depth is None else str(depth),
+            "?" if num_drafts is None else str(num_drafts),
             str(row.concurrency),
             *(f"{each:,.1f}" for each in times),
             f"{seen.output_tokens_per_s:,.0f}",

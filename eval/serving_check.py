@@ -105,8 +105,9 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
         server = VllmServer(serving.url)
         if server.max_model_len < needed_tokens:
             raise ValueError(
-                f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, its answer "
-                f"and twice K), but holds {server.max_model_len}; start it with --max-model-len {needed_tokens}"
+                f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
+                "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
+                f"{server.max_model_len}; start it with --max-model-len {needed_tokens}"
             )
         return server
     head_dir = Path(serving.head_dir or config.stage_dir("export") / serving.engine)

@@ -1,6 +1,6 @@
 """The config of every program: the schema, its documentation and all defaults.
 
-`mtptrain.settings` has the sections, `recipes/` the values that recipes choose. Each `main` begins with
+`mtptrain.settings` has the sections, and `recipes/` has the values for each target and head. Each `main` begins with
 `config = load_config(cfg)`, which returns checked dataclasses. The functions that `main` calls take these dataclasses
 or single values, never Hydra's objects.
 """
@@ -180,17 +180,17 @@ def _check_depths(config: PipelineConfig) -> None:
 
 
 def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
-    """Raises ValueError if a head cannot draft as many tokens as the setting asks for."""
+    """Raises ValueError if a head cannot draft exactly as many tokens as the setting asks for."""
     depths = head.ttt_steps
     if HEADS[head.name].drafts_all_depths and num_drafts != depths:
         raise ValueError(
             f"{setting}: must equal head.ttt_steps={depths} with head {head.name}, which learns blocks of {depths + 1} "
-            f"rows, but is {num_drafts}; set it to {depths}, or train with head.ttt_steps={num_drafts}"
+            f"tokens, but is {num_drafts}; set it to {depths}, or train with head.ttt_steps={num_drafts}"
         )
     if HEADS[head.name].is_bound_to_depths and num_drafts > depths:
         raise ValueError(
-            f"{setting}: must be at most head.ttt_steps={depths} with head {head.name}, which learns each depth "
-            f"separately, but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
+            f"{setting}: must be at most head.ttt_steps={depths} with head {head.name}, which can draft only at "
+            f"depths that it was trained for, but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
         )
 
 

@@ -118,7 +118,7 @@ def test_every_plan_keeps_well_below_the_disks_of_a_node_and_within_a_day(
 ) -> None:
     config, plan = planned(target, head)
     assert plan.store_bytes[config.hidden_states.store_dtype] < NODE_DISK_BYTES / 2
-    assert plan.hidden_states.seconds + plan.train.seconds < 24 * 3600
+    assert plan.extraction_speed.seconds + plan.training_speed.seconds < 24 * 3600
     assert plan.is_spread == ((target, head) == ("llama3_3_70b", "eagle3"))
     assert plan.workload.longest_tokens == (16384 if (target, head) == ("qwen3_32b", "eagle3") else 32768)
     assert config.train.batch_tokens == 32768

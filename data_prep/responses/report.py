@@ -83,7 +83,8 @@ def report_rows(manifest: ResponsesManifest, survey: Survey, progress: Responses
         "tokens": f"{counts.answer_tokens:,}",
         "cut at max_new_tokens": f"{ended[Ending.length]:,} responses, each the last of its conversation",
         **{name: f"{ended[ending]:,} conversations ended early" for ending, name in EARLY_ENDS.items()},
-        "rendered differently": f"{counts.texts_changed:,} responses as text, {counts.tokens_changed:,} only as tokens",
+        "rendered differently": f"{counts.texts_changed:,} responses with other text, {counts.tokens_changed:,} with "
+        "the same text but other tokens",
         "failed": f"{manifest.failed:,} conversations, retried by the next run",
         "this run": f"{progress.rows:,} conversations, {speed}",
     }

@@ -34,7 +34,7 @@ from rich.table import Table
 from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.training.flops import matmul_peak
-from mtptrain.utils.compile import fuse
+from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 
 from .step_memory import resident_bytes, tensor_bytes
@@ -157,9 +157,9 @@ def in_turns(
 
 
 def uncompiled(run: Callable[[], float]) -> float:
-    fuse(False)
+    set_compilation(False)
     seconds = run()
-    fuse(True)
+    set_compilation(True)
     return seconds
 
 

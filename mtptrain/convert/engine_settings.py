@@ -12,8 +12,8 @@ from mtptrain.serving.depth_choice import (
     ADAPTIVE_ALGORITHMS,
     Speeds,
     adaptive_steps,
-    best_depths,
-    best_fixed_depth,
+    best_fixed_num_drafts,
+    best_num_drafts,
     per_batch_size,
     why_fixed,
 )
@@ -52,7 +52,7 @@ def write_engine_settings(
     """
     for name in FILES:
         (output_dir / name).unlink(missing_ok=True)
-    best = best_depths(speeds)
+    best = best_num_drafts(speeds)
     if not any(best.values()):
         return "decoding without drafts was the fastest at every concurrency: serve the target without the head"
     settings, said = vllm_settings(speeds, facts, head_dir)
@@ -62,7 +62,7 @@ def write_engine_settings(
     parts.append(f"```bash\n{vllm_command(output_dir / VLLM_FILE, served, facts)}\n```")
     parts += ["## SGLang", sglang_part(output_dir / SGLANG_FILE, best, head_dir, target, head, target_dir)]
     write_text(output_dir / README, "\n\n".join(parts) + "\n")
-    found = ", ".join(f"{depth} at {size}" for size, depth in best.items())
+    found = ", ".join(f"{num_drafts} at {size}" for size, num_drafts in best.items())
     return f"fastest K by requests in flight: {found}; settings and commands: {output_dir / README}"
 
 
@@ -70,14 +70,14 @@ def vllm_settings(speeds: Speeds, facts: dict[str, Any], head_dir: Path) -> tupl
     """Returns the value of vLLM's `--speculative-config`, and a sentence that explains it."""
     reason = why_fixed(facts["method"], facts.get("speculative_settings", {}))
     if reason is not None:
-        fixed = best_fixed_depth(speeds)
+        fixed = best_fixed_num_drafts(speeds)
         return speculative_config(facts, head_dir, fixed), (
             f"One K for all batch sizes, because {reason}: K = {fixed} has the largest geometric mean of tokens/s."
         )
-    best = best_depths(speeds)
+    best = best_num_drafts(speeds)
     ranges = per_batch_size(best)
     settings = speculative_config(facts, head_dir, max(best.values()))
-    said = ", ".join(f"K = {depth} from batch size {first}" for first, _, depth in ranges)
+    said = ", ".join(f"K = {num_drafts} from batch size {first}" for first, _, num_drafts in ranges)
     return {**settings, "num_speculative_tokens_per_batch_size": ranges}, (
         f"{said}. With data parallelism, vLLM ignores these batch sizes. At K = 0 it still fills the head's cache, "
         "which takes time that the measured engine without drafts does not spend."
@@ -113,10 +113,13 @@ def sglang_part(
 
 def table(speeds: Speeds, best: Mapping[int, int]) -> str:
     """Returns a table of tokens/s by concurrency and K, with the fastest K of each row in bold."""
-    depths = sorted({depth for by_depth in speeds.values() for depth in by_depth})
-    lines = [f"| requests in flight |{''.join(f' K = {depth} |' for depth in depths)}", "|---|" + "---|" * len(depths)]
-    for size, by_depth in sorted(speeds.items()):
-        cells = [f"{by_depth[depth]:,.0f}" for depth in depths]
-        marked = [f"**{cell}**" if depth == best[size] else cell for depth, cell in zip(depths, cells, strict=True)]
+    choices = sorted({num_drafts for tokens_per_s in speeds.values() for num_drafts in tokens_per_s})
+    lines = [
+        f"| requests in flight |{''.join(f' K = {choice} |' for choice in choices)}",
+        "|---|" + "---|" * len(choices),
+    ]
+    for size, tokens_per_s in sorted(speeds.items()):
+        cells = [f"{tokens_per_s[choice]:,.0f}" for choice in choices]
+        marked = [f"**{cell}**" if choice == best[size] else cell for choice, cell in zip(choices, cells, strict=True)]
         lines.append(f"| {size} | {' | '.join(marked)} |")
     return "Output tokens/s, the fastest in bold; K = 0 is decoding without drafts:\n\n" + "\n".join(lines)

@@ -168,11 +168,13 @@ def tensor_files(directory: Path) -> list[Path]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt") for path in directory.glob(pattern))
-        raise ValueError(
-            f"head.init_from: weights must be safetensors files, but {directory} has none; convert "
-            f"{pickles[0] if pickles else 'a pytorch_model.bin or medusa_lm_head.pt'} to safetensors first (it is a "
-            "pickle, which can execute code, and is therefore not read)"
+        pickled = "(it is a pickle, which can execute code, and is therefore not read)"
+        advice = (
+            f"convert {pickles[0]} to safetensors first {pickled}"
+            if pickles
+            else f"choose a head that has them, or convert its .bin or .pt file to safetensors first {pickled}"
         )
+        raise ValueError(f"head.init_from: weights must be safetensors files, but {directory} has none; {advice}")
     return files
 
 
@@ -334,7 +336,8 @@ def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) 
     Engines number layers differently (see their formats). The `serving.json` of our own exports names the engine.
     """
     if target_config.model_type == "deepseek_v2" and ids[0] != 1:
-        return [ids]  # both engines count the same way
+        # SGLang's DeepSeek class uses vLLM's ids unless the first is 1 (see SglangEagle3.layer_ids).
+        return [ids]
     as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}
     serving = directory / "serving.json"
     engine = read_json(serving)["engine"] if serving.is_file() else None

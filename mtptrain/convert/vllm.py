@@ -1,6 +1,7 @@
 """Export formats for vLLM 0.32.
 
-Sources: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py and medusa.py in vllm/model_executor/models/.
+Sources: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py, medusa.py and qwen3_dflash.py in
+vllm/model_executor/models/.
 """
 
 import json
@@ -25,7 +26,7 @@ from mtptrain.utils.files import save_tensors
 
 EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
 EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}
-NO_OTHER_NAMES: dict[str, str] = {}
+SAME_NAMES: dict[str, str] = {}  # the engine reads our tensor names
 MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
 
 
@@ -49,7 +50,7 @@ class VllmFormat(Format):
 
 
 class VllmMtp(VllmFormat):
-    """Exports `mtp` for vLLM's DeepSeek MTP class, with experts and latent attention switched off.
+    """Exports `mtp` for vLLM's `EagleDeepSeekMTPModel` (deepseek_eagle.py), with its experts and latent attention off.
 
     Embeddings and lm_head are left out, so that vLLM shares the target's. Query, key and value projections are
     concatenated.
@@ -167,7 +168,7 @@ class VllmMedusa(VllmFormat):
 
     architecture = "MedusaModel"
     method = "medusa"
-    names: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    names = SAME_NAMES
     lm_head_name = "lm_head.safetensors"
     head: MedusaHead.Config
 
@@ -204,7 +205,7 @@ class VllmDflash(VllmFormat):
 
     architecture = "DFlashDraftModel"
     method = "dflash"
-    names = NO_OTHER_NAMES
+    names = SAME_NAMES
     head: DflashHead.Config
 
     def config_json(self, dtype: str) -> dict[str, Any]:
@@ -228,8 +229,8 @@ class VllmDflash(VllmFormat):
         notes = super().notes()
         if self.head.num_layers > 1:
             notes.append(
-                "On a CPU, vLLM 0.32 applies the k_norm of the first layer to the keys of the target's tokens in every "
-                "layer, so that its counters differ from the measurement. GPUs are not affected."
+                "On a CPU, vLLM 0.32 normalises the keys computed from captured states with the first layer's k_norm "
+                "in every layer, so its counters differ from mtptrain's. GPUs are not affected."
             )
         return notes
 
@@ -241,7 +242,7 @@ class VllmDraftModel(VllmFormat):
     """Exports `draft_model` as a standard transformers checkpoint with the target's tokenizer."""
 
     method = "draft_model"
-    names: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    names = SAME_NAMES
     head: DraftModelHead.Config
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:

@@ -304,9 +304,9 @@ def _check_index(directory: Path, index: int, record: ShardRecord) -> None:
     """Compare the header, tables and loss mask of a shard with the manifest's checksum."""
     path = directory / record.file
     with path.open("rb") as file:
-        head = file.read(record.index_bytes)
+        header_and_tables = file.read(record.index_bytes)
         file.seek(record.num_bytes - record.num_tokens)
-        checksum = index_checksum(head, file.read(record.num_tokens))
+        checksum = index_checksum(header_and_tables, file.read(record.num_tokens))
     if checksum != record.index_checksum:
         raise ValueError(
             f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, "

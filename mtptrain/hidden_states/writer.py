@@ -1,6 +1,7 @@
 """Writes a store of hidden states in the format that mtptrain/hidden_states/store.py defines.
 
-Shard boundaries depend only on the prompts. A run that is killed leaves every shard either complete or absent.
+Shard boundaries depend only on the prompts and `hidden_states.shard_tokens`, not on the number of ranks. A run that is
+killed leaves every shard either complete or absent.
 """
 
 import os
@@ -211,7 +212,7 @@ class ShardFile:
     def finish(self) -> None:
         """Hash the shard, rename it and write its record."""
         self._write_tensor(CHECKSUMS, 0, self._checksums)
-        index = os.pread(self._file, self._layout.index_bytes, 0)
+        header_and_tables = os.pread(self._file, self._layout.index_bytes, 0)
         self._close()
         record = ShardRecord(
             file=self._path.name,
@@ -221,7 +222,7 @@ class ShardFile:
             num_bytes=self._layout.num_bytes,
             sha256=file_sha256(self._temporary),
             index_bytes=self._layout.index_bytes,
-            index_checksum=index_checksum(index, bytes_of(self._tokens["loss_mask"])),
+            index_checksum=index_checksum(header_and_tables, bytes_of(self._tokens["loss_mask"])),
         )
         publish(self._temporary, self._path)
         _write_json(record_path(self._path), asdict(record))

@@ -41,7 +41,7 @@ class TrainMemory:
     weights: int
     gradients: int
     optimizer: int
-    """fp32 master weights and two Adam moments."""
+    """Two Adam moments, and fp32 master weights with bf16 or ZeRO."""
     frozen_parts: int
     """The target's embeddings, final norm and lm_head."""
     activations: int
@@ -72,15 +72,15 @@ class Plan:
     states_in_flight_bytes: int
     """Hidden states in vLLM's KV cache, on each GPU."""
     is_spread: bool
-    """Whether the target is too large for one GPU. accelerate then spreads it over all GPUs, which take turns."""
+    """Whether accelerate spreads the target over all GPUs, which then take turns. Never true with backend vllm."""
     max_position_embeddings: int
     head_parameters: int
     memory: TrainMemory
     num_steps: int
     scratch_bytes_per_token: int
     """Disk space of vLLM's files in `hidden_states.scratch_dir`. They are deleted once their states are stored."""
-    hidden_states: Speed
-    train: Speed
+    extraction_speed: Speed
+    training_speed: Speed
     """Speed of training, over all epochs."""
     export_bytes: int
     """Host memory that the export needs to prove that the written head drafts the same tokens as the trained one."""
@@ -141,8 +141,8 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         memory=train_memory(config, target_config, target, num_parameters, activations, workload.longest_tokens),
         num_steps=count_steps(config, trained_tokens),
         scratch_bytes_per_token=scratch_bytes_per_token(config, target_config, captured),
-        hidden_states=extraction,
-        train=training_speed(config, step, stored_bytes[settings.store_dtype], trained_tokens),
+        extraction_speed=extraction,
+        training_speed=training_speed(config, step, stored_bytes[settings.store_dtype], trained_tokens),
         export_bytes=export_proof_bytes(target_config, num_parameters),
         serving=describe_serving(config.head, target_config, _train_dtype(config)),
     )

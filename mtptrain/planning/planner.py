@@ -6,6 +6,8 @@ documents. It loads no weights and writes nothing. `plan=true` prints the plan i
     python -m data_prep.hidden_states recipe=llama3_1_8b_mtp plan=true
 """
 
+import math
+
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +25,7 @@ def print_plan(config: PipelineConfig) -> Plan:
         ValueError: the target's family is not supported, or the head does not fit the target.
     """
     plan = make_plan(config)
-    table = Table(title=f"plan of {config.run_dir}: estimates, except where a measurement is named", show_header=False)
+    table = Table(title=f"plan of {config.run_dir}: memory and time are estimates", show_header=False)
     for name, value in plan_rows(plan, config):
         table.add_row(name, value)
     table.add_row("free disk", f"{_gb(plan.free_bytes)} on the disk of run_dir")
@@ -36,7 +38,7 @@ def print_plan(config: PipelineConfig) -> Plan:
 
 
 def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
-    """Returns the rows of the plan, except those that depend on the local machine."""
+    """Returns the rows of the plan, except free disk and the export's memory."""
     chosen, memory = config.hidden_states.store_dtype, plan.memory
     sizes = {
         dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)"
@@ -73,9 +75,9 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
             f"{plan.num_steps:,} steps of {config.train.batch_tokens * config.train.micro_batches_per_step:,} tokens",
         ),
         *([("serving", plan.serving)] if plan.serving else []),
-        ("time of hidden states", _describe_speed(plan.hidden_states)),
-        ("time of training", _describe_speed(plan.train)),
-        ("time of both", _duration(plan.hidden_states.seconds + plan.train.seconds)),
+        ("time of hidden states", _describe_speed(plan.extraction_speed)),
+        ("time of training", _describe_speed(plan.training_speed)),
+        ("time of both", _duration(plan.extraction_speed.seconds + plan.training_speed.seconds)),
     ]
 
 
@@ -88,7 +90,8 @@ def _describe_workload(plan: Plan, config: PipelineConfig) -> str:
             f"the longest has {work.longest_tokens:,}"
         )
     bounds = (
-        f"in documents of up to {work.longest_tokens:,}, all supervised (bounds: data_prep.prompts has not been run)"
+        f"in documents of up to {work.longest_tokens:,}, all supervised (not counted yet: data_prep.prompts has not "
+        "been run)"
     )
     what = "at most {:,} tokens" if config.prompts.max_train_tokens else "an assumed {:,} tokens"
     return f"{what.format(work.tokens)} {bounds}"
@@ -108,8 +111,8 @@ def _describe_memory(memory: TrainMemory) -> str:
 
 
 def _describe_validation(memory: TrainMemory) -> str:
-    parts = f"{_gb(memory.validation)} for keys, values and prompts in place of the activations"
-    return f"{_gb(memory.state + memory.validation)}, including {parts}"
+    parts = f"{_gb(memory.validation)} for KV caches and the forward pass over the prompts"
+    return f"{_gb(memory.state + memory.validation)}, including {parts}; no training activations are alive then"
 
 
 def _describe_speed(speed: Speed) -> str:
@@ -156,10 +159,13 @@ def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     engine_gpus = _least_engine_gpus(plan, config)
     warnings = []
     if plan.target_bytes_per_gpu > available:
-        with_vllm = f"set hidden_states.tensor_parallel_size={engine_gpus} with hidden_states.backend=vllm, or "
+        with_vllm = (
+            f"{engine_gpus} GPUs with hidden_states.backend=vllm hidden_states.tensor_parallel_size={engine_gpus}, or "
+        )
         warnings.append(
             f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take "
-            f"{_gb(plan.target_bytes_per_gpu)}; {with_vllm * (engine_gpus is not None)}use more GPUs in one machine"
+            f"{_gb(plan.target_bytes_per_gpu)}; use {with_vllm * (engine_gpus is not None)}at least "
+            f"{math.ceil(plan.target_bytes / available)} GPUs in one machine with hidden_states.backend=transformers"
         )
     elif settings.backend is Backend.vllm:
         warnings += _states_warnings(plan, config)
@@ -186,10 +192,10 @@ def _states_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     more_gpus = f"set hidden_states.tensor_parallel_size={engine_gpus}, " if has_enough_gpus else "set "
     return [
         f"hidden_states.batch_tokens: weights and states in flight must fit into {_gb(available)} of each GPU with "
-        f"vLLM, but take {_gb(plan.target_bytes_per_gpu + states)}, {_gb(states)} of them for the states of two "
-        f"batches of {settings.batch_tokens:,} tokens and a document of {plan.workload.longest_tokens:,}, which "
-        f"tensor parallelism does not divide; {more_gpus}a lower hidden_states.batch_tokens, a lower "
-        "prompts.max_document_tokens, or hidden_states.backend=transformers"
+        f"vLLM, but take {_gb(plan.target_bytes_per_gpu + states)}: {_gb(states)} for the states of two batches of "
+        f"{settings.batch_tokens:,} tokens and a document of {plan.workload.longest_tokens:,}, and the rest for "
+        f"weights, the only part that tensor parallelism divides; {more_gpus}a lower hidden_states.batch_tokens, a "
+        "lower prompts.max_document_tokens, or hidden_states.backend=transformers"
     ]
 
 
@@ -214,18 +220,21 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
             f"or lower head.ttt_steps from {config.head.ttt_steps}"
         )
     elif without_target + memory.validation_target > available:
-        bf16 = "" if config.acceptance.dtype is Dtype.bfloat16 else "acceptance.dtype=bfloat16, "
+        ways = ["acceptance.dtype=bfloat16"] * (config.acceptance.dtype is not Dtype.bfloat16)
+        ways += ["a lower train.batch_tokens"] * (memory.state < available)
+        smaller = f"set {' or '.join(ways)}; or " if ways else ""
         left, needed = _gb(available - without_target), _gb(memory.validation_target)
         warnings.append(
             "train.validation_prompts: for validation, the target must fit on every GPU next to training, but takes "
-            f"{needed}, and only {left} are left; set {bf16}a lower train.batch_tokens, or train.validation_prompts=0 "
-            "and choose the head with eval.choose_head after training, or use GPUs with more memory"
+            f"{needed}, and only {left} are left; {smaller}set train.validation_prompts=0 and run eval.choose_head "
+            "after training; or use GPUs with more memory"
         )
     elif with_validation > available:
         warnings.append(
             f"acceptance.batch_tokens: validation must fit into {_gb(available)} of each GPU, but takes "
-            f"{_gb(with_validation)}, {_gb(memory.validation)} of them for keys, values and prompts; lower it from "
-            f"{config.acceptance.batch_tokens:,}, lower acceptance.batch_size, or set train.validation_prompts=0"
+            f"{_gb(with_validation)}, {_gb(memory.validation)} of them for KV caches and the forward pass over the "
+            f"prompts; lower acceptance.batch_tokens from {config.acceptance.batch_tokens:,}, lower "
+            "acceptance.batch_size, or set train.validation_prompts=0"
         )
     return warnings
 
@@ -245,7 +254,7 @@ def _setting_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
         )
     if longest > config.train.batch_tokens:
         warnings.append(
-            f"train.batch_tokens: must be at least the longest document, up to {longest:,} tokens, but is "
+            f"train.batch_tokens: must be at least the {longest:,} tokens of the longest document, but is "
             f"{config.train.batch_tokens:,}; raise it, or lower prompts.max_document_tokens{again}"
         )
     if per_step % num_gpus:

@@ -59,8 +59,8 @@ def speeds_of(rows: Sequence[Row]) -> dict[int, dict[int, float]]:
     speeds: dict[int, dict[int, float]] = {}
     for row in rows:
         if row.num_speculative_tokens is not None:
-            by_depth = speeds.setdefault(row.concurrency, {})
-            by_depth[row.num_speculative_tokens] = row.latencies.output_tokens_per_s
+            tokens_per_s = speeds.setdefault(row.concurrency, {})
+            tokens_per_s[row.num_speculative_tokens] = row.latencies.output_tokens_per_s
     return speeds
 
 

@@ -16,18 +16,18 @@ Speeds = Mapping[int, Mapping[int, float]]
 """Output tokens/s by concurrency and K; K = 0 is the server without drafts."""
 
 
-def best_depths(speeds: Speeds) -> dict[int, int]:
+def best_num_drafts(speeds: Speeds) -> dict[int, int]:
     """Returns the fastest K at each concurrency. If several are equally fast, the smallest is chosen."""
     return {
-        concurrency: max(sorted(by_depth), key=lambda depth: by_depth[depth])
-        for concurrency, by_depth in sorted(speeds.items())
+        concurrency: max(sorted(tokens_per_s), key=lambda num_drafts: tokens_per_s[num_drafts])
+        for concurrency, tokens_per_s in sorted(speeds.items())
     }
 
 
-def best_fixed_depth(speeds: Speeds) -> int:
+def best_fixed_num_drafts(speeds: Speeds) -> int:
     """Returns the K above 0 with the largest geometric mean of tokens/s over all concurrencies."""
-    depths = sorted({depth for by_depth in speeds.values() for depth in by_depth if depth})
-    return max(depths, key=lambda depth: sum(math.log(by_depth[depth]) for by_depth in speeds.values()))
+    choices = sorted({num_drafts for tokens_per_s in speeds.values() for num_drafts in tokens_per_s if num_drafts})
+    return max(choices, key=lambda choice: sum(math.log(tokens_per_s[choice]) for tokens_per_s in speeds.values()))
 
 
 def per_batch_size(best: Mapping[int, int]) -> list[list[int]]:
@@ -40,11 +40,11 @@ def per_batch_size(best: Mapping[int, int]) -> list[list[int]]:
     sizes = sorted(best)
     ranges: list[list[int]] = []
     for first, following in zip([1, *sizes[1:]], [*sizes[1:], sizes[-1] + 1], strict=True):
-        depth = best[sizes[0]] if first == 1 else best[first]
-        if ranges and ranges[-1][2] == depth:
+        num_drafts = best[sizes[0]] if first == 1 else best[first]
+        if ranges and ranges[-1][2] == num_drafts:
             ranges[-1][1] = following - 1
         else:
-            ranges.append([first, following - 1, depth])
+            ranges.append([first, following - 1, num_drafts])
     return ranges
 
 
@@ -53,7 +53,7 @@ def adaptive_steps(best: Mapping[int, int]) -> dict[str, dict[str, list[int]]]:
 
     For each batch, SGLang uses the entry of the closest size.
     """
-    return {str(size): {"candidate_steps": [depth]} for size, depth in sorted(best.items())}
+    return {str(size): {"candidate_steps": [num_drafts]} for size, num_drafts in sorted(best.items())}
 
 
 def why_fixed(method: str, speculative_settings: Mapping[str, Any]) -> str | None:

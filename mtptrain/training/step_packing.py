@@ -116,7 +116,7 @@ def pack_documents(
     """
     if lengths.max() > batch_tokens:
         raise ValueError(
-            f"train.batch_tokens: must be at least the longest document, {lengths.max()} tokens, but is "
+            f"train.batch_tokens: must be at least the {lengths.max()} tokens of the longest document, but is "
             f"{batch_tokens}; raise it or lower prompts.max_document_tokens and run data_prep.prompts and "
             "data_prep.hidden_states again"
         )

@@ -16,7 +16,7 @@ from mtptrain.training.deepspeed_engine import GradientClipper, build_engine, is
 from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings, LossSums
 from mtptrain.utils.clock import PhaseClock
-from mtptrain.utils.compile import fuse
+from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.cpu import keep_freed_memory
 from mtptrain.utils.distributed import Ranks
 
@@ -62,7 +62,7 @@ class Trainer:
         # For each step since the last check: its document ids, and the sum of its metrics and gradient norm.
         self._unchecked: list[tuple[tuple[int, ...], torch.Tensor]] = []
         head.activation_checkpointing = config.activation_checkpointing
-        fuse(is_compiled(config.compile, ranks.device))
+        set_compilation(is_compiled(config.compile, ranks.device))
         optimizer = torch.optim.AdamW(
             head.parameters(),
             lr=config.lr,

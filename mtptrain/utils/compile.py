@@ -1,4 +1,5 @@
-"""Functions that torch.compile fuses if the trainer has enabled compilation, and that run eagerly otherwise.
+"""Provides decorators for functions that torch.compile fuses if `set_compilation` has enabled it; otherwise they run
+eagerly.
 
 The switch is a module variable, because these functions are called deep inside autograd functions, some of them on
 autograd's own threads. A context variable would not reach those threads, and an argument would have to be in every
@@ -23,7 +24,7 @@ _is_on = False
 _through: Callable[..., Any] | None = None
 
 
-def fuse(on: bool) -> None:
+def set_compilation(on: bool) -> None:
     """Set whether `fused` functions are compiled or run eagerly from now on."""
     global _is_on
     _is_on = on
@@ -33,11 +34,11 @@ def fuse(on: bool) -> None:
 def eager() -> Iterator[None]:
     """Run `fused` functions eagerly inside this context, for example because the shapes change with every call."""
     before = _is_on
-    fuse(False)
+    set_compilation(False)
     try:
         yield
     finally:
-        fuse(before)
+        set_compilation(before)
 
 
 @contextmanager

@@ -242,7 +242,7 @@ def main(head_name: str, draft_vocab_size: int | None, kind: LossKind) -> None:
     pretend_an_h100()
     writer = Writer()
     torch.compile = writer.compile  # type: ignore[assignment]
-    fusing.fuse(True)
+    fusing.set_compilation(True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         step(fake_head(head_name, draft_vocab_size), kind)
     build_machine_code(writer.kernels)

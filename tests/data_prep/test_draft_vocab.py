@@ -147,11 +147,14 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(
     [
         (
             ("head=mtp",),
-            r"head\.draft_vocab_size: must be set to less than the target's 260 tokens .* is None: head mtp drafts the "
-            r"target's",
+            r"head\.draft_vocab_size: must be below the target's 260 tokens .* is None; skip this program, because "
+            r"head mtp drafts the target's",
         ),
-        (EAGLE3, r"but is None: head eagle3 drafts the target's whole vocabulary and needs none; skip this program"),
-        ((*EAGLE3, "head.draft_vocab_size=260"), r"but is 260: head eagle3 drafts the target's whole vocabulary"),
+        (EAGLE3, r"but is None; skip this program, because head eagle3 drafts the target's whole vocabulary"),
+        (
+            (*EAGLE3, "head.draft_vocab_size=260"),
+            r"but is 260; skip this program, because head eagle3 drafts the target's whole vocabulary",
+        ),
         (
             (*EAGLE3, "head.draft_vocab_size=261"),
             r"head\.draft_vocab_size: must be within 1\.\.260, the tokens of the target, but is 261",

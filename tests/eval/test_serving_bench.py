@@ -13,7 +13,13 @@ from eval.serving_bench import check_device, is_same_model
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
-from mtptrain.serving.depth_choice import adaptive_steps, best_depths, best_fixed_depth, per_batch_size, why_fixed
+from mtptrain.serving.depth_choice import (
+    adaptive_steps,
+    best_fixed_num_drafts,
+    best_num_drafts,
+    per_batch_size,
+    why_fixed,
+)
 from mtptrain.serving.load_generator import Latencies, Spread
 from tests.conftest import make_config, make_target, run_program
 
@@ -27,8 +33,8 @@ FACTS = {"method": "eagle", "hf_overrides": None, "speculative_settings": {}}
 
 
 def test_the_fastest_k_wins_and_the_smaller_of_two_equal_ones() -> None:
-    assert best_depths(SPEEDS) == {1: 3, 2: 3, 4: 1, 8: 0}
-    assert best_depths({4: {3: 5.0, 1: 5.0, 0: 4.0}}) == {4: 1}
+    assert best_num_drafts(SPEEDS) == {1: 3, 2: 3, 4: 1, 8: 0}
+    assert best_num_drafts({4: {3: 5.0, 1: 5.0, 0: 4.0}}) == {4: 1}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,7 @@ def test_sglang_has_one_candidate_at_each_measured_size() -> None:
 
 def test_one_k_for_all_sizes_has_the_largest_geometric_mean() -> None:
     speeds = {1: {0: 99.0, 1: 3.0, 3: 1.5}, 8: {0: 99.0, 1: 6.0, 3: 11.0}}
-    assert best_fixed_depth(speeds) == 1  # 3 * 6 = 18 against 1.5 * 11 = 16.5, though 3 + 6 is less than 1.5 + 11
+    assert best_fixed_num_drafts(speeds) == 1  # 3 * 6 = 18 against 1.5 * 11 = 16.5, though 3 + 6 is less than 1.5 + 11
 
 
 def test_only_methods_that_can_change_k_get_a_k_for_each_size() -> None:

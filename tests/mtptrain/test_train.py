@@ -354,7 +354,7 @@ def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_me
         (
             ("train.batch_tokens=64",),
             1,
-            "train.batch_tokens: must be at least the longest document, 128 tokens, but is 64",
+            "train.batch_tokens: must be at least the 128 tokens of the longest document, but is 64",
         ),
         (
             ("train.micro_batches_per_step=5000",),

@@ -32,7 +32,7 @@ class OverlappedWriter:
         self._finishing = ThreadPoolExecutor(max_workers=1)
         self._pending: deque[tuple[Future[None], int]] = deque()
         self._pending_bytes = 0
-        self._finished: Future[None] | None = None
+        self._finish_in_progress: Future[None] | None = None
         self._file: ShardFile | None = None
         self._unfinished: set[ShardFile] = set()
         self._thread_local = threading.local()
@@ -57,10 +57,10 @@ class OverlappedWriter:
         At most one shard is finalized at a time.
         """
         assert self._file is not None, "no shard was begun"
-        if self._finished:
-            self._finished.result()
+        if self._finish_in_progress:
+            self._finish_in_progress.result()
         pending = [future for future, _ in self._pending]
-        self._finished = self._finishing.submit(self._finish, self._file, pending)
+        self._finish_in_progress = self._finishing.submit(self._finish, self._file, pending)
         self._file = None
 
     def _wait_for_first(self) -> None:
@@ -92,8 +92,8 @@ class OverlappedWriter:
             if error is None:
                 while self._pending:
                     self._wait_for_first()
-                if self._finished:
-                    self._finished.result()
+                if self._finish_in_progress:
+                    self._finish_in_progress.result()
         finally:
             self._writing.shutdown(wait=True, cancel_futures=True)
             self._finishing.shutdown(wait=True, cancel_futures=True)

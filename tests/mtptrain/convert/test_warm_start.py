@@ -454,6 +454,7 @@ def test_the_relative_difference_is_that_of_a_plain_formula() -> None:
             {"config.json": "{}", "pytorch_model.bin": ""},
             r"weights must be safetensors files, but .* has none; convert pytorch_model.bin to safetensors",
         ),
+        ({"config.json": "{}"}, r"has none; choose a head that has them, or convert its \.bin or \.pt file"),
         (
             {"model.safetensors": None},
             r"must hold head\.json or config\.json, but .* has neither; choose another directory",

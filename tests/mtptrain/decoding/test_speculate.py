@@ -138,13 +138,13 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
 def test_nothing_is_compiled_for_the_shapes_of_a_round(target: Target) -> None:
     """Training compiles the head's functions. Decoding with them would compile most rounds anew."""
     frames = torch._dynamo.utils.counters["frames"]
-    compile_module.fuse(True)
+    compile_module.set_compilation(True)
     try:
         before = frames["total"]
         decode(target, HeadDrafter(random_head(target), target.parts, 3), random_prompts(1), max_new_tokens=4)
         assert compile_module._is_on and frames["total"] == before
     finally:
-        compile_module.fuse(False)
+        compile_module.set_compilation(False)
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [1, 3, 5])

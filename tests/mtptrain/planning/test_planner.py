@@ -174,7 +174,7 @@ def test_times_come_from_given_tokens_per_s(config_for: Callable[..., PipelineCo
             "train.epochs=3",
         )
     )
-    assert (plan.hidden_states.seconds, plan.train.seconds) == (200.0, 300.0)
+    assert (plan.extraction_speed.seconds, plan.training_speed.seconds) == (200.0, 300.0)
 
 
 def test_times_come_from_flops_and_the_peak(config_for: Callable[..., PipelineConfig]) -> None:
@@ -184,23 +184,23 @@ def test_times_come_from_flops_and_the_peak(config_for: Callable[..., PipelineCo
     plan = make_plan(config)
     layer = 2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64  # q, o, k, v, MLP, norms of the tiny target
     flops = 2 * (2 * layer + 64) + 2 * 2 * 2 * 64 * 128 / 2  # 2 layers; scores and values over half a document
-    assert plan.hidden_states.flops_per_token == flops
-    assert plan.hidden_states.tokens_per_s == pytest.approx(8 * 1e9 * 0.4 / flops)
-    assert plan.hidden_states.seconds == pytest.approx(1e6 * flops / (8 * 1e9 * 0.4))
+    assert plan.extraction_speed.flops_per_token == flops
+    assert plan.extraction_speed.tokens_per_s == pytest.approx(8 * 1e9 * 0.4 / flops)
+    assert plan.extraction_speed.seconds == pytest.approx(1e6 * flops / (8 * 1e9 * 0.4))
 
 
 def test_a_slow_disk_holds_both_stages_up(config_for: Callable[..., PipelineConfig]) -> None:
     plan = make_plan(
         config_for("prompts.max_train_tokens=1_000_000", "planner.gpu_tflops=1000", "planner.disk_gb_per_s=0.001")
     )
-    assert plan.hidden_states.seconds == pytest.approx(1e6 * (2 * 64 + 5) / 1e6)
-    assert "disk of 0.001 GB/s" in plan.train.basis
+    assert plan.extraction_speed.seconds == pytest.approx(1e6 * (2 * 64 + 5) / 1e6)
+    assert "disk of 0.001 GB/s" in plan.training_speed.basis
 
 
 def test_without_a_given_peak_the_device_at_hand_is_measured(config_for: Callable[..., PipelineConfig]) -> None:
     plan = make_plan(config_for())
-    assert plan.hidden_states.tokens_per_s > 0
-    assert ("CPU" in plan.train.basis) != torch.cuda.is_available()
+    assert plan.extraction_speed.tokens_per_s > 0
+    assert ("CPU" in plan.training_speed.basis) != torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["spans", "single draft positions"])
@@ -354,7 +354,7 @@ def test_what_fits_is_not_warned_of(config_for: Callable[..., PipelineConfig]) -
     [
         (["prompts.max_document_tokens=600"], "must have at most 512 tokens, the target's max_position_embeddings, but "
                                               "have up to 600"),
-        (["train.batch_tokens=100"], "train.batch_tokens: must be at least the longest document, up to 128 tokens, but "
+        (["train.batch_tokens=100"], "train.batch_tokens: must be at least the 128 tokens of the longest document, but "
                                      "is 100"),
         (["planner.num_gpus=3", "train.micro_batches_per_step=4"],
             "train.micro_batches_per_step: must be a multiple of the 3 GPUs of planner.num_gpus, but is 4; set it to "
@@ -427,25 +427,28 @@ LARGE = (
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["planner.num_gpus=1"], "weights must fit into 64 GB of each GPU in extraction, but take 141 GB; set "
-            "hidden_states.tensor_parallel_size=8 with hidden_states.backend=vllm, or use more GPUs"),
+        (["planner.num_gpus=1"], "weights must fit into 64 GB of each GPU in extraction, but take 141 GB; use "
+            "8 GPUs with hidden_states.backend=vllm hidden_states.tensor_parallel_size=8, or at least 3 GPUs in one "
+            "machine with hidden_states.backend=transformers"),
         ([], "weights must fit into 64 GB of one GPU for all GPUs to work at once, but take 141 GB; start "
              "data_prep.hidden_states as one"),
         ([], "set hidden_states.backend=vllm hidden_states.tensor_parallel_size=8"),
         (["hidden_states.backend=vllm"], "weights must fit into 64 GB of each GPU in extraction, but take 141 GB"),
         (["planner.num_gpus=1", "prompts.max_document_tokens=65536"],
-            "weights must fit into 64 GB of each GPU in extraction, but take 141 GB; use more GPUs in one machine"),
+            "weights must fit into 64 GB of each GPU in extraction, but take 141 GB; use at least 3 GPUs in "
+            "one machine with hidden_states.backend=transformers"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4", "prompts.max_document_tokens=1024"],
-            "weights and states in flight must fit into 72 GB of each GPU with vLLM, but take 79.6 GB, 44.3 GB of them "
-            "for the states of two batches of 16,384 tokens and a document of 1,024, "
-            "which tensor parallelism does not divide; set "
+            "weights and states in flight must fit into 72 GB of each GPU with vLLM, but take 79.6 GB: 44.3 GB for "
+            "the states of two batches of 16,384 tokens and a document of 1,024, and the rest for weights, the only "
+            "part that tensor parallelism divides; set "
             "hidden_states.tensor_parallel_size=8, a lower hidden_states.batch_tokens, a lower "
             "prompts.max_document_tokens, or "
             "hidden_states.backend=transformers"),
         (["hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=8", "hidden_states.batch_tokens=32768"],
-            "which tensor parallelism does not divide; set a lower hidden_states.batch_tokens"),
+            "the only part that tensor parallelism divides; set a lower hidden_states.batch_tokens"),
         ([], "for validation, the target must fit on every GPU next to training, but takes 141 GB"),
-        ([], "or train.validation_prompts=0 and choose the head with eval.choose_head after training"),
+        (["planner.gpu_memory_gb=165"], "138 GB are left; set a lower train.batch_tokens; or set train.validation"),
+        ([], "are left; set train.validation_prompts=0 and run eval.choose_head after training; or use GPUs"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"],
             "train.batch_tokens: training must fit into 80 GB of each GPU, but takes"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"], "set train.activation_checkpointing=true, "
@@ -464,7 +467,7 @@ def test_a_target_spread_over_gpus_is_planned_at_the_speed_of_one(llama_70b: Pat
             f"target.path={llama_70b}", *LARGE, "hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4"
         )
     )
-    assert spread.hidden_states.tokens_per_s == pytest.approx(shared.hidden_states.tokens_per_s / 8)
+    assert spread.extraction_speed.tokens_per_s == pytest.approx(shared.extraction_speed.tokens_per_s / 8)
     assert not shared.is_spread and shared.target_bytes_per_gpu == spread.target_bytes // 4
 
 

@@ -129,7 +129,8 @@ def test_the_plan_prints_validation_and_warns_of_it(config_for: Callable[..., Pi
     plan = make_plan(config)
     rows = dict(plan_rows(plan, config))
     assert plan.memory.validation > 0
-    assert f"{plan.memory.validation / GB:.3g} GB for keys, values and prompts" in rows["validation, each GPU"]
+    size = f"{plan.memory.validation / GB:.3g} GB"
+    assert f"{size} for KV caches and the forward pass over the prompts" in rows["validation, each GPU"]
     assert not any("acceptance.batch_tokens" in warning for warning in plan_warnings(plan, config))
     plan.memory.__dict__["validation"] = 2 * GB  # a frozen dataclass: a batch that is too large for this GPU
     assert any(

@@ -264,7 +264,7 @@ def compare_compiled_in_one_process() -> None:
         teacher: Teacher = teach(target_logits, None)
         found = []
         for is_fused in (False, True):
-            fusing.fuse(is_fused)
+            fusing.set_compilation(is_fused)
             found.append(compare(logits, is_counted, teacher, scale, LossKind.lk, 3.0))
         for plain, compiled in zip(*found, strict=True):
             torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-5)

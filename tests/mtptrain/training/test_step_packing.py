@@ -60,7 +60,8 @@ def test_the_micro_batches_of_a_step_cost_about_the_same() -> None:
 
 def test_a_document_longer_than_a_batch_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"train\.batch_tokens: must be at least the longest document, 70 tokens, but is 64; raise it"
+        ValueError,
+        match=r"train\.batch_tokens: must be at least the 70 tokens of the longest document, but is 64; raise it",
     ):
         pack(np.array([3, 70]))
 
