@@ -130,7 +130,7 @@ class Stages:
         ours, theirs = (HiddenStore.open(each / "hidden_states") for each in (self.directory, run_dir))
         indices = range(min(COMPARED_DOCUMENTS, ours.num_documents))
         states = [torch.cat([stored_states(store, index) for index in indices]) for store in (theirs, ours)]
-        return at_most(relative_error(*states), 2 * self._store_bound(), "difference from transformers")
+        return at_most(relative_error(*states), 2 * self._store_bound(), "difference from the stored states")
 
     def training(self) -> Finding:
         self.program("mtptrain.train", num_ranks=self.num_ranks)
@@ -202,7 +202,7 @@ class Stages:
             max(gaps, default=0.0) <= NEAR_TIE[dtype],
             figure,
             f"gap at most {NEAR_TIE[dtype]:.2g}",
-            "a token differs from plain decoding",
+            "a token differs from plain decoding without a near tie",
         )
 
     def export(self) -> Finding:

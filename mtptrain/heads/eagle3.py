@@ -18,7 +18,7 @@ from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initial
 
 
 class Eagle3Head(LayerHead):
-    """EAGLE-3 head. It can be exported for vLLM and SGLang; only vLLM's exports have been served."""
+    """EAGLE-3 head. It can be exported for vLLM and SGLang; only exports for vLLM have been served."""
 
     @dataclass
     class Config(LayerConfig):

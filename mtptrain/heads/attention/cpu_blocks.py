@@ -31,7 +31,8 @@ BLOCK_ROWS, KEY_MULTIPLE = 128, 32
 """Number of rows in a block of a causal segment, and the multiple to which its keys are padded: other sizes take up
 to twice as long."""
 BLOCK_SCORES, MIN_BLOCK_ROWS = 2**22, 256
-"""An unmasked forward block has BLOCK_SCORES scores over all heads, but at least MIN_BLOCK_ROWS rows over all heads."""
+"""Maximum number of scores in an unmasked forward block, over all heads. A block has at least MIN_BLOCK_ROWS rows, over
+all heads, even if it then has more scores."""
 BLOCK_KEYS, BACKWARD_ROWS = 1024, 1024
 """Number of keys and of rows in an unmasked backward block. Rows are counted over all query heads of a group."""
 
