@@ -219,7 +219,7 @@ def test_a_block_drafter_drafts_exactly_as_many_tokens_as_it_was_trained_for(dra
     with pytest.raises(
         ValueError,
         match=r"acceptance\.num_speculative_tokens: must equal head\.ttt_steps=3 with head dflash, which learns blocks "
-        rf"of 4 rows, but is {drafts}; set it to 3, or train with head\.ttt_steps={drafts}",
+        rf"of 4 tokens, but is {drafts}; set it to 3, or train with head\.ttt_steps={drafts}",
     ):
         make_config("head=dflash", "head.ttt_steps=3", f"acceptance.num_speculative_tokens={drafts}")
     make_config("head=dflash", "head.ttt_steps=3", "acceptance.num_speculative_tokens=3")

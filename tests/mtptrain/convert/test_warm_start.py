@@ -468,7 +468,7 @@ def test_the_relative_difference_is_that_of_a_plain_formula() -> None:
             r"config\.json: must have hidden_size, but does not; download the head again",
         ),
     ],
-    ids=["pickle", "no config", "no head", "empty config"],
+    ids=["pickle", "no weights", "no config", "no head", "empty config"],
 )
 def test_a_directory_without_a_readable_head_is_refused(
     tmp_path: Path, tiny_target: Path, files: dict[str, str | None], message: str
