@@ -80,8 +80,8 @@ def _losses_by_depth(
     for depth, depth_states in enumerate(states.unbind()):
         teacher_rows = (batch.packing.rows + 1 + depth).clamp(max=last)
         target_states, this_depth = parts.final_norm(batch.hidden_states[teacher_rows]), slice(depth, depth + 1)
-        is_draft, weight = batch.is_draft[this_depth], scale[this_depth]
-        arguments = target_states, parts.logits, is_draft, weight, settings, draft_token_ids
+        is_draft, depth_scale = batch.is_draft[this_depth], scale[this_depth]
+        arguments = target_states, parts.logits, is_draft, depth_scale, settings, draft_token_ids
         data_tokens = batch.next_ids[teacher_rows] if settings.kind is LossKind.data_ce else None
         by_depth.append(draft_losses(depth_states[None], lm_head, *arguments, data_tokens))
     names = ("losses", "kl", "top1_accuracy", "overlap")
