@@ -66,11 +66,11 @@ def drafter_figures(report: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 def over_seeds(runs: Mapping[int, RunResult | None], key: str, index: str | int) -> list[float]:
     """Returns `run[key][index]` for every seed whose run has it."""
     found = [run[key] for run in runs.values() if run is not None]
-    values = [
-        each.get(index) if isinstance(each, dict) else each[index]
-        for each in found
-        if isinstance(each, dict) or index < len(each)
+    # Lists have an entry per draft position.
+    by_index: list[dict[Any, float | None]] = [
+        dict(enumerate(each)) if isinstance(each, list) else each for each in found
     ]
+    values = [each.get(index) for each in by_index]
     return [value for value in values if value is not None]
 
 
