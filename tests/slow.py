@@ -39,6 +39,8 @@ SLOW = {
     r"tests/mtptrain/training/test_losses\.py::test_compiled_code_of_one_depth",
     r"tests/mtptrain/hidden_states/extraction/test_transformers_streams\.py::test_compiled_layers",
     r"tests/mtptrain/heads/test_layers\.py::test_documents_of_all_lengths_are_computed_by_few_compiled",
+    # Steps compiled for a GPU: stays mtp and eagle3.
+    r"tests/cuda/test_compiled_for_h100\.py::test_the_other_heads",
     # Kills and ranks: stays one kill and one signal of each program, two ranks, and a resume on another number.
     r"tests/mtptrain/hidden_states/test_stream\.py::test_a_streamed_run_that_is_killed",
     r"tests/mtptrain/test_train\.py::test_a_signal_ends_the_step\w*\[(?!SIGTERM)",

@@ -65,14 +65,23 @@ class DflashLayer(nn.Module):
         """Returns keys and values [..., kv heads, head_dim] of the tokens that the target has read."""
         return self.self_attn.keys_values(context, positions)
 
-    @fused
     def project(
         self, x: torch.Tensor, positions: torch.Tensor, num_unread: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns queries, keys and values of blocks x [K + 1, ..., H]. The first `num_unread` rows get no query."""
-        normed = self.input_layernorm(x)
-        query = self.self_attn.queries(normed[num_unread:], positions[num_unread:])
-        return query, *self.self_attn.keys_values(normed, positions)
+        """Returns queries, keys and values of blocks x [K + 1, ..., H]. The first `num_unread` rows get no query.
+
+        Each part has its own norm: Inductor cannot compile the backward of one norm that two slices of rows share.
+        """
+        query = self.project_queries(x[num_unread:], positions[num_unread:])
+        return query, *self.project_keys_values(x, positions)
+
+    @fused
+    def project_queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.self_attn.queries(self.input_layernorm(x), positions)
+
+    @fused
+    def project_keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.self_attn.keys_values(self.input_layernorm(x), positions)
 
     @fused
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

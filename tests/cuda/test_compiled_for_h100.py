@@ -8,10 +8,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from mtptrain.heads import base
+from mtptrain.heads import dflash, layer_head, medusa
+from mtptrain.heads.attention import draft_blocks
 from mtptrain.heads.attention import training as attention
 from mtptrain.training import losses, teacher
 from tests.cuda import guard
@@ -24,9 +26,17 @@ NOT_IN_STEPS = {"_softmax", "_own_probs"}
 """Fused functions that a training step on a GPU does not call: those of the teacher on a CPU."""
 
 
+OTHER_HEADS = {"dflash": (dflash, draft_blocks), "medusa": (medusa,), "peagle": (), "draft_model": ()}
+"""Heads with further fused functions, or other shapes, and the modules of those functions."""
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Kernel]]:
-    """The kernels of each case; the cases are compiled at the same time."""
+    return compile_steps(CASES, tmp_path_factory.mktemp("compiled"))
+
+
+def compile_steps(cases: dict[str, tuple[str, int | None, str]], cache: Path) -> dict[str, list[Kernel]]:
+    """Returns the kernels of each case. The cases are compiled at the same time."""
     why_not = (
         guard.WHY_NOT
         if guard.LIBRARY is None
@@ -36,9 +46,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Kernel]]
     )
     if why_not:
         pytest.skip(f"*** NO FUSED FUNCTION IS COMPILED FOR GPUS: {why_not} ***")
-    cache = tmp_path_factory.mktemp("compiled")
     processes = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": f"{cache}/{name}",
@@ -55,10 +64,10 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Kernel]]
     return {name: [Kernel(**kernel) for kernel in json.loads(text.splitlines()[-1])] for name, text in found.items()}
 
 
-def fused_functions() -> set[str]:
-    """Names of the functions of the loss, the heads and their attention that are decorated with `fused`."""
+def fused_functions(*modules: ModuleType) -> set[str]:
+    """Returns the names of the functions in these modules that are decorated with `fused`."""
     names = set()
-    for module in (losses, teacher, base, attention):
+    for module in modules:
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.FunctionDef) and any(
                 ast.unparse(name).startswith("fused") for name in node.decorator_list
@@ -71,7 +80,17 @@ def test_every_fused_function_of_a_step_becomes_machine_code_for_an_h100(kernels
     every = [kernel for found in kernels.values() for kernel in found]
     assert {kernel.target for kernel in every} == {".target sm_90a"}
     assert min(kernel.cubin_bytes for kernel in every) > 1000
-    assert fused_functions() - {kernel.function for kernel in every} == NOT_IN_STEPS
+    assert (
+        fused_functions(losses, teacher, layer_head, attention) - {kernel.function for kernel in every} == NOT_IN_STEPS
+    )
+
+
+@pytest.mark.parametrize("name", OTHER_HEADS)
+def test_the_other_heads_become_machine_code_for_an_h100_too(name: str, tmp_path: Path) -> None:
+    found = compile_steps({name: (name, None, "kl")}, tmp_path)[name]
+    assert {kernel.target for kernel in found} == {".target sm_90a"}
+    missing = fused_functions(*OTHER_HEADS[name]) - {kernel.function for kernel in found}
+    assert missing <= NOT_IN_STEPS, missing
 
 
 def test_functions_with_gradients_are_compiled_backward_too(kernels: dict[str, list[Kernel]]) -> None:
