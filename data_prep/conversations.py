@@ -156,7 +156,7 @@ def parse_row(row: Row, schema: ConversationSchema = ConversationSchema.auto) ->
     if not listed:
         raise ConversationRefused("no messages")
     if row.get("tools") or any(isinstance(message, Mapping) and message.get("tool_calls") for message in listed):
-        raise ConversationRefused("tool calls, which are not rendered")
+        raise ConversationRefused("tools or tool calls, which are not rendered")
     row_schema = _schema_of(listed[0], schema)
     if row_schema is None:
         raise ConversationRefused("unknown schema")
@@ -210,7 +210,8 @@ def _reasoning(message: Row) -> dict[str, str]:
 
 
 def _check_schema(row: Row, schema: ConversationSchema, location: str) -> None:
-    """Raises ValueError if the first row of a file has an unknown format. Later rows like it are only left out."""
+    """Raises ValueError if the first row of a file has an unknown format. Later rows like it are left out
+    instead."""
     listed = _message_column(row) if isinstance(row, Mapping) else None
     if listed is not None and (not listed or _schema_of(listed[0], schema) is not None):
         return

@@ -42,7 +42,7 @@ from .extraction import Extraction, prepare_extraction
 from .store_check import verify_store
 
 # The last bits of a CPU's matrix products depend on the number of threads, which torchrun and plain python set
-# differently. So use one thread per rank, and as many ranks as there are cores.
+# differently. So every rank uses one thread; `hint_ranks` suggests one rank per core.
 CPU_THREADS = 1
 
 
@@ -63,9 +63,10 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     Every rank must call this.
 
     Raises:
-        FileNotFoundError: stage 1 has not been run, or vLLM is not installed although the backend is vllm.
-        ValueError: the prompts do not fit the target, its lm_head is quantised, the directory holds states extracted
-            with different settings or inputs, or the disk is too small.
+        FileNotFoundError: stage 1 has not been run, or the backend is vllm and the Python for it does not exist.
+        ValueError: the prompts do not fit the target, its lm_head is quantised, vLLM is not installed or cannot extract
+            from the target, the directory holds states extracted with different settings or inputs, or the disk is too
+            small.
         OSError: the disk became full; finished shards are kept.
     """
     if ranks.device.type == "cpu":
@@ -185,7 +186,10 @@ def scratch_root(config: PipelineConfig) -> Path:
 
 
 def scratch_prefix(config: PipelineConfig) -> str:
-    """Returns the prefix of this part's temporary directories, one per rank; other runs may use the same parent."""
+    """Returns the prefix of this part's temporary directories, one per rank.
+
+    It identifies the store, because other runs may use the same parent directory.
+    """
     store = hashlib.sha256(str(config.stage_dir("hidden_states").resolve()).encode()).hexdigest()[:12]
     return f"mtptrain_{store}_{config.hidden_states.part}_"
 

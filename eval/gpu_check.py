@@ -1,11 +1,11 @@
 """Checks what CPU tests cannot show: that every stage runs on GPUs, that its results are correct within bf16
-rounding, and how fast extraction and training are. Takes a few minutes and downloads nothing.
+rounding, and how fast extraction and training are. It downloads nothing.
 
 It runs the programs of the pipeline as users do, on a small amount of text, in `run_dir/gpu_check/`. It compares
-attention, loss and decoding with their definitions, and kills and resumes a training run. Then it runs the benchmarks
-at the dimensions of an 8B target with random weights. It prints a table and writes `run_dir/gpu_check/report.json`; the
-exit code is 1 if a check failed. A check that needs vLLM, vLLM Speculators, a second GPU or more GPU memory is skipped
-without it, and its row says why.
+attention and loss with their definitions, and decoding with the training forward, and kills and resumes a training
+run. Then it runs the benchmarks at the dimensions of an 8B target with random weights. It prints a table and writes
+`run_dir/gpu_check/report.json`; the exit code is 1 if a check failed. A check that needs vLLM, vLLM Speculators, a
+second GPU or more GPU memory is skipped without it, and its row says why.
 
     make gpu-check
     python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check

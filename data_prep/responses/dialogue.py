@@ -213,7 +213,8 @@ def message_content(
     response: Response,
     text: str,
 ) -> tuple[str, bool, bool]:
-    """Returns the content of the assistant message, whether rendering it reproduces the text, and whether the tokens.
+    """Returns the content of the assistant message, whether rendering it reproduces the text, and whether it also
+    reproduces the tokens.
 
     Without token ids, tokens count as reproduced if the text is.
 

@@ -133,11 +133,14 @@ def _source_facts(hashes: Mapping[str, str]) -> dict[str, object]:
 
 
 def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
-    """Returns the hash of each path that still exists. Responses stay usable without the original conversations."""
+    """Returns the hash of each path that can still be read.
+
+    Responses stay usable without the original conversations.
+    """
     hashes: dict[str, str] = {}
     for path in prompts.paths:
         try:
             hashes |= hash_sources(read_conversations([path], prompts.schema, prompts.split), [path])
         except FileNotFoundError:
-            print(f"{path} does not exist any more, so the responses cannot be checked against it", flush=True)
+            print(f"{path} cannot be read any more, so the responses cannot be checked against it", flush=True)
     return hashes

@@ -18,7 +18,7 @@ BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 SHOWN_CHARACTERS = 200
 """Maximum number of characters that an error quotes from a server's message."""
 MAX_BODY_BYTES = 64 * 2**20
-"""Maximum size of a response's body. The completion of a prompt of 128k tokens takes about 10 MB."""
+"""Maximum size of a response's body. The ids of a prompt of 128k tokens take about 1 MB."""
 
 
 class RequestFailed(Exception):

@@ -200,7 +200,7 @@ class PeerProcess:
             ended = self._process.wait()
             raise RuntimeError(
                 f"bench.peer_python: the peer must answer, but exited with {ended}; run {WORKER} "
-                "with that Python to see whether it starts; if it does, lower the sizes"
+                "with that Python to see whether it starts; if it does, lower bench.hidden_sizes or bench.train_tokens"
             )
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -26,8 +26,8 @@ class LayerHead(Head):
     """One decoder layer that is applied once per depth.
 
     A subclass builds its layers in `__init__` and implements `combine` (before attention) and `finish` (after it);
-    `fuse` and `layers_to_capture` are optional. `forward` (training) and `decode` (inference) run exactly these
-    methods.
+    `fuse` and `layers_to_capture` are optional. Training (`forward`) and inference (`draft_first`, `draft_next`) run
+    the same methods.
     """
 
     drafts_trees = True
@@ -52,7 +52,7 @@ class LayerHead(Head):
 
         Args:
             target_states: the streams of `read_layers` [..., L, H], or the target's last hidden states [..., H] if
-                there are none. This default requires L = 1.
+                there are none. The default implementation requires L = 1.
         """
         return target_states.squeeze(-2) if self.read_layers else target_states
 
@@ -61,8 +61,7 @@ class LayerHead(Head):
         """Combine hidden states and embeddings into the inputs of the decoder layer.
 
         Args:
-            hidden_states: result of `fuse` at depth 0, and the states that the previous depth fed back at later ones
-                [..., H].
+            hidden_states: at depth 0 the result of `fuse`; at later depths what the previous depth fed back [..., H].
             embeddings: embedding of the token after each position [..., H].
 
         Returns:
@@ -119,8 +118,9 @@ class LayerHead(Head):
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
         """Run depth 0 over the verified rows; see `Head.draft_first`.
 
-        A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask rows follow the row whose next
-        token is the newest one. They replace rejected rows, whose slots later rounds overwrite anyway.
+        A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask rows follow
+        `verified.last_row`, the row before the newest token. They replace rejected rows, whose slots later rounds
+        overwrite anyway.
         """
         fused, next_tokens = self.fuse(verified.states.read_by(self.read_layers)), verified.next_tokens  # [B, S, H]
         embeddings, positions, last_row = parts.embed(next_tokens), verified.positions, verified.last_row
@@ -163,8 +163,7 @@ class LayerHead(Head):
         """Inference: run one depth for S tokens of each sequence, and write their keys to the slots of their positions.
 
         Args:
-            hidden_states: result of `fuse` at depth 0, and the states that the previous depth fed back at later ones
-                [B, S, H].
+            hidden_states: at depth 0 the result of `fuse`; at later depths what the previous depth fed back [B, S, H].
             embeddings: embedding of the token after each position [B, S, H].
             positions: i64[B, S].
             cache: this head's cache.

@@ -269,7 +269,7 @@ class Releases:
         return stopped_by
 
     def num_unread(self, step: int) -> int:
-        """Returns the number of first windows that no step reads once `step` steps are done."""
+        """Returns how many windows, counted from the first, no step reads any more once `step` steps are done."""
         return int(np.searchsorted(self._unread_after, step, side="right"))
 
     def is_due(self, step: int) -> bool:

@@ -277,9 +277,9 @@ def end_with_input(descriptor: int) -> None:
 def build_extractor(engine: Engine) -> Any:
     """Returns an engine that writes a file for every prompt: `hidden_states` [S, L, H] and `token_ids` [S].
 
-    Long prompts may be split, because each chunk adds its states to the cache. Compilation and asynchronous scheduling
-    are off: kernels or batches that depend on timing would give different bits in another run. Prefix caching is off
-    too: a cached prefix would not be computed, and its states would be missing.
+    Splitting long prompts into chunks is safe here, because each chunk adds its states to the cache. Compilation and
+    asynchronous scheduling are off: kernels or batches that depend on timing would give different bits in another run.
+    Prefix caching is off too: a cached prefix would not be computed, and its states would be missing.
     """
     transfer = {
         "kv_connector": HiddenStatesConnector.__name__,

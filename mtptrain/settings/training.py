@@ -68,7 +68,8 @@ class TrainConfig:
     """Maximum number of rows in one block of logits [rows, V]. A block has one row per target token and depth."""
     compile: bool | None = None
     """Use torch.compile for the elementwise operations of the step. Compiling takes about half a minute at the start.
-    null compiles on GPUs only. The loss moves about 9 bytes per logit with compilation, and 128 without."""
+    null compiles on GPUs only. Computing the loss reads and writes about 9 bytes of memory per logit with compilation,
+    and 128 without."""
     activation_checkpointing: bool = False
     """Recompute most activations in the backward pass: longer documents fit, but steps take about a quarter longer."""
     profile: bool = False
@@ -85,7 +86,8 @@ class TrainConfig:
     head. `best` is then the newest head until `eval.choose_head` has measured the heads that `validate_every` keeps."""
     validation_new_tokens: int = at_least(1, default=64)
     save_every: int = at_least(0, default=0)
-    """Number of steps between checkpoints; 0 saves at the end only."""
+    """Number of steps between checkpoints; 0 saves only at the end and when a signal stops the run. With `stream`, a
+    checkpoint also follows the last step of each window."""
     keep_checkpoints: int = at_least(1, default=2)
     """Number of newest checkpoints to keep; the best head by acceptance is kept separately."""
     resume: Resume = Resume.auto

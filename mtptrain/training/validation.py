@@ -55,7 +55,7 @@ class Validation:
 
         Raises:
             FileNotFoundError: stage 1 has not been run, or the target has no weights.
-            ValueError: no prompt fits, the drafts after one exceed the target's or the head's context, or the target
+            ValueError: no prompt fits, a prompt and its drafts exceed the target's or the head's context, or the target
                 does not fit the ranks' devices.
         """
         self.dtype = getattr(torch, config.acceptance.dtype)

@@ -87,10 +87,13 @@ def test_copies_without_an_id_have_one_name_in_either_schema() -> None:
             "messages of different schemas",
         ),
         ({"messages": [{"speaker": "user"}]}, "unknown schema"),
-        ({"messages": MESSAGES["messages"], "tools": [{"name": "search"}]}, "tool calls, which are not rendered"),
+        (
+            {"messages": MESSAGES["messages"], "tools": [{"name": "search"}]},
+            "tools or tool calls, which are not rendered",
+        ),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "tool calls, which are not rendered",
+            "tools or tool calls, which are not rendered",
         ),
     ],
 )

@@ -904,7 +904,7 @@ def test_prompts_go_on_with_answers_whose_conversations_are_gone(
     respond(config)
     (tmp_path / "chats.jsonl").unlink()
     prepare_prompts(config)
-    assert "chats.jsonl does not exist any more, so its responses cannot be checked" in capsys.readouterr().out
+    assert "chats.jsonl cannot be read any more, so the responses cannot be checked" in capsys.readouterr().out
 
 
 def supervised_texts(config: PipelineConfig, target: Path) -> dict[str, str]:
