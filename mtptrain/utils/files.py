@@ -1,4 +1,4 @@
-"""Reads and writes files. Errors name the file that cannot be read. All writes but `write_tensors` are atomic.
+"""Reads and writes files. Errors name the file that cannot be read or written. All writes are atomic.
 
 If the process is killed or the node fails during an atomic write, the path holds either the old file or the complete
 new one.
@@ -7,6 +7,9 @@ new one.
 import hashlib
 import json
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def written_whole(path: Path, temporary: Path) -> Iterator[None]:
+    """Publish the temporary file that the `with` block has written; if that fails, remove it and name `path`."""
+    try:
+        yield
+        publish(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a failed write, unlike a failed opening, names no file
+        raise
+
+
 def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
     """Write a text file atomically.
 
@@ -42,12 +57,8 @@ def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
         OSError: the file could not be written, for example because the disk is full. The temporary file is removed.
     """
     temporary = temporary or path.with_name(path.name + ".tmp")
-    try:
+    with written_whole(path, temporary):
         temporary.write_text(text, encoding="utf-8")
-        publish(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, content: object, temporary: Path | None = None) -> None:
@@ -113,23 +124,25 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    write_tensors(temporary, tensors)
-    publish(temporary, path)
-
-
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file, not atomically, with permissions from the umask.
+    """Write a safetensors file atomically, with permissions from the umask.
 
     safetensors would let only the owner read the file.
+
+    Raises:
+        OSError: the file could not be written, for example because the disk is full. The temporary file is removed.
     """
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"}
-    )
-    path.chmod(mode)
+    temporary = path.with_name(path.name + ".tmp")
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with written_whole(path, temporary):
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        try:
+            save_file(ready, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:
+            if (code := re.search(r"\(os error (\d+)\)", str(error))) is None:
+                raise
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+        temporary.chmod(mode)
 
 
 def file_sha256(path: Path) -> str:

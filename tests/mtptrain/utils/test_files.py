@@ -1,11 +1,22 @@
-"""Tests that damaged JSON and safetensors files are refused by name."""
+"""Tests that damaged JSON and safetensors files are refused by name, and that a failed write leaves nothing."""
 
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from mtptrain.utils.files import parse_json, read_json, refuse_lone_surrogates, save_tensors, tensor_shapes
+from mtptrain.utils.files import (
+    parse_json,
+    read_json,
+    refuse_lone_surrogates,
+    save_tensors,
+    tensor_shapes,
+    write_text,
+)
 
 NESTED = b"[" * 100_000 + b"]" * 100_000
 NOT_JSON = {
@@ -72,3 +83,27 @@ def test_a_damaged_safetensors_file_is_refused_by_name(tmp_path: Path, damage: o
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=r"a\.safetensors: must be a complete safetensors file, but cannot be read \("):
         tensor_shapes(path)
+
+
+@pytest.fixture
+def small_files_only() -> Iterator[None]:
+    """Makes writes beyond 1,000 bytes fail, as they do on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda path: write_text(path, "a" * 100_000), lambda path: save_tensors(path, {"x": torch.zeros(100_000)})],
+    ids=["text", "tensors"],
+)
+def test_a_failed_write_names_its_file_and_leaves_the_old_one_and_nothing_else(
+    tmp_path: Path, small_files_only: None, write: Callable[[Path], None]
+) -> None:
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as raised:
+        write(tmp_path / "a")
+    assert raised.value.errno == errno.EFBIG and raised.value.filename == str(tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
