@@ -136,7 +136,7 @@ class VllmServer:
             raise self._not_vllm(
                 path, f"answers {error.response.status_code}: {_shown(error.response.content)}"
             ) from error
-        except (httpx.TransportError, httpx.InvalidURL, OverflowError) as error:  # OverflowError: no such port
+        except (httpx.TransportError, httpx.InvalidURL, OverflowError, UnicodeError) as error:
             raise ConnectionError(
                 f"serving.url: must be a running vLLM server, but {self.url} does not answer ({error}); start `vllm "
                 "serve` or correct the address"

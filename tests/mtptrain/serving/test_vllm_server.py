@@ -146,7 +146,7 @@ def test_an_answer_that_http_cannot_read_is_refused(fake: FakeServer, headers: d
         VllmServer(address(fake))
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "localhost"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "localhost", "http://" + "a" * 64])
 def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
     with pytest.raises(ConnectionError, match=r"^serving\.url: must be a running vLLM server, but \S+ does not answer"):
         VllmServer(url)
