@@ -37,7 +37,8 @@ from mtptrain.serving.depth_choice import best_num_drafts
 from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
 from mtptrain.serving.server_process import ManagedServer
-from mtptrain.serving.vllm_client import EngineCounts, VllmServer, find_python
+from mtptrain.serving.vllm_client import EngineCounts, find_python
+from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import DEMO, resolve_target, weights_fingerprint
 from mtptrain.utils.files import write_json

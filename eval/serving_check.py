@@ -33,7 +33,8 @@ from mtptrain.decoding.speculate import Generation
 from mtptrain.run_dir import write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
-from mtptrain.serving.vllm_client import EngineCounts, EngineRun, VllmProcess, VllmServer, find_python
+from mtptrain.serving.vllm_client import EngineCounts, EngineRun, VllmProcess, find_python
+from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.families import eos_token_ids, read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target

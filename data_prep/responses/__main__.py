@@ -188,6 +188,12 @@ def connect(
     url: str, settings: ResponsesConfig, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> CompletionServer:
     """Connect to the server and check that it completes a prompt."""
+    api_key = os.environ.get(settings.api_key_variable)
+    if not all("!" <= character <= "~" for character in api_key or ""):
+        raise ValueError(
+            f"responses.api_key_variable: {settings.api_key_variable} must hold a key of printable ASCII characters "
+            "without spaces, but holds others, such as a line break or a quotation mark of a text editor; set it again"
+        )
     server = CompletionServer(
         url,
         settings.model,
@@ -195,7 +201,7 @@ def connect(
         vocab_size,
         max_retries=settings.max_retries,
         timeout_s=settings.timeout_s,
-        api_key=os.environ.get(settings.api_key_variable),
+        api_key=api_key,
     )
     server.check(render_prompt(tokenizer, _QUESTION))
     return server

@@ -57,7 +57,7 @@ class CompletionServer:
         self._ssl_context = httpx.create_ssl_context()
         served = self._models()
         self.model = self._choose_model(model, list(served))
-        self.context_tokens: int | None = served[self.model].get("max_model_len")
+        self.context_tokens = served[self.model]
         """Maximum tokens of prompt plus response; None if the server does not report it."""
         self.version = self._version()
 
@@ -76,7 +76,8 @@ class CompletionServer:
                 f"responses.url: {self.url} must complete prompts given as token ids, but {failure}; serve the target "
                 "there"
             ) from None
-        num_read = (content.get("usage") or {}).get("prompt_tokens", len(prompt_ids))
+        usage = content.get("usage")
+        num_read = usage.get("prompt_tokens", len(prompt_ids)) if isinstance(usage, dict) else len(prompt_ids)
         if num_read != len(prompt_ids):
             raise ValueError(
                 f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids unchanged, but counts "
@@ -141,7 +142,7 @@ class CompletionServer:
                 raise ValueError(f"token_ids must be in [0, {self._vocab_size})")
             text.encode()  # the tokenizer rejects a lone surrogate
             num_tokens = len(token_ids) if token_ids is not None else int(content["usage"]["completion_tokens"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             shown = json.dumps(content)[:SHOWN_CHARACTERS]
             raise RequestFailed(
                 f"the server's answer is not a completion ({type(error).__name__}: {error}): {shown}"
@@ -153,10 +154,15 @@ class CompletionServer:
             token_ids, stop_token_id = token_ids[:-1], token_ids[-1]
         return Response(num_tokens, reason == "length", token_ids, stop_token_id, text)
 
-    def _models(self) -> dict[str, dict[str, Any]]:
+    def _models(self) -> dict[str, int | None]:
+        """Returns the context length of each model by name; None if the server does not report it."""
         content = self._fetch_checked("/models")
         try:
-            return {model["id"]: model for model in content["data"]}
+            lengths = {model["id"]: model.get("max_model_len") for model in content["data"]}
+            for name, length in lengths.items():
+                if not isinstance(name, str) or not (length is None or (type(length) is int and length > 0)):
+                    raise TypeError("id must be a string and max_model_len a positive integer")
+            return lengths
         except (KeyError, TypeError) as error:
             raise ValueError(
                 "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
@@ -214,6 +220,8 @@ class CompletionServer:
 
     def _fetch(self, path: str, request: dict[str, Any] | None = None, root: str | None = None) -> Any:
         url = (root or self.url) + path
+        if (httpx.URL(url).port or 0) > 65535:  # the connection would fail with a group of exceptions
+            raise httpx.InvalidURL("ports end at 65535")
         return parse_json(asyncio.run(self._fetch_body(url, request)), url)
 
     async def _fetch_body(self, url: str, request: dict[str, Any] | None) -> bytes:

@@ -11,7 +11,8 @@ from types import TracebackType
 
 import httpx
 
-from mtptrain.serving.vllm_client import SHOWN_LINES, VllmServer
+from mtptrain.serving.vllm_client import SHOWN_LINES
+from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.utils.distributed import free_port
 
 BENCH_WORKER = Path(__file__).with_name("bench_worker.py")

@@ -1,22 +1,17 @@
-"""Decodes prompts with vLLM, in a process started here or on a running server, and reads vLLM's counters.
+"""Decodes prompts with vLLM, in a process started here, and reads vLLM's counters.
 
 vLLM and training need different versions of torch and transformers. vLLM therefore has its own environment (`make
 .venv-vllm/.installed`) and runs in its own process, as in production.
 """
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -24,14 +19,6 @@ PROGRESS = "vllm_worker:"
 """The prefix of the worker's progress lines. Other lines are printed only after a failure."""
 SHOWN_LINES = 30
 """Number of log lines that the error of a failed process shows."""
-MAX_CONCURRENT_REQUESTS = 16
-REQUEST_TIMEOUT_S = 600.0
-SETTLED_AFTER_S = 0.3
-"""Seconds after which unchanged counters are final."""
-
-Counters = dict[tuple[str, int | None], int]
-"""A server's counters, by name and draft position (None for counters without positions)."""
-_SAMPLE = re.compile(r'^vllm:(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?[^}]*\})? (\S+)$')
 
 
 @dataclass(frozen=True)
@@ -208,132 +195,3 @@ class VllmProcess:
             served = self.target_dir if head_dir is None else f"{head_dir} for {self.target_dir}"
             raise RuntimeError(f"vLLM: must serve {served}, but raised:\n{run.error}")
         return run
-
-
-class VllmServer:
-    """A running `vllm serve` at a base URL."""
-
-    def __init__(self, url: str) -> None:
-        """Ask the server for its version and model.
-
-        Raises:
-            ConnectionError: the server does not answer.
-            ValueError: the server is not vLLM.
-        """
-        self.url = url.rstrip("/")
-        self._client = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, follow_redirects=True)
-        self.version: str = self._fetch("/version").json()["version"]
-        model = self._fetch("/v1/models").json()["data"][0]
-        self.model: str = model["id"]
-        self.root: str = model.get("root") or self.model
-        """The path or hub name that the server was started with."""
-        self.max_model_len: int = model["max_model_len"]
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
-    ) -> EngineRun:
-        """Returns greedy answers to prompts of token ids, and how much the counters grew. Several requests run at once.
-
-        Raises:
-            RuntimeError: the server finished other requests in the meantime, which makes its counters useless.
-        """
-        before = self.counters()
-
-        def ask(prompt: Sequence[int]) -> dict[str, Any]:
-            request = {
-                "model": self.model,
-                "prompt": list(prompt),
-                "max_tokens": max_new_tokens,
-                "temperature": 0.0,
-                # Set all values: omitted ones come from generation_config.json, and penalties affect greedy decoding.
-                **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-                **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
-                "ignore_eos": True,
-                "stop_token_ids": list(stop_token_ids),
-                "return_token_ids": True,
-            }
-            answer: dict[str, Any] = self._fetch("/v1/completions", request).json()
-            return answer
-
-        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
-            answers = list(pool.map(ask, prompts))
-        return EngineRun(
-            self.version,
-            [answer["choices"][0]["token_ids"] for answer in answers],
-            self.counts_since(before, len(prompts)),
-            _accepted_by_round(answers),
-        )
-
-    def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
-        """Returns how much the drafting counters grew; None if the server does not draft.
-
-        Raises:
-            RuntimeError: the server finished other requests than these in the meantime.
-        """
-        after = self._settled_counters()
-        counts = {name: after[name] - before.get(name, 0) for name in after}
-        num_finished = sum(count for (name, _), count in counts.items() if name == "request_success")
-        if num_finished != num_requests:
-            raise RuntimeError(
-                f"{self.url}: the server must serve no other requests during the check, but finished {num_finished} "
-                f"requests instead of {num_requests}; repeat the check when it is idle"
-            )
-        return _counts(counts)
-
-    def counters(self) -> Counters:
-        """Returns every counter by name and position, summed over engines and other labels."""
-        text = self._fetch("/metrics").text
-        counters: Counters = {}
-        for name, position, value in (match.groups() for match in map(_SAMPLE.match, text.splitlines()) if match):
-            key = (name, None if position is None else int(position))
-            counters[key] = counters.get(key, 0) + int(float(value))
-        return counters
-
-    def _settled_counters(self) -> Counters:
-        """Returns the counters once they stop changing: the server answers a request before counting its last step."""
-        counters = self.counters()
-        while True:
-            time.sleep(SETTLED_AFTER_S)
-            if (later := self.counters()) == counters:
-                return counters
-            counters = later
-
-    def _fetch(self, path: str, content: dict[str, Any] | None = None) -> httpx.Response:
-        """Returns the response to a GET request, or to a POST request with JSON content."""
-        try:
-            response = self._client.get(path) if content is None else self._client.post(path, json=content)
-            return response.raise_for_status()
-        except httpx.HTTPStatusError as error:
-            raise ValueError(
-                f"serving.url: must be a vLLM server, but {self.url}{path} answers {error.response.status_code}: "
-                f"{error.response.text[:300]}"
-            ) from error
-        except httpx.TransportError as error:
-            raise ConnectionError(
-                f"serving.url: must be a running vLLM server, but {self.url} does not answer ({error}); start `vllm "
-                "serve` or correct the address"
-            ) from error
-
-
-def _counts(counters: Counters) -> EngineCounts | None:
-    """Returns the drafting counters; None if the server does not draft."""
-    if ("spec_decode_num_drafts", None) not in counters:
-        return None
-    per_position = {
-        position: n for (name, position), n in counters.items() if name == "spec_decode_num_accepted_tokens_per_pos"
-    }
-    accepted_at = [per_position[position] for position in sorted(p for p in per_position if p is not None)]
-    return EngineCounts(
-        counters["spec_decode_num_drafts", None], counters["spec_decode_num_draft_tokens", None], accepted_at
-    )
-
-
-def _accepted_by_round(answers: Sequence[dict[str, Any]]) -> list[list[int]] | None:
-    """Returns the number of accepted drafts in each round, by answer.
-
-    This is None unless the server runs with `--per-request-spec-decode-metrics detailed`.
-    """
-    accepted = [
-        ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("per_step_accepted") for answer in answers
-    ]
-    return None if all(rounds is None for rounds in accepted) else [rounds or [] for rounds in accepted]

@@ -498,6 +498,25 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
             [],
             r"base URL of an OpenAI-compatible server, .* answers \{\"hello\": 1\}; correct the address",
         ),
+        *(
+            (
+                {"models": {"data": models}},
+                [],
+                r"base URL of an OpenAI-compatible server, .* answers \{\"data\".*; correct",
+            )
+            for models in (
+                [{"id": 1}, {"id": 2}],
+                *([{"id": "tiny", "max_model_len": length}] for length in ("512", [1], -5, float("inf"), True)),
+            )
+        ),
+        *(
+            (
+                {},
+                [f"responses.url={url}"],
+                rf"responses\.url: must be a running server, but {url}/models does not answer",
+            )
+            for url in ("http://127.0.0.1:99999", f"http://{'a' * 64}")
+        ),
         ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but the answer of .*/models cannot be read"),
         ({"models": b"[" * 100_000}, [], r"the answer of .*/models cannot be read as JSON \(.* nested too deep"),
         ({"models": b"9" * 5_000}, [], r"the answer of .*/models cannot be read as JSON \(.*5000 digits"),
@@ -550,6 +569,37 @@ def test_the_key_is_that_of_the_environment_variable(
     server.key = "secret"
     monkeypatch.setenv("SOME_KEY", "secret")
     assert respond(by_server("responses.api_key_variable=SOME_KEY")).failed == 0
+
+
+@pytest.mark.parametrize("key", ["sécret", "secret\n", " secret"])
+def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(
+    by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("SOME_KEY", key)
+    with pytest.raises(ValueError, match=r"^responses\.api_key_variable: SOME_KEY must hold a key of") as failed:
+        respond(by_server("responses.api_key_variable=SOME_KEY"))
+    assert "cret" not in str(failed.value)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), None, [1]])
+def test_a_response_with_a_wrong_number_of_tokens_fails_its_conversation(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path, number: Any
+) -> None:
+    def miscounts(prompt: list[int]) -> Any:
+        return 200, {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"completion_tokens": number}}
+
+    server.behave = answer_by_question({"of chat0": miscounts}, speaking_target)
+    config = by_server(rows=CHATS[:2])
+    assert respond(config).failed == 1 and len(answered(config)) == 1
+    assert "the server's answer is not a completion" in failures(config)[0]["reason"]
+
+
+def test_a_server_whose_usage_is_no_object_is_used(by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_usage(request: dict[str, Any]) -> Any:
+        return 200, {"choices": [{"text": "", "finish_reason": "stop", "token_ids": [1, EOS]}], "usage": [1]}
+
+    monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", without_usage)
+    assert respond(by_server(rows=CHATS[:1])).failed == 0
 
 
 def test_a_server_is_asked_by_one_process(by_server: ConfigFor) -> None:

@@ -14,7 +14,7 @@ import pytest
 from mtptrain.convert.engine_settings import vllm_settings
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
-from mtptrain.serving.vllm_client import VllmServer
+from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.hub import weights_fingerprint
 from tests.conftest import TINY_SETTINGS, make_config, program_command, run_program, write_text_files
 from tests.programs import ROOT

@@ -1,0 +1,168 @@
+"""Tests of the client of a running server without vLLM: a fake server has its pages and counters."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from mtptrain.serving import vllm_server
+from mtptrain.serving.vllm_client import EngineCounts
+from mtptrain.serving.vllm_server import VllmServer
+
+METRICS = """\
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="a"}} {drafts}.0
+vllm:spec_decode_num_drafts_total{{engine="1",model_name="a"}} 2.0
+vllm:spec_decode_num_drafts_created{{engine="0",model_name="a"}} 1.7e+09
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="a"}} {drafted}.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="a",position="1"}} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="a",position="0"}} {accepted}.0
+vllm:request_success_total{{engine="0",finished_reason="stop",model_name="a"}} {finished}.0
+vllm:request_success_total{{engine="0",finished_reason="length",model_name="a"}} 0.0
+"""
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers like vLLM's server; every completion increases the counters."""
+
+    finished_per_request = 1
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.num_answered = 0
+        self.answers: dict[str, bytes] = {}
+        """Bodies to send instead of the usual ones, by path."""
+        self.headers: dict[str, str] = {}
+        self.is_busy = False
+        """Whether the counters rise with every look at them."""
+        self.max_tokens: list[int] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        self.server.num_answered += self.server.is_busy
+        number = self.server.num_answered
+        counters = {"drafts": 3 * number, "drafted": 6 * number, "accepted": 2 * number}
+        texts = {
+            "/v1/models": json.dumps({"data": [{"id": "a", "max_model_len": 64}]}),
+            "/version": json.dumps({"version": "0.32.0"}),
+            "/metrics": METRICS.format(**counters, finished=number * self.server.finished_per_request),
+        }
+        self.reply(texts[self.path])
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.num_answered += 1
+        assert request["temperature"] == 0 and request["return_token_ids"] and request["stop_token_ids"] == [7]
+        self.reply(json.dumps({"choices": [{"token_ids": request["prompt"][::-1]}]}))
+
+    def reply(self, text: str) -> None:
+        self.send_response(302 if "Location" in self.server.headers else 200)
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(self.server.answers.get(self.path, text.encode()))
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def address(server: FakeServer) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def test_a_servers_counters_are_differences_summed_over_engines_and_in_the_order_of_positions(fake: FakeServer) -> None:
+    fake.num_answered = 5  # requests served earlier do not count
+    run = VllmServer(address(fake) + "/").generate([[1, 2], [3]], 4, [7])
+    assert run.counts == EngineCounts(rounds=6, drafted=12, accepted_at=[4, 0])
+    assert run.tokens == [[2, 1], [3]] and run.accepted_by_round is None and run.version == "0.32.0"
+
+
+def test_a_server_that_serves_others_too_is_refused(fake: FakeServer) -> None:
+    fake.finished_per_request = 2
+    with pytest.raises(
+        RuntimeError,
+        match=r"the server must serve no other requests during the check, but finished 4 requests instead of 2",
+    ):
+        VllmServer(address(fake)).generate([[1], [2]], 4, [7])
+
+
+def test_a_server_whose_counters_never_settle_is_refused(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "SETTLE_LIMIT_S", 1.0)
+    server = VllmServer(address(fake))
+    fake.is_busy = True
+    with pytest.raises(RuntimeError, match=r"must serve no other requests .*, but its counters still change 1 s after"):
+        server.counts_since({}, 1)
+
+
+MODEL = b'{"id": "a", "max_model_len": %s}'
+NOT_VLLM: dict[str, tuple[str, bytes]] = {
+    "version list": ("/version", b"[1]"),
+    "version missing": ("/version", b"{}"),
+    "version number": ("/version", b'{"version": 1}'),
+    "nested": ("/version", b"[" * 100_000),
+    "page": ("/version", b"<html>\n<p>"),
+    "no model": ("/v1/models", b'{"data": []}'),
+    "no length": ("/v1/models", b'{"data": [{"id": "a"}]}'),
+    "null length": ("/v1/models", b'{"data": [%s]}' % (MODEL % b"null")),
+    "text length": ("/v1/models", b'{"data": [%s]}' % (MODEL % b'"9"')),
+    "no choices": ("/v1/completions", b"{}"),
+    "text tokens": ("/v1/completions", b'{"choices": [{"token_ids": "12"}]}'),
+    "metrics list": ("/v1/completions", b'{"choices": [{"token_ids": [1]}], "metrics": [1]}'),
+    "not a number": ("/metrics", b"vllm:request_success_total NaN\n"),
+    "infinity": ("/metrics", b"vllm:request_success_total +Inf\n"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_VLLM)
+def test_an_answer_that_vllm_would_not_give_is_refused_in_one_line(fake: FakeServer, case: str) -> None:
+    path, body = NOT_VLLM[case]
+    fake.answers[path] = body
+    with pytest.raises(ValueError) as failed:
+        VllmServer(address(fake)).generate([[1]], 4, [7])
+    shown = " ".join(body.decode().split())[:200]
+    assert str(failed.value) == (
+        f"serving.url: must be a vLLM server, but {address(fake)}{path} answers {shown}; start `vllm serve` or correct "
+        "the address"
+    )
+
+
+@pytest.mark.parametrize("headers", [{"Content-Encoding": "gzip"}, {"Location": "/version"}])
+def test_an_answer_that_http_cannot_read_is_refused(fake: FakeServer, headers: dict[str, str]) -> None:
+    fake.headers = headers
+    with pytest.raises(ValueError, match=r"^serving\.url: must be a vLLM server, but \S+/version does not answer prop"):
+        VllmServer(address(fake))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "localhost", "http://" + "a" * 64])
+def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
+    with pytest.raises(ConnectionError, match=r"^serving\.url: must be a running vLLM server, but \S+ does not answer"):
+        VllmServer(url)
+
+
+def test_an_address_where_nothing_answers_is_refused(fake: FakeServer) -> None:
+    url = address(fake)
+    fake.shutdown()
+    fake.server_close()
+    with pytest.raises(
+        ConnectionError, match=rf"serving\.url: must be a running vLLM server, but {url} does not answer"
+    ):
+        VllmServer(url)
+
+
+def test_a_server_that_is_not_vllm_is_refused(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.send_error(404))
+    with pytest.raises(ValueError, match=r"serving\.url: must be a vLLM server, but http://\S+/version answers 404"):
+        VllmServer(address(fake))
