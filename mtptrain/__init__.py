@@ -1,6 +1,27 @@
 """Train, measure and export speculative-decoding draft heads for a frozen target."""
 
 import os
+import sys
+from traceback import walk_tb
+from types import TracebackType
+
+_show = sys.excepthook
+
+
+def _stop_importing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ends the process in one line if Ctrl-C interrupts an import. Programs handle later interrupts themselves."""
+    importing = any(
+        frame.f_code.co_filename.startswith("<frozen importlib")
+        or (frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__")
+        for frame, _ in walk_tb(trace)
+    )
+    if not (issubclass(kind, KeyboardInterrupt) and importing):
+        return _show(kind, error, trace)
+    print("stopped by Ctrl-C before anything started", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+sys.excepthook = _stop_importing  # before torch, whose import takes seconds
 
 # OpenMP reads this when torch is loaded. By default a waiting OpenMP thread spins for milliseconds; when other programs
 # run, it may hold the core that the thread it waits for needs. docs/performance.md has measurements.

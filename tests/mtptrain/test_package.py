@@ -1,8 +1,10 @@
-"""What importing the package sets for OpenMP."""
+"""What importing the package sets for OpenMP, and how Ctrl-C stops the import."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,14 @@ def test_waiting_threads_give_up_their_core_soon(package: str) -> None:
 def test_what_the_user_sets_stays() -> None:
     assert "GOMP_SPINCOUNT = '77'" in openmp_settings("mtptrain", GOMP_SPINCOUNT="77")
     assert "GOMP_SPINCOUNT = '1000'" not in openmp_settings("mtptrain", OMP_WAIT_POLICY="ACTIVE")
+
+
+@pytest.mark.parametrize("module", ["mtptrain", "data_prep.prompts"])
+def test_ctrl_c_while_torch_is_imported_ends_in_one_line(module: str) -> None:
+    process = subprocess.Popen([sys.executable, "-m", module, "prompts"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None, "it ended before Ctrl-C"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=120)[1] == "stopped by Ctrl-C before anything started\n"
+    assert process.returncode == 130
