@@ -49,7 +49,7 @@ from mtptrain.utils.files import write_json
 from .draft_quality import DraftQuality
 from .examples import coloured, examples
 from .measurement import Candidate, Measured, Measurement
-from .report_page import read_report, write_run_page
+from .report_page import write_run_page
 
 
 @program
@@ -85,8 +85,7 @@ def main(cfg: DictConfig) -> None:
     held_out = held_out_losses_of(config, found, target, prompts, measured["head"], ranks)
     if ranks.is_first:
         write_provenance(output_dir, config)
-        for name in read_report(output_dir / "report.json").get("baselines", {}):  # left by an earlier measurement
-            generations_file(output_dir, name).unlink(missing_ok=True)
+        remove_generations(output_dir)
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)
         described = report(config, found, target_dir, prompts, ranks, measured)
@@ -215,6 +214,13 @@ def report(
 
 def generations_file(output_dir: Path, name: str) -> Path:
     return output_dir / ("generations.jsonl" if name == "head" else f"generations_{name}.jsonl")
+
+
+def remove_generations(output_dir: Path) -> None:
+    """Remove the answers that an earlier measurement left, whose baselines may have been others."""
+    for name in (*Baseline, "temperature_*"):
+        for path in output_dir.glob(generations_file(Path(), name).name):
+            path.unlink()
 
 
 def write_generations(path: Path, measured: Measured) -> None:

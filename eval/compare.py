@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.utils.errors import errors_as_lines
+from mtptrain.utils.files import read_json
 
 from .report_page import UNREADABLE, drafters_of, has_comparable_speeds, length_interval, render_page, write_page
 
@@ -54,21 +55,14 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             raise FileNotFoundError(
                 f"{path}: must be a report.json of eval.acceptance, but does not exist; correct the path"
             )
-        try:
-            report = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}: must be a report.json of eval.acceptance, but is not JSON ({error}); run eval.acceptance "
-                "again"
-            ) from error
-        if isinstance(report, dict):
-            report = {"top_p": 1.0, "top_k": 0} | report
-        if not isinstance(report, dict) or not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
+        report = {"top_p": 1.0, "top_k": 0} | read_json(path, "run eval.acceptance again")
+        if not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise ValueError(
                 f"{path}: must be a report.json of eval.acceptance, but is not one, or has an older format; run "
                 "eval.acceptance again"
             )
         try:
+            json.dumps(report, allow_nan=False)
             render_page({str(path): report})
         except UNREADABLE as error:
             raise ValueError(
@@ -87,10 +81,6 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
                     "measure one of them again with the other's setting"
                 )
     return dict(zip(short_names(list(reports)), reports.values(), strict=True))
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"a figure is {name}")
 
 
 def short_names(paths: list[str]) -> list[str]:

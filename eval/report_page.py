@@ -1,14 +1,14 @@
 """Renders reports of `eval.acceptance` as one self-contained HTML page with plots, from `report.html.jinja`."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from mtptrain.config import PipelineConfig
+from mtptrain.utils.files import read_json
 
 from .drawing import drawing
 from .report_plots import colours_of, plots_of
@@ -48,7 +48,7 @@ SAME_DECODING = (
     "max_new_tokens",
     "dtype",
 )
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TemplateError, TypeError, ValueError)
 """Errors that an incomplete report, or a file that is not a report, may raise."""
 DECODING_COLUMNS = {
     "batch size": ("batch_size", "d"),
@@ -183,7 +183,7 @@ def study_section(path: Path, report: ReportFigures) -> Section:
 
 def read_report(path: Path) -> dict[str, Any]:
     """Returns a report, or an empty one if the file does not exist."""
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    return read_json(path, "repeat this measurement") if path.exists() else {}
 
 
 def read_svg(path: Path) -> str:

@@ -8,7 +8,6 @@ norm and lm_head, and `run_dir/hidden_states/` and `run_dir/acceptance/report.js
     python -m mtptrain.export recipe=quickstart export.engine=vllm
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -23,13 +22,13 @@ from mtptrain.config import ExportEngine, PipelineConfig, load_config
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
-from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
+from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, describe_shape
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import DEMO, resolve_target
-from mtptrain.utils.files import save_tensors, write_json
+from mtptrain.utils.files import read_json, save_tensors, write_json, write_text
 
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """Method that vLLM infers, if none is given, from the first of these names that the head's path contains.
@@ -55,25 +54,30 @@ def export(config: PipelineConfig) -> None:
     trained = trained_or_initial_head(
         config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu")
     )
+    measured = measured_acceptance(config.stage_dir("acceptance") / "report.json", trained.sha256)
 
     # Write to a temporary directory first, so that a directory with the final name is always complete and verified.
     temporary = output_dir.with_name(output_dir.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    write_head(temporary, form, trained.head.state_dict())
-    form.add_target(temporary, target_dir)
-    check_tensors(temporary, form)
-    proof = prove_equal_proposals(
-        config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(temporary, form)
-    )
-    facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
-    serving = {
-        "hf_overrides": form.hf_overrides,
-        "speculative_settings": form.speculative_settings,
-        "holds_target": form.holds_target,
-    }
-    write_json(temporary / "serving.json", {**facts, **serving, "head_sha256": trained.sha256})
-    (temporary / "README.md").write_text(readme(config, form, trained, target_dir, output_dir))
-    write_provenance(temporary, config)
+    try:
+        write_head(temporary, form, trained.head.state_dict())
+        form.add_target(temporary, target_dir)
+        check_tensors(temporary, form)
+        proof = prove_equal_proposals(
+            config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(temporary, form)
+        )
+        facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
+        serving = {
+            "hf_overrides": form.hf_overrides,
+            "speculative_settings": form.speculative_settings,
+            "holds_target": form.holds_target,
+        }
+        write_json(temporary / "serving.json", {**facts, **serving, "head_sha256": trained.sha256})
+        write_text(temporary / "README.md", readme(config, form, measured, target_dir, output_dir))
+        write_provenance(temporary, config)
+    except OSError:  # for example a full disk, which what has been written would keep full
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     shutil.rmtree(output_dir, ignore_errors=True)
     temporary.rename(output_dir)
     print_summary(output_dir / form.weights_name, proof)
@@ -133,20 +137,34 @@ def reload_head(directory: Path, form: Format) -> Head:
     return head.eval()
 
 
-def readme(config: PipelineConfig, form: Format, found: RunHead, target_dir: Path, output_dir: Path) -> str:
-    """Returns the README: how to serve the directory, and its measured acceptance."""
-    served = str(target_dir) if config.target.path == DEMO else config.target.path
-    launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
-    report_path = config.stage_dir("acceptance") / "report.json"
-    measured = "Not measured: run `python -m eval.acceptance` and export again."
-    report = json.loads(report_path.read_text()) if report_path.is_file() else {}
-    if report.get("head_sha256") == found.sha256:
+def measured_acceptance(path: Path, head_sha256: str) -> str:
+    """Returns what the README says about the head's acceptance.
+
+    Raises:
+        ValueError: the report of `eval.acceptance` is damaged.
+    """
+    advice = "run eval.acceptance again, or remove this file"
+    report = read_json(path, advice) if path.is_file() else {}
+    if report.get("head_sha256") != head_sha256:
+        return "Not measured: run `python -m eval.acceptance` and export again."
+    try:
         rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
-        measured = (
+        return (
             f"Acceptance length {report['acceptance_length']:.3f} (bonus token included), rate by position {rates}: K "
             f"= {report['num_speculative_tokens']}, temperature {report['temperature']:g}, {report['prompts']} "
             f"prompts, {report['dtype']}."
         )
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: must have all figures that eval.acceptance writes, but some are missing or invalid ({error!r}); "
+            f"{advice}"
+        ) from error
+
+
+def readme(config: PipelineConfig, form: Format, measured: str, target_dir: Path, output_dir: Path) -> str:
+    """Returns the README: how to serve the directory, and its measured acceptance."""
+    served = str(target_dir) if config.target.path == DEMO else config.target.path
+    launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
     parts = [
         f"# Draft head for `{config.target.path}`",
         f"Head `{config.head.name}` for {config.export.engine}, as `{form.architecture}`.",

@@ -360,7 +360,9 @@ def test_a_servers_hostile_answer_fails_its_conversation_by_name(
 
 
 @pytest.mark.parametrize("row", [{"category": "$x_$ \\frac"}, {"category": "<script>"}])
-def test_a_category_of_any_text_is_measured_and_reported(place: Place, row: dict[str, str]) -> None:
+def test_a_category_of_any_text_is_measured_and_a_damaged_report_replaced(place: Place, row: dict[str, str]) -> None:
+    (place.directory / "run/acceptance").mkdir(parents=True)
+    (place.directory / "run/acceptance/report.json").write_bytes(NESTED)
     content = json.dumps({"id": "a", "text": "hi", **row}).encode()
     overrides = [*prompts_file(content)(place), "acceptance.top_p=1e-9", "acceptance.temperature=1.0"]
     ran = run_program(

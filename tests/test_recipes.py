@@ -30,7 +30,12 @@ GROUPS = sorted(path.name for path in Path(RECIPES).iterdir() if path.is_dir() a
 # Of each setting that has a range, values just outside it, and what the message must say.
 OUT_OF_RANGE = {
     "distributed_timeout_hours": {"0": "at least 0.0002777777777777778, but is 0.0"},
-    "run_dir": {"''": "must name a directory, but is ''; choose", "README.md": "must name a directory, but is"},
+    "run_dir": {
+        "''": "must name a directory, but is ''; choose",
+        "README.md": "must name a directory, but is",
+        "/": "but is '/'; choose a path that is not a file and not the root",
+        "/usr/..": "but is '/usr/..'; choose a path that is not a file and not the root",
+    },
     "acceptance.output_dir": {"''": "but is ''", "README.md": "must name a directory, but is 'README.md'"},
     "export.output_dir": {"README.md": "must name a directory, but is 'README.md'"},
     "serving.output_dir": {"README.md": "must name a directory, but is 'README.md'"},

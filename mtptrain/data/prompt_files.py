@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from mtptrain.data.identity import TokenizerIdentity
-from mtptrain.utils.files import parse_json, read_json, save_tensors, write_json, write_text
+from mtptrain.utils.files import parse_json, read_json, refuse_unopenable, save_tensors, write_json, write_text
 
 SCHEMA_VERSION = 2
 DOCUMENTS_FILE = "documents.jsonl"
@@ -73,8 +73,10 @@ class Documents:
         """Read a split.
 
         Raises:
+            OSError: the file does not exist, or must not be read.
             ValueError: the file is not a split of prompts.
         """
+        refuse_unopenable(path)
         try:
             return Documents(**load_file(path))
         except (SafetensorError, TypeError) as error:
@@ -111,11 +113,18 @@ class DocumentEntry:
     @staticmethod
     def read_all(directory: Path) -> list["DocumentEntry"]:
         path = directory / DOCUMENTS_FILE
-        lines = [
-            parse_json(line, f"{path}:{number}", "rerun data_prep.prompts")
-            for number, line in enumerate(path.read_bytes().splitlines(), 1)
-        ]
-        return [DocumentEntry(**{**line, "split": Split(line["split"])}) for line in lines]
+        lines = enumerate(path.read_bytes().splitlines(), 1)
+        return [DocumentEntry.parse(line, f"{path}:{number}") for number, line in lines]
+
+    @staticmethod
+    def parse(line: bytes, where: str) -> "DocumentEntry":
+        content = parse_json(line, where, "rerun data_prep.prompts")
+        try:
+            return DocumentEntry(**{**content, "split": Split(content["split"])})
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{where}: must be the entry of a document, but is not ({error!r}); rerun data_prep.prompts"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.files import read_json, save_tensors, tensor_shapes, write_json
 
 TARGET_WEIGHTS = "target_weights_sha256"
+RESTORE = "copy it again, or train again"
+"""What to do about a damaged `head.json`."""
 CHOICE = "choice.json"
 """File in `run_dir/train` with the measurements of `eval.choose_head`."""
 
@@ -85,7 +87,7 @@ def check_head_target(directory: Path, target_dir: Path) -> None:
         FileNotFoundError: the directory has no head.
         ValueError: the head was trained for other weights; the message has both hashes.
     """
-    stored, found = _read_facts(directory)[TARGET_WEIGHTS], weights_fingerprint(target_dir)
+    stored, found = _read_facts(directory, TARGET_WEIGHTS)[TARGET_WEIGHTS], weights_fingerprint(target_dir)
     if stored != found:
         raise ValueError(
             f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target_dir}, but is {stored}: the "
@@ -107,7 +109,7 @@ def load_head(
         ValueError: the head has other settings or belongs to another target.
     """
     stored, wanted = (
-        json.loads(json.dumps(each)) for each in (with_defaults(_read_facts(directory)["head"]), asdict(config))
+        json.loads(json.dumps(each)) for each in (with_defaults(_read_settings(directory)), asdict(config))
     )
     different = sorted(
         key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key) and key not in START
@@ -144,11 +146,21 @@ def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | N
     return head.to(device, dtype).eval().requires_grad_(False)
 
 
-def _read_facts(directory: Path) -> dict[str, Any]:
-    """Read the `head.json` that `save_head` wrote."""
+def _read_settings(directory: Path) -> dict[str, Any]:
+    """Returns the head's settings in `head.json`, which are those of a known head."""
+    settings = _read_facts(directory, "head")["head"]
+    if not isinstance(settings, dict) or str(settings.get("name")) not in HEADS:
+        raise ValueError(
+            f"{directory / 'head.json'}: head must be the settings of one of {', '.join(HEADS)}, but is {settings}; "
+            f"{RESTORE}"
+        )
+    return settings
+
+
+def _read_facts(directory: Path, required: str) -> dict[str, Any]:
+    """Read the `head.json` that `save_head` wrote, which must have one entry."""
     if not (directory / "head.json").is_file():
         raise FileNotFoundError(
             f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first"
         )
-    facts: dict[str, Any] = read_json(directory / "head.json", "copy it again, or train again")
-    return facts
+    return read_json(directory / "head.json", RESTORE, [required])

@@ -1,12 +1,15 @@
 """Reads an export's `serving.json`, and turns it into settings of the engine that serves the export."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from mtptrain.run_dir import require
+from mtptrain.utils.files import read_json
+
+REQUIRED = ("engine", "method", "hf_overrides", "head_sha256")
+"""Entries of `serving.json` that every export has."""
 
 
 def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:
@@ -14,9 +17,10 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
 
     Raises:
         FileNotFoundError: nothing was exported.
-        ValueError: the export is for another engine or contains another head.
+        ValueError: the file is damaged, or the export is for another engine or contains another head.
     """
-    facts: dict[str, Any] = json.loads(require(head_dir / "serving.json", "mtptrain.export").read_text())
+    path = require(head_dir / "serving.json", "mtptrain.export")
+    facts = read_json(path, "run mtptrain.export again", REQUIRED)
     if facts["engine"] != engine:
         raise ValueError(
             f"{head_dir / 'serving.json'}: engine must be {engine}, but is {facts['engine']}; run mtptrain.export with "

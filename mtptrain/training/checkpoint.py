@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from mtptrain.heads.files import with_defaults
 from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
 from mtptrain.utils.distributed import Ranks
-from mtptrain.utils.files import file_sha256, save_tensors, sync, write_json
+from mtptrain.utils.files import file_sha256, read_json, save_tensors, sync, write_json
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -126,9 +126,9 @@ def find_fault(folder: Path) -> str | None:
     """
     path = folder / STATE
     try:
-        marker = json.loads((folder / MARKER).read_text())
+        marker = read_json(folder / MARKER, "the checkpoint is torn")
     except ValueError as error:
-        return f"{folder / MARKER}: must be JSON, but is not ({error})"
+        return str(error)
     if not path.is_file():
         return f"{path}: must exist, but does not"
     if STATE_FILE not in marker:
@@ -138,6 +138,8 @@ def find_fault(folder: Path) -> str | None:
         except SafetensorError as error:
             return f"{path}: must be a whole safetensors file, but is not ({error})"
     recorded = marker[STATE_FILE]
+    if not isinstance(recorded, dict) or not {"num_bytes", "sha256"} <= recorded.keys():
+        return f"{folder / MARKER}: {STATE_FILE} must have num_bytes and sha256, but is {recorded}"
     if path.stat().st_size != recorded["num_bytes"]:
         return f"{path}: must have {recorded['num_bytes']} bytes, but has {path.stat().st_size}"
     sha256 = file_sha256(path)
@@ -150,7 +152,7 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     Raises:
         ValueError: a setting differs; the message lists every difference.
     """
-    stored = json.loads((folder / MARKER).read_text())
+    stored = read_json(folder / MARKER)
     if "head" in stored:
         stored["head"] = with_defaults(stored["head"])
     present = json.loads(json.dumps(facts))

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,24 +95,33 @@ def refuse_lone_surrogates(value: Any, where: str) -> None:
         raise ValueError(f"{where}: texts must be valid Unicode, but one is not ({error}); correct it") from error
 
 
-def read_json(path: Path, advice: str = "correct it") -> dict[str, Any]:
+def read_json(path: Path, advice: str = "correct it", required: Collection[str] = ()) -> dict[str, Any]:
     """Returns the object that a JSON file holds.
 
     Raises:
-        ValueError: the file is not JSON, or does not hold an object.
+        ValueError: the file is not JSON, does not hold an object, or the object lacks a required entry.
     """
     content = parse_json(path.read_bytes(), str(path), advice)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must hold a JSON object, but holds a {type(content).__name__}; {advice}")
+    if missing := sorted(set(required) - content.keys()):
+        raise ValueError(f"{path}: must have the entries {', '.join(required)}, but lacks {missing[0]}; {advice}")
     return content
+
+
+def refuse_unopenable(path: Path) -> None:
+    """Raises the OSError of a file that cannot be opened, of which safetensors would say that it does not exist."""
+    path.open("rb").close()
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns the dtype and shape of every tensor in a safetensors file, by name. Reads only the header.
 
     Raises:
+        OSError: the file does not exist, or must not be read.
         ValueError: the header is damaged, or does not match the length of the file.
     """
+    refuse_unopenable(path)
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

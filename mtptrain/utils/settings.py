@@ -65,11 +65,15 @@ def _is_seed(value: int) -> bool:
 def directory_path(*, default: T) -> T:
     """Declare the path of a directory that exists or can be created; None is allowed."""
     return _bounded(
-        lambda path: path is None or (path.strip() != "" and not Path(path).is_file()),
+        lambda path: path is None or (path.strip() != "" and not Path(path).is_file() and not _is_root(path)),
         "name a directory",
-        "choose a path that is not a file; an empty one would be the working directory",
+        "choose a path that is not a file and not the root; an empty one would be the working directory",
         default,
     )
+
+
+def _is_root(path: str) -> bool:
+    return Path(path).resolve() == Path(path).resolve().parent
 
 
 def share(*, default: float, hint: str) -> float:

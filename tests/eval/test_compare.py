@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from eval import compare, report_page
+from eval.acceptance import remove_generations
 from eval.report_page import write_run_page
 from mtptrain.decoding.acceptance import intervals, summarise
 from mtptrain.decoding.speculate import Generation
@@ -175,7 +176,7 @@ def test_speed_and_studies_of_the_run_are_shown_on_its_page_with_their_commands(
     (tmp_path / "serving_check/report.json").write_text('{"torn')
     page = page_of(tmp_path)
     assert "head mtp" in page and "study/norms/study.json cannot be shown (KeyError(" in page
-    assert "serving_check/report.json cannot be shown (JSONDecodeError(" in page
+    assert "serving_check/report.json cannot be shown (ValueError(" in page
 
 
 def test_names_with_dollars_are_shown_as_they_are(tmp_path: Path) -> None:
@@ -192,6 +193,14 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
     ):
         write_run_page(make_config(f"run_dir={tmp_path}"))
     assert path.read_bytes() == before and not (tmp_path / "acceptance/report.html").exists()
+
+
+def test_answers_of_earlier_baselines_are_removed(tmp_path: Path) -> None:
+    names = ["generations.jsonl", "generations_mine.jsonl", "report.json"]
+    for name in (*names, "generations_tree.jsonl", "generations_temperature_0.7_sampled_drafts.jsonl"):
+        (tmp_path / name).touch()
+    remove_generations(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_run_that_has_not_been_measured_gets_no_page(tmp_path: Path) -> None:
@@ -270,13 +279,23 @@ def test_an_incomplete_report_is_refused(tmp_path: Path, keys: tuple[str, ...]) 
         compare.read_reports([path])
 
 
+@pytest.mark.parametrize(
+    ("part", "reason"), [('"examples": [1]', "Undefined"), ('"more": NaN', "Out of"), ('"more": 1e400', "Out of")]
+)
+def test_a_report_with_an_invalid_figure_is_refused(tmp_path: Path, part: str, reason: str) -> None:
+    path = write_report(tmp_path / "report.json", [8, 6])
+    path.write_text("{" + part + ", " + path.read_text()[1:])
+    with pytest.raises(ValueError, match=rf"report\.json: must have all figures .* but some are .*{reason}"):
+        compare.read_reports([path])
+
+
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "torn.json").write_text('{"rounds": ')
-    (tmp_path / "not_finite.json").write_text('{"acceptance_length": NaN}')
-    with pytest.raises(ValueError, match=r"not_finite\.json: must be .* but is not JSON \(a figure is NaN\)"):
-        compare.read_reports([tmp_path / "not_finite.json"])
-    with pytest.raises(ValueError, match=r"torn\.json: must be a report\.json of eval\.acceptance, but is not JSON"):
+    with pytest.raises(ValueError, match=r"torn\.json: must be JSON, but is not .*; run eval\.acceptance again"):
         compare.read_reports([tmp_path / "torn.json"])
+    (tmp_path / "nested.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"nested\.json: must be JSON, but is nested too deep to be read; run eval"):
+        compare.read_reports([tmp_path / "nested.json"])
     (tmp_path / "other.json").write_text('{"rounds": 3}')
     with pytest.raises(
         ValueError, match=r"other\.json: must be a report\.json of eval\.acceptance, but is not one, or has an older"

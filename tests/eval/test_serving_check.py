@@ -29,8 +29,26 @@ def test_a_folder_without_an_export_says_what_to_run(tmp_path: Path) -> None:
         read_serving_facts(tmp_path, "vllm", "of this run")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "must hold a JSON object, but holds a list"),
+        ("{}", "must have the entries engine, method, .* but lacks engine"),
+        ("[" * 100_000, "must be JSON, but is nested too deep to be read"),
+    ],
+    ids=["list", "empty", "nested"],
+)
+def test_damaged_facts_of_an_export_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "serving.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"serving\.json: {message}; run mtptrain\.export again"):
+        read_serving_facts(tmp_path, "vllm", "of this run")
+
+
+FACTS = {"engine": "vllm", "method": "mtp", "hf_overrides": None, "head_sha256": "before"}
+
+
 def test_an_export_for_another_engine_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "serving.json").write_text(json.dumps({"engine": "sglang"}))
+    (tmp_path / "serving.json").write_text(json.dumps({**FACTS, "engine": "sglang"}))
     with pytest.raises(
         ValueError, match=r"serving\.json: engine must be vllm, but is sglang; run mtptrain\.export with"
     ):
@@ -38,7 +56,7 @@ def test_an_export_for_another_engine_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_export_of_another_head_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "serving.json").write_text(json.dumps({"engine": "vllm", "head_sha256": "before"}))
+    (tmp_path / "serving.json").write_text(json.dumps(FACTS))
     with pytest.raises(
         ValueError, match=r"head_sha256 must be of this run, .* but is before, the hash of another head; run mtptrain"
     ):

@@ -1,6 +1,7 @@
 """The exported directory: exact keys, shapes and columns, and the same proposals after reloading."""
 
 import json
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from mtptrain.convert.export_proof import (
 from mtptrain.convert.formats import format_for
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.export import check_directory_name, check_tensors, export, reload_head, write_head
-from mtptrain.heads.files import TARGET_WEIGHTS, build_head, load_head, save_head
+from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, load_head, save_head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
@@ -336,6 +337,54 @@ def test_what_is_refused_is_refused_before_anything_is_read_or_written(
     with pytest.raises(ValueError, match="vLLM must not infer a method other than"):
         export(config)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 100_000, "must be JSON, but is nested too deep to be read"),
+        ('{"head_sha256": "HEAD"}', "must have all figures that eval.acceptance writes, but some are missing"),
+    ],
+    ids=["nested", "incomplete"],
+)
+def test_a_damaged_report_is_refused_before_anything_is_written(
+    tmp_path: Path, target_of_four_layers: Path, content: str, message: str
+) -> None:
+    config = trained(tmp_path / "run", target_of_four_layers)
+    sha256 = file_sha256(tmp_path / "run/train/best/head.safetensors")
+    (tmp_path / "run/acceptance/report.json").write_text(content.replace("HEAD", sha256))
+    with pytest.raises(ValueError, match=rf"acceptance/report\.json: {message}.*; run eval\.acceptance again, or"):
+        export(config)
+    assert not (tmp_path / "run/export").exists()
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path: Path, target_of_four_layers: Path) -> None:
+    config = trained(tmp_path / "run", target_of_four_layers)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"vllm\.tmp/\w+\.safetensors"):
+            export(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "run/export").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "must have the entries head, but lacks head"),
+        ('{"head": [1]}', r"head must be the settings of one of .*, but is \[1\]"),
+        ('{"head": {"name": "none"}}', "head must be the settings of one of .*mtp"),
+    ],
+)
+def test_damaged_facts_of_a_head_are_refused(tmp_path: Path, tiny_target: Path, content: str, message: str) -> None:
+    target_config = read_target_config(tiny_target)
+    (tmp_path / "head.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"head\.json: {message}.*; copy it again, or train again"):
+        load_head(tmp_path, CONFIG, target_config, None, torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"head\.json: must have the entries {TARGET_WEIGHTS}, but lacks"):
+        check_head_target(tmp_path, tiny_target)
 
 
 def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layers: Path) -> None:

@@ -80,6 +80,16 @@ def test_document_entries_come_back_as_they_were_written(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.parametrize("line", ["{}", "[1]", "5", '{"split": "other"}'])
+def test_a_damaged_document_entry_is_named(tmp_path: Path, line: str) -> None:
+    DocumentEntry.write_all(tmp_path, [DocumentEntry(0, "a.py", Split.train, 5, 0)])
+    path = tmp_path / "documents.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    message = r"documents\.jsonl:2: must be the entry of a document, but is not \(.*\); rerun data_prep\.prompts"
+    with pytest.raises(ValueError, match=message):
+        DocumentEntry.read_all(tmp_path)
+
+
 def test_the_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
     MANIFEST.write(tmp_path)
     assert PromptsManifest.read(tmp_path) == MANIFEST

@@ -52,6 +52,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (flip, r"state\.safetensors: the sha256 must be \w{64}, but is \w{64}"),
     "missing": (Path.unlink, r"state\.safetensors: must exist, but does not"),
     "marker": (lambda state: (state.parent / MARKER).write_bytes(b""), r"complete\.json: must be JSON, but is not"),
+    "list": (lambda state: (state.parent / MARKER).write_bytes(b"[]"), r"complete\.json: must hold a JSON object, but"),
+    "nested": (lambda state: (state.parent / MARKER).write_bytes(b"[" * 100_000), r"complete\.json: .*nested too deep"),
+    "entry": (
+        lambda state: write_json(state.parent / MARKER, {STATE_FILE: 1}),
+        r"complete\.json: state_file must have num_bytes and sha256, but is 1",
+    ),
 }
 
 

@@ -44,6 +44,22 @@ def test_a_json_file_without_an_object_is_refused_by_name(tmp_path: Path) -> Non
         read_json(tmp_path / "a.json", "do that")
 
 
+def test_a_json_object_without_a_required_entry_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    assert read_json(tmp_path / "a.json", required=["a"]) == {"a": 1}
+    with pytest.raises(ValueError, match=r"a\.json: must have the entries a, b, but lacks b; do that"):
+        read_json(tmp_path / "a.json", "do that", ["a", "b"])
+
+
+def test_a_safetensors_file_that_must_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    """Root may read every file, so the test takes a file that not even root can open: a link to itself."""
+    path = tmp_path / "a.safetensors"
+    path.symlink_to(path)
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)) as raised:
+        tensor_shapes(path)
+    assert raised.value.filename == str(path)
+
+
 def test_half_a_surrogate_pair_is_refused_anywhere_in_a_value() -> None:
     refuse_lone_surrogates({"a": ["\U0001f600", 1]}, "here")
     with pytest.raises(ValueError, match="here: texts must be valid Unicode, but one is not"):
