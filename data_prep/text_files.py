@@ -1,10 +1,13 @@
 """Reads the prompt source `text_files`: each file is one document, named by its path below the listed directory."""
 
+import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+
+from mtptrain.utils.files import MAX_TEXT_BYTES
 
 STANDARD_LIBRARY = "standard_library"
 """An entry of `prompts.paths` that stands for the source directory of the running Python's standard library."""
@@ -12,7 +15,7 @@ STANDARD_LIBRARY = "standard_library"
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The text of each file by name, and the reason why each unread file was refused."""
+    """The text of each file by name, and the reason why each unread file or directory was refused."""
 
     texts: dict[str, str]
     refused: dict[str, str]
@@ -32,6 +35,7 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
 
     Raises:
         FileNotFoundError: a path is not a directory.
+        ValueError: the pattern is not a glob for names below a directory.
     """
     texts: dict[str, str] = {}
     refused: dict[str, str] = {}
@@ -41,9 +45,18 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
             raise FileNotFoundError(
                 f"prompts.paths: must name directories, but {directory!r} is not one; correct the path"
             )
-        for path in sorted(root.rglob(pattern)):
+        for name in _unreadable_directories(root):
+            if not any(fnmatch(f"{name}/", glob) for glob in exclude):
+                refused[_printable(name)] = "a directory that cannot be read"
+        for path in _matching(root, pattern):
             name = path.relative_to(root).as_posix()
             if not path.is_file() or any(fnmatch(name, glob) for glob in exclude):
+                continue
+            if _printable(name) != name:
+                refused[_printable(name)] = "a name that is not UTF-8"
+                continue
+            if path.stat().st_size > MAX_TEXT_BYTES:
+                refused[name] = f"larger than {MAX_TEXT_BYTES:,} bytes"
                 continue
             if name in texts:
                 refused[f"{directory}/{name}"] = "another directory has a file with this name"
@@ -53,3 +66,26 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
             except UnicodeDecodeError:
                 refused[name] = "not UTF-8"
     return TextFiles({name: text for name, text in sorted(texts.items())}, refused)
+
+
+def _matching(root: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(root.rglob(pattern))
+    except (NotImplementedError, ValueError) as error:
+        raise ValueError(
+            f"prompts.pattern: must be a glob for the names of files, such as *.py, but is {pattern!r} ({error}); "
+            "correct it"
+        ) from error
+
+
+def _unreadable_directories(root: Path) -> list[str]:
+    """Returns the directories below `root` that cannot be listed, relative to it. `Path.rglob` skips them silently."""
+    errors: list[OSError] = []
+    for _ in os.walk(root, onerror=errors.append):
+        pass
+    return [Path(os.fsdecode(error.filename)).relative_to(root).as_posix() for error in errors]
+
+
+def _printable(name: str) -> str:
+    """Returns the name with a backslash sequence for each byte that is not UTF-8."""
+    return os.fsencode(name).decode(errors="backslashreplace")

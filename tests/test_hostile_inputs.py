@@ -243,6 +243,16 @@ CASES |= {
     ),
     "output_dir is a file": (ACCEPTANCE, output_file, r"acceptance\.output_dir: must name a directory, but is"),
     "prompts not UTF-8": (ACCEPTANCE, prompts_file(GARBAGE), r"\S+prompts\.jsonl.*UTF-8"),
+    "prompt without tokens": (
+        ACCEPTANCE,
+        prompts_file(b'{"id": "a", "input_ids": []}'),
+        r"\S+prompts\.jsonl: id a: must hold at least one token, but is empty",
+    ),
+    "prompt too long": (
+        ACCEPTANCE,
+        prompts_file(b'{"id": "b", "input_ids": [%s1]}' % (b"1, " * 600)),
+        r"\S+prompts\.jsonl: id b: prompt and answer must fit",
+    ),
     "prompts nested": (ACCEPTANCE, prompts_file(NESTED), r"\S+prompts\.jsonl.*nested too deep"),
     "prompts surrogate": (ACCEPTANCE, prompts_file(rb'{"id": "a", "text": "\ud800"}'), r"\S+prompts\.jsonl.*surrogate"),
     "category surrogate": (

@@ -35,7 +35,7 @@ from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import Ranks, init_ranks
 
 from ..conversations import Conversations, read_conversations
-from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling
+from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check_template_ends
 from .manifest import MANIFEST, ResponsesIdentity, ResponsesManifest
 from .report import ResponsesProgress, print_report
 from .server import CompletionServer, regenerate_with_server
@@ -164,6 +164,8 @@ def make_job(config: PipelineConfig) -> Job:
     limits = Limits(settings.max_new_tokens, context_tokens, config.seed)
     conversations = read_conversations(config.prompts.paths, config.prompts.schema, config.prompts.split)
     survey = survey_conversations(conversations, config.prompts.paths)
+    if server:  # its conversations are rendered in threads
+        check_template_ends(tokenizer, conversations.messages(max(survey.turns, key=lambda row: survey.turns[row])))
     target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
     identity = make_identity(settings, limits, target, survey.sources, server)
     return Job(target_dir, tokenizer, conversations, survey, sampling, limits, server, identity)

@@ -20,7 +20,7 @@ from mtptrain.heads.base import Head
 from mtptrain.run_dir import require
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer
-from mtptrain.utils.files import parse_json, refuse_lone_surrogates
+from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surrogates
 
 CHOOSING_FRACTION = 0.25
 """Share of the held-out files or conversations that training uses to choose its best head. Reports use the rest."""
@@ -65,7 +65,8 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
     context_tokens = target_config.max_position_embeddings - spare_tokens
     if settings.prompts_file is not None:
         prompts = read_prompts_file(Path(settings.prompts_file), load_tokenizer(target_dir), target_config.vocab_size)
-        check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens)
+        names = [f"{settings.prompts_file}: id {prompt_id}" for prompt_id in prompts.input_ids]
+        check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens, names)
         check_num_drafts(prompts.input_ids, settings.num_speculative_tokens, context_tokens)
         warn_of_trained_questions(prompts.questions, config.stage_dir("prompts"))
         return prompts
@@ -256,14 +257,15 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
     With `turns`, the first turn is the prompt.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: a line does not have this form, an id occurs twice, a token is not in the vocabulary, or there is no
-            prompt.
+        FileNotFoundError: the path is not that of a file.
+        ValueError: the file is too large, a line does not have this form, an id occurs twice, a token is not in the
+            vocabulary, or there is no prompt.
     """
     if not path.is_file():
-        raise FileNotFoundError(
-            f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist; correct the path"
-        )
+        reason = "is not a file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"acceptance.prompts_file: must be a jsonl file, but {path} {reason}; correct the path")
+    if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+        raise ValueError(f"{path}: must have at most {MAX_TEXT_BYTES:,} bytes, but has {size:,}; correct the path")
     prompts = Prompts({})
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():

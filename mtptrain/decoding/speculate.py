@@ -285,13 +285,19 @@ def _round_counts(draft: Draft, num_accepted: torch.Tensor, num_depths: int) -> 
     return torch.cat([torch.stack([has_draft, 1 - has_draft, num_drafted], 1), accepted_at.long()], 1)
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, context_tokens: int) -> None:
-    """Raises ValueError if a prompt is empty, or if prompt and answer exceed the target's context."""
+def check_prompts(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, context_tokens: int, names: Sequence[str] = ()
+) -> None:
+    """Raises ValueError if a prompt is empty, or if prompt and answer exceed the target's context.
+
+    The message begins with the prompt's name if `names` are given, or else with its index.
+    """
     for index, prompt in enumerate(prompts):
+        name = names[index] if names else f"prompt {index}"
         if not len(prompt):
-            raise ValueError(f"prompt {index}: must hold at least one token, but is empty; leave it out")
+            raise ValueError(f"{name}: must hold at least one token, but is empty; leave it out")
         if len(prompt) + max_new_tokens > context_tokens:
             raise ValueError(
-                f"prompt {index}: prompt and answer must fit the target's context of {context_tokens} tokens, but are "
+                f"{name}: prompt and answer must fit the target's context of {context_tokens} tokens, but are "
                 f"{len(prompt)} + {max_new_tokens}; shorten the prompt or lower max_new_tokens"
             )

@@ -17,6 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+MAX_TEXT_BYTES = 2**30
+"""Maximum size of a file that is read as one text. A larger one is a mistake, and might not fit into memory."""
+
 
 def publish(temporary: Path, path: Path) -> None:
     """Flush a finished file to disk, rename it to `path`, and flush the directory entry."""
@@ -78,7 +81,8 @@ def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> 
         ValueError: the text is not UTF-8, not JSON, nested too deep, or has a number with thousands of digits.
     """
     try:
-        return json.loads(content)
+        # From bytes, json would also guess UTF-16, of which a file cannot be split into lines.
+        return json.loads(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
     except RecursionError as error:
         raise ValueError(f"{where}: must be JSON, but is nested too deep to be read; {advice}") from error
     except UnicodeDecodeError as error:

@@ -23,6 +23,7 @@ from data_prep.responses import server as completion_server
 from data_prep.responses.__main__ import prepare_responses
 from data_prep.responses.manifest import ResponsesManifest
 from mtptrain.config import PipelineConfig
+from mtptrain.data import chat_template
 from mtptrain.data.chat_template import render_prompt
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out
 from mtptrain.target.hub import load_tokenizer
@@ -600,6 +601,18 @@ def test_a_server_whose_usage_is_no_object_is_used(by_server: ConfigFor, monkeyp
 
     monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", without_usage)
     assert respond(by_server(rows=CHATS[:1])).failed == 0
+
+
+def test_a_template_that_never_ends_from_the_second_turn_is_stopped_before_anything_is_asked(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = "{% for a in range(9000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}"
+    template = "{% if messages|length > 2 %}" + loop + "{% endif %}" + GENERATION_TEMPLATE
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.2)
+    config = by_server(f"target.path={make_speaking_target(tmp_path / 'slow', chat_template=template)}", rows=CHATS[:2])
+    with pytest.raises(chat_template.EndlessTemplate, match=r"must render a conversation within 0\.2 s of CPU time"):
+        respond(config)
+    assert not server.requests and not config.stage_dir("responses").exists()
 
 
 def test_a_server_is_asked_by_one_process(by_server: ConfigFor) -> None:

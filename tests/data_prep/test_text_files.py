@@ -1,3 +1,5 @@
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,38 @@ def test_a_directory_that_does_not_exist_is_named() -> None:
         FileNotFoundError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"
     ):
         read_text_files(["/no/such/place"], "*")
+
+
+def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    write(Path(os.fsdecode(bytes(tmp_path) + b"/gr\xf6sse.py")), b"pass\n")
+    write(tmp_path / "kept.py", b"pass\n")
+    files = read_text_files([str(tmp_path)], "*.py")
+    assert files.refused == {"gr\\xf6sse.py": "a name that is not UTF-8"} and list(files.texts) == ["kept.py"]
+
+
+def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "sparse.py", b"")
+    os.truncate(tmp_path / "sparse.py", 2**30 + 1)
+    assert read_text_files([str(tmp_path)], "*.py").refused == {"sparse.py": "larger than 1,073,741,824 bytes"}
+
+
+def test_a_directory_that_cannot_be_read_is_refused_unless_it_is_excluded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "shut" / "a.py", b"pass\n")
+    scandir = os.scandir
+
+    def refuse(path: str) -> Iterator[os.DirEntry[str]]:  # the tests may run as root, who may read everything
+        if Path(path).name == "shut":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert read_text_files([str(tmp_path)], "*.py").refused == {"shut": "a directory that cannot be read"}
+    assert read_text_files([str(tmp_path)], "*.py", ["shut/*"]).refused == {}
+
+
+@pytest.mark.parametrize("pattern", ["/abs", "**foo"])
+def test_a_pattern_that_cannot_match_names_is_refused(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"^prompts\.pattern: must be a glob for the names of files, .* but is '.*;"):
+        read_text_files([str(tmp_path)], pattern)

@@ -1,6 +1,7 @@
 """The prompts that acceptance is measured on."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -234,6 +235,29 @@ def test_a_prompts_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> N
     path.write_bytes('{"id": 1, "text": "é"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"^{path}:1: must be UTF-8, but is not \(.*\); correct it"):
         read_prompts_file(path, make_tokenizer(), 260)
+
+
+def test_a_prompts_file_in_utf16_is_refused_with_its_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": 1, "text": "a"}\n{"id": 2, "text": "b"}\n', encoding="utf-16")
+    with pytest.raises(ValueError, match=rf"^{path}:1: must be UTF-8"):
+        read_prompts_file(path, make_tokenizer(), 260)
+
+
+def test_a_prompts_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.touch()
+    os.truncate(path, 2**30 + 1)
+    with pytest.raises(ValueError, match=rf"^{path}: must have at most 1,073,741,824 bytes, but has 1,073,741,825; "):
+        read_prompts_file(path, make_tokenizer(), 260)
+
+
+@pytest.mark.parametrize("path", ["/", "/dev/null"])
+def test_a_prompts_file_that_is_not_a_file_is_told_from_a_missing_one(path: str) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=rf"^acceptance\.prompts_file: must be .*, but {path} is not a file; cor"
+    ):
+        read_prompts_file(Path(path), make_tokenizer(), 260)
 
 
 def test_the_drafts_must_fit_the_context_after_the_longest_prompt() -> None:
