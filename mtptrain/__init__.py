@@ -28,7 +28,7 @@ sys.excepthook = _stop_importing  # before torch, whose import takes seconds
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-import torch
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     # DeepSpeed looks for its accelerator when it is imported.
