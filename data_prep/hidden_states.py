@@ -35,7 +35,7 @@ from mtptrain.hidden_states.writer import begin_store, finish_store, has_shard
 from mtptrain.planning.planner import print_plan
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub_hashes import verify_weights
-from mtptrain.target.model import load_target
+from mtptrain.target.model import check_placement, load_target
 from mtptrain.utils.distributed import Ranks, init_ranks
 
 from .extraction import Extraction, prepare_extraction
@@ -73,6 +73,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         torch.set_num_threads(CPU_THREADS)
     # 1. Check everything before the expensive work.
     extraction = prepare_extraction(config)
+    if config.hidden_states.backend is Backend.transformers:
+        check_placement(extraction.target_dir, getattr(torch, config.hidden_states.dtype.value), ranks.device)
     if config.target.verify and ranks.is_first:
         verify_weights(extraction.target_dir)
     if ranks.local_rank == 0:

@@ -303,6 +303,10 @@ WEIGHTS: dict[str, tuple[Damage, str]] = {
         in_config(vocab_size=1000),
         r"\S+: model\.embed_tokens\.weight must have the shape",
     ),
+    "unknown quantisation": (
+        in_config(quantization_config={"quant_method": "nope"}),
+        r"target\.path: transformers must be able to run .*/config\.json describes, but reports .*nope",
+    ),
     "fewer layers": (in_config(num_hidden_layers=1), r"\S+/target: the weights must have num_hidden_layers=1"),
 }
 

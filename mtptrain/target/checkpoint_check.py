@@ -72,7 +72,7 @@ def _expected_shapes(target_dir: Path, config: PreTrainedConfig) -> dict[str, tu
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except Exception as error:  # the model's code asserts, imports kernels and computes with what the config says
         raise ValueError(
             f"{target_dir / 'config.json'}: must describe a model that transformers can build, but transformers "
             f"reports {one_line(error)}; {DOWNLOAD_AGAIN}"

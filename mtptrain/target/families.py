@@ -1,5 +1,6 @@
 """Lists the supported model families, says how they differ (sliding windows, RoPE, norms), and checks configs."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
         )
     check_static_rope(config)
     _check_sizes(config, path)
-    read_generation_config(target_dir)
+    generation_config = read_generation_config(target_dir)
+    if generation_config is not None:
+        _check_eos(generation_config, config.vocab_size, target_dir / "generation_config.json")
     if _ignores_windows(config):
         raise ValueError(
             f"target.path: transformers must implement the sliding windows of {family!r}, but ignores "
@@ -93,7 +96,7 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
         ) from error
 
 
-def _rope_thetas(config: PreTrainedConfig) -> list[float]:
+def _rope_thetas(config: PreTrainedConfig) -> list[Any]:
     """Returns every rope_theta of a config: a single one, or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     sections = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
@@ -102,12 +105,17 @@ def _rope_thetas(config: PreTrainedConfig) -> list[float]:
 
 def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
     for theta in _rope_thetas(config):
-        if theta <= 0:
-            raise ValueError(f"{path}: rope_theta must be above 0, but is {theta}; {DOWNLOAD_AGAIN}")
+        if not (isinstance(theta, int | float) and 0 < theta < math.inf):
+            raise ValueError(f"{path}: rope_theta must be a number above 0, but is {theta!r}; {DOWNLOAD_AGAIN}")
     for name in SIZES:
         size = getattr(config, name, None)
         if size is not None and size < 1:
             raise ValueError(f"{path}: {name} must be at least 1, but is {size}; {DOWNLOAD_AGAIN}")
+    num_mtp_layers = getattr(config, "num_nextn_predict_layers", None)
+    if not isinstance(num_mtp_layers, int | None):
+        raise ValueError(
+            f"{path}: num_nextn_predict_layers must be a whole number, but is {num_mtp_layers!r}; {DOWNLOAD_AGAIN}"
+        )
     heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
     if heads % shared:
         raise ValueError(
@@ -121,8 +129,23 @@ def read_generation_config(target_dir: Path) -> GenerationConfig | None:
     has_file = (target_dir / "generation_config.json").is_file()
     if not has_file:
         return None
-    read_json(target_dir / "generation_config.json", DOWNLOAD_AGAIN)
-    return GenerationConfig.from_pretrained(target_dir)
+    read_json(path := target_dir / "generation_config.json", DOWNLOAD_AGAIN)
+    try:
+        return GenerationConfig.from_pretrained(target_dir)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: must be readable by transformers, which reports {one_line(error)}; {DOWNLOAD_AGAIN}"
+        ) from error
+
+
+def _check_eos(source: GenerationConfig, vocab_size: int, path: Path) -> None:
+    ids = source.eos_token_id
+    for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+        if not (isinstance(token, int) and 0 <= token < vocab_size):
+            raise ValueError(
+                f"{path}: eos_token_id must be token ids below vocab_size={vocab_size}, but is {ids!r}; "
+                f"{DOWNLOAD_AGAIN}"
+            )
 
 
 def eos_token_ids(config: PreTrainedConfig, generation_config: GenerationConfig | None = None) -> tuple[int, ...]:

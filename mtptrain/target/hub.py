@@ -83,6 +83,7 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir)
+        tokenizer("a")  # reads settings, such as model_max_length, that loading does not
     except Exception as error:  # the tokenizers library raises plain Exception, transformers a dozen classes
         for path in sorted(target_dir.glob("*token*.json")):
             if path.is_file():

@@ -230,7 +230,7 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
     """Refuse a quantised target if transformers lacks the package or the hardware that its format needs.
 
     Raises:
-        ValueError: the package or the hardware is missing, or the format is unknown.
+        ValueError: the package or the hardware is missing, or the format is unknown or badly described.
     """
     quantisation = getattr(read_target_config(target_dir), "quantization_config", None)
     if quantisation is None:
@@ -238,11 +238,12 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
     try:
         quantiser = AutoHfQuantizer.from_config(deepcopy(quantisation), pre_quantized=True)
         quantiser.validate_environment(dtype=dtype, device_map={"": device})
-    except (ImportError, ValueError, TypeError, RuntimeError) as error:
+    except Exception as error:  # each quantiser checks its section in its own way, such as pydantic's ValidationError
         raise ValueError(
-            f"target.path: transformers must be able to run the quantised weights of {target_dir}, but reports "
-            f"{one_line(error)}; install what it names, or run this target in vLLM only: "
-            "hidden_states.backend=vllm, train.validation_prompts=0, and eval.serving_bench for its acceptance"
+            "target.path: transformers must be able to run the quantised weights that quantization_config in "
+            f"{target_dir / 'config.json'} describes, but reports {one_line(error)}; install what it names, or run "
+            "this target in vLLM only: hidden_states.backend=vllm, train.validation_prompts=0, and eval.serving_bench "
+            "for its acceptance"
         ) from error
 
 

@@ -60,7 +60,14 @@ def test_a_config_that_cannot_be_read_is_named(target: Path, name: str, content:
         ("hidden_size", -64, "hidden_size must be at least 1, but is -64"),
         ("head_dim", -2, "head_dim must be at least 1, but is -2"),
         ("max_position_embeddings", -1, "max_position_embeddings must be at least 1, but is -1"),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": -1.0}, "rope_theta must be above 0, but is -1.0"),
+        (
+            "rope_parameters",
+            {"rope_type": "default", "rope_theta": -1.0},
+            "rope_theta must be a number above 0, but is",
+        ),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": "abc"}, "rope_theta must be .*, but is 'abc'"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": float("nan")}, "rope_theta must be .*, but is nan"),
+        ("num_nextn_predict_layers", "x", "num_nextn_predict_layers must be a whole number, but is 'x'"),
         ("num_key_value_heads", 0, "num_key_value_heads must be at least 1, but is 0"),
         ("num_key_value_heads", 3, "num_attention_heads must be a multiple of num_key_value_heads, but they are 1 and"),
         ("vocab_size", "many", "must be readable by transformers, which reports .*'vocab_size' expected int, got str"),
@@ -74,15 +81,24 @@ def test_a_size_that_cannot_be_is_refused_by_name(target: Path, setting: str, va
         read_target_config(target)
 
 
+@pytest.mark.parametrize("value", [{"a": 1}, [None], "abc", 99999999, 1.5, [3, -1]])
+def test_a_generation_config_with_other_than_tokens_is_named(target: Path, value: object) -> None:
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ValueError, match=r"/generation_config\.json: eos_token_id must be token ids below"):
+        read_target_config(target)
+
+
 @pytest.mark.parametrize("load", [load_frozen_parts, lambda target: load_target(target, torch.float32, CPU)])
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
         ("vocab_size", 1000, r"model\.safetensors: model\.embed_tokens\.weight must have the shape \(1000, 64\) .*260"),
-        ("vocab_size", 100, r"model\.safetensors: model\.embed_tokens\.weight must have the shape \(100, 64\) .*260"),
+        ("vocab_size", 258, r"model\.safetensors: model\.embed_tokens\.weight must have the shape \(258, 64\) .*260"),
         ("intermediate_size", 10, r"model\.safetensors: model\.layers\.0\.mlp\.\w+\.weight must have the shape"),
         ("num_hidden_layers", 1, "target: the weights must have num_hidden_layers=1 layers, .*, but have 2"),
         ("num_hidden_layers", 10**9, "target: the weights must have num_hidden_layers=1000000000 layers, .* have 2"),
+        ("pad_token_id", 1000000, r"config\.json: must describe a model .*AssertionError"),
+        ("attn_implementation", "flash_attention_2", r"config\.json: must describe a model .*FlashAttention2"),
         ("hidden_act", "nonsense", r"config\.json: must describe a model that transformers can build, .*nonsense"),
     ],
 )
@@ -157,6 +173,7 @@ def test_an_index_beside_other_weights_is_refused(target: Path) -> None:
             "target: the tokenizer must be readable by transformers, which reports KeyError",
         ),
         ("tokenizer.json", None, "target: the tokenizer must be readable by transformers, which reports ValueError"),
+        ("tokenizer_config.json", b'{"model_max_length": "x"}', "target: the tokenizer must be readable .* TypeError"),
         ("tokenizer_config.json", b"[]", r"/tokenizer_config\.json: must hold a JSON object, but holds a list"),
         ("chat_template.jinja", GARBAGE, "target: the tokenizer must be readable by .* UnicodeDecodeError"),
     ],

@@ -50,7 +50,12 @@ def test_the_target_computes_with_the_quantised_weights_and_activations(tmp_path
 
 @pytest.mark.parametrize(
     ("method", "reason"),
-    [({"quant_method": "gptq", "bits": 4}, r".*(optimum|gptqmodel).*"), ({"quant_method": "nf3"}, ".*nf3.*")],
+    [
+        ({"quant_method": "gptq", "bits": 4}, r".*(optimum|gptqmodel).*"),
+        ({"quant_method": "nf3"}, ".*nf3.*"),
+        ({}, ".*no `quant_method`.*"),
+        ({"quant_method": "compressed-tensors", "config_groups": 7}, ".*config_groups.*"),
+    ],
 )
 def test_a_format_that_transformers_cannot_run_here_is_refused_by_name(
     tmp_path: Path, method: dict[str, object], reason: str
@@ -59,7 +64,8 @@ def test_a_format_that_transformers_cannot_run_here_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
     with pytest.raises(
         ValueError,
-        match=rf"target\.path: transformers must be able to run the quantised weights of .*, but reports {reason}; "
+        match=r"target\.path: transformers must be able to run the quantised weights that quantization_config in "
+        rf".*/config\.json describes, but reports {reason}; "
         r"install what it names, or run this target in vLLM only: hidden_states\.backend=vllm",
     ):
         check_placement(tmp_path, torch.float32, CPU)
