@@ -18,7 +18,7 @@ from mtptrain.utils.files import read_json, save_tensors, tensor_shapes, write_j
 
 TARGET_WEIGHTS = "target_weights_sha256"
 RESTORE = "copy it again, or train again"
-"""What to do about a damaged `head.json`."""
+"""The advice of errors about a damaged `head.json`."""
 CHOICE = "choice.json"
 """File in `run_dir/train` with the measurements of `eval.choose_head`."""
 
