@@ -140,6 +140,8 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, PipelineConfig)
     check_bounds(config)
+    if config.head.name not in HEADS:
+        raise ValueError(f"head.name: must be one of {', '.join(HEADS)}, but is {config.head.name!r}; set head=NAME")
     _check_relations(config)
     check_acceptance(config.acceptance)
     check_serving_bench(config.serving_bench, config.serving)

@@ -234,6 +234,12 @@ CASES |= {
     ),
     # Settings
     "seed too large": (PROMPTS, settings("seed=99999999999999999999"), "seed: must "),
+    "unknown head.name": (PROMPTS, settings("head.name=foo"), r"head\.name: must be one of mtp, .*, but is 'foo'"),
+    "batch too large": (
+        PROMPTS,
+        settings("train.batch_tokens=99999999999999999999"),
+        r"train\.batch_tokens: must be below 2\*\*63, but is 9",
+    ),
     "seed negative": (PROMPTS, settings("seed=-1"), "seed: must "),
     "empty run_dir": (PROMPTS, settings("run_dir="), "run_dir: must "),
     "drafts beyond the context": (

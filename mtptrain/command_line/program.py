@@ -23,6 +23,7 @@ from mtptrain.utils.errors import (
     errors_as_lines,
     exit_with_error,
     exit_with_line,
+    refusal,
 )
 
 RENAMED = {
@@ -53,7 +54,10 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def task(cfg: DictConfig) -> None:
-        run_dir = OmegaConf.select(cfg, "run_dir")
+        try:
+            run_dir = OmegaConf.select(cfg, "run_dir")
+        except OmegaConfBaseException:  # reported when `main` reads it
+            run_dir = None
         with errors_as_lines(KEPT.get(program_name(), KEPT_BY_OTHERS).format(run_dir=run_dir), run_dir):
             try:
                 main(cfg)
@@ -66,12 +70,17 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
     def entry_point() -> None:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
         try:
-            refuse_dashes(get_args_parser().parse_known_args()[1])
+            options, unknown = get_args_parser().parse_known_args()
+            if options.multirun:
+                raise ValueError("--multirun: must be left out, but is given; use mtptrain study to run variants")
+            refuse_dashes(unknown)
             refuse_renamed(sys.argv[1:])
             refuse_additions(sys.argv[1:])
             run()
         except KeyboardInterrupt:
             exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
+        except OSError as error:  # Hydra could not create its directory
+            exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
 

@@ -43,6 +43,11 @@ SET_BY_TRAINER = (
 
 def check_deepspeed(config: dict[str, Any]) -> None:
     """Raises ValueError for settings that the trainer does not support or that it sets itself."""
+    for name in ("zero_optimization", "bf16", "fp16", "data_types"):
+        if not isinstance(config.get(name, {}), dict):
+            raise ValueError(
+                f"deepspeed.{name}: must be a section of settings, but is {config[name]!r}; set deepspeed=zero1"
+            )
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):

@@ -83,6 +83,13 @@ def test_a_program_refuses_an_old_name(module: str) -> None:
             ["seed=${sed}"],
             "seed: must have a valid value, but OmegaConf reports: Interpolation key 'sed' not found; correct it",
         ),
+        (
+            ["run_dir=${oc.env:NOPE}"],
+            "run_dir: must have a valid value, but OmegaConf reports: KeyError raised while resolving interpolation: "
+            "\"Environment variable 'NOPE' not found\"; correct it",
+        ),
+        (["--multirun"], "--multirun: must be left out, but is given; use mtptrain study to run variants"),
+        (["hydra.run.dir=/dev/null"], "/dev/null: File exists"),
         (["run_dir=???"], "run_dir: must be set, but is not; add run_dir=VALUE"),
         (
             ["--lr=1"],

@@ -107,6 +107,8 @@ def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
             {"gradient_clipping": 0.5},
             r"deepspeed\.gradient_clipping: must not be set, but is 0\.5: the trainer sets it",
         ),
+        ({"zero_optimization": 5}, r"deepspeed\.zero_optimization: must be a section of settings, but is 5"),
+        ({"bf16": "maybe"}, r"deepspeed\.bf16: must be a section of settings, but is 'maybe'"),
         (
             {"gradient_allreduce_op": "mean"},
             r"deepspeed\.gradient_allreduce_op: must not be set, but is mean: the trainer sets it",
