@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +13,8 @@ from typing import Any
 
 # The tests are for the CPU, on machines with GPUs too: torch would take what DeepSpeed is told to leave.
 os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+# A shell lets the programs that it starts in the background ignore Ctrl-C, which tests send to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import tests.cuda.guard  # noqa: F401 - must come before torch
 
 os.environ.setdefault("WANDB_MODE", "offline")
