@@ -13,8 +13,6 @@ from typing import Any
 
 # The tests are for the CPU, on machines with GPUs too: torch would take what DeepSpeed is told to leave.
 os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-# A shell lets the programs that it starts in the background ignore Ctrl-C, which tests send to themselves.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 import tests.cuda.guard  # noqa: F401 - must come before torch
 
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -35,6 +33,9 @@ from mtptrain.heads.files import build_head
 from mtptrain.target.model import Target
 from tests.programs import run_ranks
 from tests.slow import is_slow
+
+# A shell lets the programs that it starts in the background ignore Ctrl-C, which tests send to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -245,7 +245,7 @@ CASES |= {
     "drafts beyond the context": (
         ACCEPTANCE,
         lambda place: [*prompts_file(QUESTION)(place), "acceptance.num_speculative_tokens=5000"],
-        r"acceptance\.num_speculative_tokens: must be at most \d+, so that the drafts .* context of 512 tokens, but is 5000",
+        r"acceptance\.num_speculative_tokens: must be at most \d+, .* context of 512 tokens, but is 5000",
     ),
     "output_dir is a file": (ACCEPTANCE, output_file, r"acceptance\.output_dir: must name a directory, but is"),
     "prompts not UTF-8": (ACCEPTANCE, prompts_file(GARBAGE), r"\S+prompts\.jsonl.*UTF-8"),
