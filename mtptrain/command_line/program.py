@@ -79,10 +79,10 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
             run()
         except KeyboardInterrupt:
             exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:  # some of Hydra's are OSErrors too
+            exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
         except OSError as error:  # Hydra could not create its directory
             exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
 
     return entry_point
 

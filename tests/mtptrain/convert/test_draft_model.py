@@ -229,8 +229,8 @@ BAD_MODELS = {
         "the target's 260, but .* has none; copy",
     ),
     "fewer rows than tokens": (
-        lambda path: make_target(path, vocab_size=200),
-        r"head\.init_from: must have an embedding for each token of its tokenizer, ids up to 259, but .* 200",
+        lambda path: make_target(path, vocab_size=258),
+        r"head\.init_from: must have an embedding for each token of its tokenizer, ids up to 259, but .* 258",
     ),
     "no language model": (
         lambda path: change_config(make_target(path), model_type="bert"),
