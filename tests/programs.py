@@ -107,3 +107,19 @@ def end(processes: list[BaseProcess]) -> None:
 def read_whole(file: IO[str]) -> str:
     file.seek(0)
     return file.read()
+
+
+def is_running(pid: int | str) -> bool:
+    """Returns whether a process exists and has not ended. One that has ended may wait for its parent as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "XZ"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_ended(pid: int | str, timeout_s: float = 30) -> None:
+    """A killed process is gone only once the kernel has run it for the last time."""
+    deadline = time.monotonic() + timeout_s
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still running"
+        time.sleep(0.05)

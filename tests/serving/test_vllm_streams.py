@@ -29,6 +29,7 @@ from mtptrain.hidden_states.extraction.vllm_streams import (
 )
 from mtptrain.target.families import read_target_config
 from tests.conftest import make_target
+from tests.programs import is_running
 
 LAYERS, LONGEST = (1, 2), 300
 SETTINGS = HiddenStatesConfig(batch_tokens=256)
@@ -252,13 +253,6 @@ def children(pid: str) -> list[str]:
     """Of a process, and theirs."""
     found = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
     return found + [grandchild for child in found for grandchild in children(child)]
-
-
-def is_running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)

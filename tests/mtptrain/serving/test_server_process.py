@@ -12,6 +12,7 @@ import pytest
 
 from mtptrain.serving.load_generator import LoadGenerator
 from mtptrain.serving.server_process import BENCH_WORKER, ManagedServer
+from tests.programs import is_running, wait_until_ended
 
 PYTHON = Path(sys.executable)
 
@@ -36,21 +37,6 @@ def sleeping_python(directory: Path) -> Path:
     path.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {directory}/child\nwait\n")
     path.chmod(0o755)
     return path
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "XZ"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until_ended(pid: int, timeout_s: float = 30) -> None:
-    """A killed process is gone only once the kernel has run it for the last time."""
-    deadline = time.monotonic() + timeout_s
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still running"
-        time.sleep(0.05)
 
 
 def test_a_server_that_does_not_answer_in_time_is_killed_with_its_children(tmp_path: Path) -> None:
