@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from mtptrain.config import PromptsConfig, PromptSource
+from mtptrain.config import PromptsConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out, name_hash
 
 from .assistant_masks import Encoding
@@ -56,15 +56,15 @@ class Collector:
 
         The limit does not apply to validation windows.
 
-        A conversation with the same tokens and loss mask as an earlier one is left out. Duplicate files are kept: each
-        gets its split from its own name, and dropping one would change the documents of existing runs.
+        A file or conversation with the same tokens and loss mask as an earlier one is left out. Held-out ones must be
+        added first, so that no copy of them is trained on.
 
         Raises:
             ValueError: a token id is beyond the model's vocabulary.
         """
         for encoding in encodings:
             check_vocabulary(encoding, self._vocab_size, location)
-        if self._is_copy(encodings) and self._prompts.source is not PromptSource.text_files:
+        if self._is_copy(encodings):
             return
         split = Split.validation if is_held_out(group, self._prompts.validation_fraction) else Split.train
         if split is Split.train and self.is_full:
@@ -130,8 +130,8 @@ class Collector:
 def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
     """Tokenize, cut and split documents until the training split is full, in the order of their groups' hashes.
 
-    Each file is its own group. Held-out groups have the smallest hashes, so the validation split is complete before the
-    training split can be full.
+    Each file is its own group. Held-out groups have the smallest hashes, so the validation split is complete before
+    the training split can be full, and a file that has copies in both splits is kept in the validation split.
     """
     names, groups = source.names, source.groups
     order = sorted(range(len(names)), key=lambda i: (name_hash(groups[i]), groups[i], names[i], i))

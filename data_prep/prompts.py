@@ -149,9 +149,7 @@ def make_report(
             num_tokens,
             num_tokens - int(rewritten.loss_mask.sum(dtype=np.int64)),
         ),
-        duplicates=DuplicatesReport.of(
-            source.groups, collector.copies, are_kept=source_kind is PromptSource.text_files
-        ),
+        duplicates=DuplicatesReport.of(source.groups, collector.copies),
         answers_left_out=collector.answers_left_out,
         beyond_max_train_tokens=collector.beyond_max_train_tokens,
         refused=group_refusals(collector.refused),

@@ -62,15 +62,12 @@ class DuplicatesReport:
     same_question: int
     """Number of conversations that repeat the question of an earlier one."""
     dropped: int
-    """Number of conversations left out because an earlier one has the same tokens and loss mask."""
-    kept: int
-    """Number of files that are kept although an earlier one has the same tokens."""
+    """Number of files or conversations left out because an earlier one has the same tokens and loss mask."""
 
     @staticmethod
-    def of(groups: Sequence[str], copies: int, are_kept: bool) -> "DuplicatesReport":
+    def of(groups: Sequence[str], copies: int) -> "DuplicatesReport":
         sizes = Counter(groups)
-        dropped, kept = (0, copies) if are_kept else (copies, 0)
-        return DuplicatesReport(len(sizes), max(sizes.values(), default=0), len(groups) - len(sizes), dropped, kept)
+        return DuplicatesReport(len(sizes), max(sizes.values(), default=0), len(groups) - len(sizes), copies)
 
 
 @dataclass(frozen=True)
@@ -177,10 +174,6 @@ def _duplicates(report: PromptsReport) -> list[str]:
         )
     if duplicates.dropped:
         lines.append(f"left out: {duplicates.dropped:,} {items} with the same tokens as another one")
-    if duplicates.kept:
-        lines.append(
-            f"kept: {duplicates.kept:,} {items} with the same tokens as another one; the name of each decides its split"
-        )
     return lines
 
 

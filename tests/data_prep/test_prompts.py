@@ -268,7 +268,21 @@ def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: Call
     report = prepare_prompts(config)
     texts = [tuple(ids) for windows in read_output(config).values() for _, ids, _ in windows]
     assert len(texts) == len(set(texts)) == 21
-    assert report.duplicates == DuplicatesReport(questions=20, largest=4, same_question=41, dropped=40, kept=0)
+    assert report.duplicates == DuplicatesReport(questions=20, largest=4, same_question=41, dropped=40)
+
+
+def test_equal_files_are_kept_once_and_never_trained_on_if_one_is_held_out(
+    text_config: ConfigFor, tmp_path: Path
+) -> None:
+    names = [f"license_{i}.py" for i in range(40)]
+    assert {is_held_out(name, 0.2) for name in names} == {True, False}
+    config = text_config()
+    for name in names:
+        (Path(config.prompts.paths[0]) / name).write_text("every copy has this text\n")
+    report = prepare_prompts(config)
+    [(name, [(entry, _, _)])] = [item for item in read_output(config).items() if item[0].startswith("license_")]
+    assert entry.split is Split.validation and is_held_out(name, 0.2)
+    assert report.duplicates.dropped == 39
 
 
 def test_windows_without_an_answer_are_left_out_and_counted(chat_config: Callable[..., PipelineConfig]) -> None:

@@ -39,7 +39,7 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
             windows_cut=7,
             windows_unsupervised=2,
             rewritten=RewrittenReport(answers=9, documents=8, tokens=6913, history_tokens=3457),
-            duplicates=DuplicatesReport(questions=900, largest=12, same_question=300, dropped=13, kept=14),
+            duplicates=DuplicatesReport(questions=900, largest=12, same_question=300, dropped=13),
             answers_left_out=5,
             beyond_max_train_tokens=11,
             refused=[Refusals("unknown role '[x]'", 4, ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"])],
@@ -56,7 +56,6 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
         "most 12 conversations, all of them in one split" in printed
     )
     assert "left out: 13 conversations with the same tokens as another one" in printed
-    assert "kept: 14 conversations with the same tokens as another one; the name of each decides its split" in printed
     assert (
         "chat template: 9 assistant turns, in 8 additional documents with 6,913 tokens (20.0% of all); history stored "
         "again: " in printed
