@@ -9,7 +9,6 @@ an earlier measurement chose the head in `run_dir/train/best/`, it measures that
     python -m eval.choose_head recipe=llama3_3_70b_mtp
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,12 +19,12 @@ from safetensors.torch import load_file
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
-from mtptrain.heads.files import CHOICE, check_head_target, kept_heads, load_head, save_head
+from mtptrain.heads.files import CHOICE, RESTORE, check_head_target, kept_heads, load_head, save_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.training.validation import Validated, Validation
 from mtptrain.utils.distributed import Ranks, init_ranks
-from mtptrain.utils.files import write_json
+from mtptrain.utils.files import read_json, write_json
 
 
 @program
@@ -58,7 +57,7 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
             f"every N steps; if training has already ended, first delete {stage_dir / 'checkpoints'}"
         )
     best = stage_dir / "best/head.json"
-    facts = json.loads(best.read_text()) if best.is_file() else {}
+    facts = read_json(best, RESTORE) if best.is_file() else {}
     if "acceptance_length" in facts:
         heads.setdefault(facts["step"], best.parent)
     return dict(sorted(heads.items()))
@@ -87,7 +86,7 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
 
 def keep_best(config: PipelineConfig, directory: Path, measured: Validated) -> None:
     """Save the head in `directory` as the best one, with the same metadata as validation during training."""
-    facts = json.loads((directory / "head.json").read_text())
+    facts = read_json(directory / "head.json", RESTORE)
     del facts["head"]
     facts |= measured.record()
     save_head(config.stage_dir("train") / "best", load_file(directory / "head.safetensors"), config.head, facts)

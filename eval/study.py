@@ -32,7 +32,7 @@ from mtptrain.heads import HEADS
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
-from mtptrain.utils.files import file_sha256, write_json
+from mtptrain.utils.files import file_sha256, read_json, write_json
 
 from .drawing import drawing
 from .report_page import write_run_page
@@ -245,7 +245,7 @@ class Study:
         path, wanted = directory / record, json.loads(json.dumps(settings))
         state = "begun"
         if path.exists():
-            recorded = json.loads(path.read_text())
+            recorded = read_json(path, f"delete {directory} and run the study again", ["settings", "state"])
             different = [name for name in wanted if recorded["settings"].get(name) != wanted[name]]
             if different:
                 raise ValueError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -32,6 +33,8 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
         return f"{found[1]}: must be chosen, but is not; add {found[1]}=NAME, where NAME is one of {', '.join(options)}"
     if isinstance(error, OverrideParseException):
         return not_an_override(error.override, text)
+    if text.startswith("Config group override must be a string or a list"):
+        return not_a_choice(arguments)
     if found := re.match(r"Could not delete from config. '(.+)' does not exist", text):
         return unknown_name(found[1], arguments)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
@@ -42,6 +45,17 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
 def wrong_choice(name: str, given: str, options: Sequence[str]) -> str:
     near = advice(nearest(given, options), "choose one")
     return f"{name}: must be one of {', '.join(options)}, but is {given!r}; {near}"
+
+
+def not_a_choice(arguments: Sequence[str]) -> str:
+    """Returns which of the arguments gives something other than a name to a config group."""
+    overrides = [OverridesParser.create().parse_override(each) for each in arguments if "=" in each]
+    chosen = {each.key_or_group: each for each in overrides if each.key_or_group in CONFIG_GROUPS}
+    name, given = next((name, each) for name, each in chosen.items() if not isinstance(each.value(), str | list))
+    return (
+        f"{name}: must be the name of a choice, but is {given.get_value_string()}; leave it out, or write {name}=NAME; "
+        f"`{name}=` alone lists the names"
+    )
 
 
 def not_an_override(given: str, text: str) -> str:

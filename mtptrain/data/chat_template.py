@@ -1,11 +1,14 @@
 """Renders messages with the target's chat template, a program that may raise any error, or never end."""
 
+import functools
+import itertools
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from jinja2 import Environment
 from jinja2.exceptions import TemplateError, TemplateRuntimeError
 from transformers import PreTrainedTokenizerBase
 
@@ -102,6 +105,7 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
         before = signal.signal(signal.SIGVTALRM, stop)
         signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     try:
+        refuse_powers(tokenizer.get_chat_template())
         yield
     except (TemplateError, EndlessTemplate):
         raise
@@ -111,6 +115,20 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
         if is_limited:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+
+
+@functools.cache
+def refuse_powers(template: str) -> None:
+    """Raises TemplateError if a template computes a power.
+
+    Python computes a power such as `9 ** 9 ** 9` in one step, which neither the limit of `rendering` nor Ctrl-C can
+    interrupt. After a comma or an opening parenthesis, `**` passes keyword arguments instead.
+    """
+    tokens = [(kind, value) for _, kind, value in Environment().lex(template) if kind != "whitespace"]
+    if any(
+        token == ("operator", "**") and before not in (",", "(") for (_, before), token in itertools.pairwise(tokens)
+    ):
+        raise TemplateRuntimeError("it must not compute powers (**), because they cannot be interrupted")
 
 
 def _beginning(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -64,7 +64,10 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
 def remove_later_heads(stage_dir: Path, step: int) -> None:
     """Remove heads kept after `step`, which a resumed run trains again, and `choice.json` if it lists one of them."""
     choice = stage_dir / CHOICE
-    if choice.is_file() and any(head["step"] > step for head in json.loads(choice.read_text())["heads"]):
+    if choice.is_file() and any(
+        head["step"] > step
+        for head in read_json(choice, "delete it and run eval.choose_head again", ["heads"])["heads"]
+    ):
         choice.unlink()
     for kept_step, directory in kept_heads(stage_dir).items():
         if kept_step > step:

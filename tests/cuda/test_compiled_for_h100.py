@@ -123,6 +123,21 @@ def test_the_lk_loss_moves_12_bytes_for_each_drafted_logit_and_reads_the_teacher
     assert bytes_of(kernels["eagle3"], "_rows_and_grad") == 3 * 2 + 2 * 2 + 2
 
 
+def test_the_cross_entropy_moves_no_more_bytes_than_the_kl(tmp_path: Path) -> None:
+    found = compile_steps({"ce": ("mtp", None, "ce")}, tmp_path)["ce"]
+    assert (bytes_of(found, "_rows_and_grad"), bytes_of(found, "_totals")) == (2 + 2 + 2 + 2, 2)
+
+
+def test_every_loss_moves_at_most_12_bytes_for_each_logit_that_is_computed(kernels: dict[str, list[Kernel]]) -> None:
+    """Logits are those of all depths over the head's vocabulary and the teacher's over the target's."""
+    for name, (_, draft_vocab_size, _) in CASES.items():
+        drafted = NUM_DEPTHS * (draft_vocab_size or VOCAB_SIZE)
+        gathered = bytes_of(kernels[name], "_own_logits") * (draft_vocab_size or 0)
+        moved = bytes_of(kernels[name], "_rows_and_grad") * drafted + gathered
+        moved += bytes_of(kernels[name], "_totals") * VOCAB_SIZE + 16 * NUM_DEPTHS * HIDDEN_SIZE
+        assert moved / (drafted + VOCAB_SIZE) < 12, name
+
+
 def test_a_vocabulary_of_the_heads_own_is_gathered_once_for_all_depths(kernels: dict[str, list[Kernel]]) -> None:
     assert bytes_of(kernels["eagle3"], "_totals") == 2
     assert bytes_of(kernels["eagle3"], "_own_logits") <= 6

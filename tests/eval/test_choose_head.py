@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtptrain.heads.files import remove_later_heads
 from tests.conftest import run_program
 
 Run = tuple[Path, tuple[str, ...]]
@@ -30,6 +31,13 @@ def kept(run_dir: Path) -> list[str]:
 def facts(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((directory / "head.json").read_text())
     return found
+
+
+def test_a_damaged_choice_is_named_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "choice.json").write_text('{"heads": [')
+    with pytest.raises(ValueError, match=r"choice\.json: must be JSON, .*; delete it and run eval\.choose_head again"):
+        remove_later_heads(tmp_path, 5)
+    assert (tmp_path / "choice.json").exists()
 
 
 def test_the_head_of_every_step_that_is_due_and_of_the_last_is_kept_and_measures_as_it_does_during_training(

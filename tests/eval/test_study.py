@@ -80,6 +80,10 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     # A variant whose settings have changed is refused.
     status, _, errors = study(tmp_path, overrides, "study.variants.norms=['head.norms=[hnorm]']")
     assert status != 0 and "head must be {" in errors and "; remove the folder, or set another study.name" in errors
+    record = directory / "norms" / "seed_1" / "trained.json"
+    record.write_text(record.read_text()[:20])
+    status, _, errors = study(tmp_path, overrides)
+    assert status == 1 and f"error: {record}: must be JSON" in errors and "Traceback" not in errors
 
 
 @pytest.mark.parametrize(

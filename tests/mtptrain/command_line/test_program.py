@@ -71,6 +71,11 @@ def test_a_program_refuses_an_old_name(module: str) -> None:
             "head: must be one of dflash, draft_model, eagle, eagle3, hydra, medusa, mtp, peagle, but is 'mtpp'; did "
             "you mean mtp?",
         ),
+        (
+            ["prompts=null"],
+            "prompts: must be the name of a choice, but is null; leave it out, or write prompts=NAME; `prompts=` alone "
+            "lists the names",
+        ),
         (["train.loss=lkk"], "train.loss: must be one of kl, lk, ce, data_ce, but is 'lkk'; did you mean lk?"),
         (["train.lr=fast"], "train.lr: must be of type float, but is 'fast'; correct it"),
         (["train.lr"], "train.lr: must be NAME=VALUE, but has no value; write train.lr=VALUE"),

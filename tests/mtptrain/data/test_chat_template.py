@@ -47,10 +47,10 @@ def test_messages_that_the_template_refuses_are_refused_in_its_words() -> None:
     [
         ("{{ 'a' + 1 }}", "TypeError: can only concatenate str"),
         ("{{ 1 // 0 }}", "ZeroDivisionError: "),
-        ("{{ 2.0 ** 9999 }}", "OverflowError: "),
-        ("{{ 'a' * 2 ** 62 }}", "MemoryError; correct"),
+        ("{{ 'a' * 4611686018427387904 }}", "MemoryError; correct"),
+        ("{{ 9 ** 9 ** 9 }}", "it must not compute powers"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError: "),
-        ("{{ range(10 ** 9) }}", "OverflowError: Range too big"),
+        ("{{ range(1000000000) }}", "OverflowError: Range too big"),
         ("{{ messages[5].role }}", "list object has no element 5"),
         ("{% if %}", "Expected an expression"),
     ],
@@ -65,6 +65,11 @@ def test_a_template_that_fails_is_refused_by_name(template: str, reported: str) 
     ) as error:
         render_prompt(tokenizer, QUESTION, "a.jsonl:3")
     assert f"the template reports: {reported}" in str(error.value)
+
+
+def test_stars_outside_of_computations_are_rendered() -> None:
+    template = "{% macro word(a) %}{{ a }}{% endmacro %}**{{ word(**{'a': 'b ** c'}) }}**"
+    assert render_text(make_tokenizer(template), QUESTION) == "**b ** c**"
 
 
 def test_a_template_that_never_ends_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
