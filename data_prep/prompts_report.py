@@ -39,7 +39,10 @@ class RewrittenReport:
     """The cost of a template that renders a turn differently, such as without reasoning, once later turns follow."""
 
     answers: int
-    """Number of assistant turns that need an additional document, before prompts.max_train_tokens applies."""
+    """Number of assistant turns that need an additional document.
+
+    Counts those in the files or conversations that were read before the training split was full.
+    """
     documents: int
     """Number of windows written for these documents."""
     tokens: int
@@ -50,13 +53,14 @@ class RewrittenReport:
 
 @dataclass(frozen=True)
 class DuplicatesReport:
-    """Counts repeated questions and copies. Conversations with the same question all go into one split.
+    """Counts repeated questions and copies.
 
-    Every file is a group of its own.
+    Conversations with the same question form a group, and all of a group goes into one split. Each file is a group by
+    itself.
     """
 
     questions: int
-    """Number of different questions, or of files. A group holds all conversations with the same question."""
+    """Number of groups: different questions, or files."""
     largest: int
     """Number of conversations with the most frequent question; 1 for files."""
     same_question: int
@@ -85,7 +89,7 @@ class PromptsReport:
     source: str
     splits: dict[Split, SplitReport]
     documents_cut: int
-    """Number of files or conversations longer than prompts.max_document_tokens."""
+    """Number of files or conversations, of those that were read, longer than prompts.max_document_tokens."""
     windows_cut: int
     """Number of windows that these files or conversations were cut into."""
     windows_unsupervised: int
@@ -152,10 +156,10 @@ def _rewritten(report: PromptsReport) -> list[str]:
     if not rewritten.answers:
         return []
     return [
-        f"rewritten in later turns by the chat template: {rewritten.answers:,} assistant turns, in "
-        f"{rewritten.documents:,} additional documents with {rewritten.tokens:,} tokens "
-        f"({rewritten.tokens / max(total, 1):.1%} of all); history stored again: {rewritten.history_tokens:,} tokens "
-        f"({rewritten.history_tokens / max(total, 1):.1%})"
+        f"chat template: {rewritten.answers:,} assistant turns change once later turns follow, and are also stored as "
+        f"generated, in {rewritten.documents:,} additional documents with {rewritten.tokens:,} tokens "
+        f"({rewritten.tokens / max(total, 1):.1%} of all), of which {rewritten.history_tokens:,} "
+        f"({rewritten.history_tokens / max(total, 1):.1%}) repeat the history"
     ]
 
 

@@ -3,9 +3,10 @@ rounding, and how fast extraction and training are. It downloads nothing.
 
 It runs the programs of the pipeline as users do, on a small amount of text, in `run_dir/gpu_check/`. It compares
 attention and loss with their definitions, and decoding with the training forward, and kills and resumes a training
-run. Then it runs the benchmarks at the dimensions of an 8B target with random weights. It prints a table and writes
-`run_dir/gpu_check/report.json`; the exit code is 1 if a check failed. A check that needs vLLM, vLLM Speculators, a
-second GPU or more GPU memory is skipped without it, and its row says why.
+run. Then it runs the benchmarks with random weights, at the hidden size and vocabulary of an 8B target or, with
+`check.size=tiny`, at tiny sizes. It prints a table and writes `run_dir/gpu_check/report.json`; the exit code is 1 if a
+check failed. A check that needs vLLM, vLLM Speculators, a second GPU or more GPU memory is skipped without it, and its
+row says why.
 
     make gpu-check
     python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check

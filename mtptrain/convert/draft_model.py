@@ -145,8 +145,8 @@ def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
         if vocab_size == target_size:
             return
         raise ValueError(
-            f"{setting}: must have tokenizer files to compare with the target's, because its vocab_size is "
-            f"{vocab_size} and the target's {target_size}, but {without[0]} has none; copy them there"
+            f"{setting}: the model and the target must both have tokenizer files, because their vocab_size differs "
+            f"({vocab_size} and {target_size}), but {without[0]} has none; copy them there"
         )
     vocab = load_tokenizer(directory).get_vocab()
     if vocab != load_tokenizer(target_dir).get_vocab():
@@ -162,7 +162,7 @@ def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
 
 
 def start_from_target_model(head: DraftModelHead, target_dir: Path) -> None:
-    """Copy the target's first layers into a draft model of its width, or only its embeddings into a narrower one."""
+    """Copy the target's first layers into a draft model of its width; call `project_embeddings` if it is narrower."""
     if head.config.hidden_size < read_target_config(target_dir).hidden_size:
         project_embeddings(head, target_dir)
     else:
@@ -177,7 +177,8 @@ def project_embeddings(head: DraftModelHead, target_dir: Path) -> None:
     layers stay random.
     """
     parts, size = load_frozen_parts(target_dir), head.config.hidden_size
-    # The target's final norm scales the columns of its lm_head, so the scale belongs to the output table.
+    # The target multiplies its states by the weight of its final norm before lm_head. The draft model's own norm starts
+    # at 1, so that weight goes into the columns of the output table.
     output = parts.lm_head.float() * (parts.norm_weight.float() + parts.has_offset_norm)
     scale = head.config.initializer_range
     if head.lm_head is not None:

@@ -119,6 +119,11 @@ def different_sizes(head: LayerConfig, target: PreTrainedConfig) -> object:
     return None if ours == theirs else f"one with {ours} instead of {theirs}"
 
 
+TRAIN_MTP = (
+    "train head=mtp (for a mimo target with head.prenorm_states=true and head.zero_first_embedding=true, to serve it "
+    "with vLLM)"
+)
+
 # fmt: off
 LIMITS = (
     *(Limit(engine, "mtp", "head.norms", "all four", norms_left_out,
@@ -141,10 +146,11 @@ LIMITS = (
     Limit("vllm", "mtp", "head", "a layer with the mimo target's sizes (attention heads, key/value heads, "
                                  "head dim, intermediate size)", different_sizes_for_mimo,
           "vLLM builds MiMo's MTP layer from the target's config",
-          "train without these settings"),
+          "set head.num_attention_heads, head.num_key_value_heads and head.intermediate_size to the target's, and "
+          "train again"),
     *(Limit("vllm", name, "target.path", "of a family other than mimo", mimo_target,
             "vLLM passes the states before the target's final norm to the head, which reads those after it",
-            "train head=mtp with head.prenorm_states=true")
+            "train head=mtp with head.prenorm_states=true and head.zero_first_embedding=true")
       for name in ("eagle", "medusa")),
     Limit("sglang", "mtp", "head.prenorm_states", "false", prenorm_states,
           "SGLang passes the states after the target's final norm to a head",
@@ -154,16 +160,16 @@ LIMITS = (
           "set export.engine=vllm if the target is a MiMo, or train without them"),
     Limit("vllm", "eagle3", "target.path", "of a family whose layers can be captured", family_without_capture,
           "vLLM's class does not return its residual streams",
-          "train head=mtp"),
+          TRAIN_MTP),
     Limit("vllm", "peagle", "target.path", "of a family whose layers can be captured", family_without_capture,
           "vLLM's class does not return its residual streams",
-          "train head=mtp"),
+          TRAIN_MTP),
     Limit("vllm", "dflash", "target.path", "of a family whose layers can be captured", family_without_capture,
           "vLLM's class does not return its residual streams",
-          "train head=mtp"),
+          TRAIN_MTP),
     Limit("sglang", "eagle3", "target.path", "of a family whose layers can be captured", family_without_capture,
           "SGLang's class does not return its residual streams",
-          "train head=mtp"),
+          TRAIN_MTP),
     Limit("sglang", "eagle3", "head.norm_before_residual", "false", normed_residual,
           "SGLang takes the residual before the norm",
           "set export.engine=vllm, or train without it"),
@@ -190,7 +196,7 @@ LIMITS = (
     Limit("transformers", "mtp", "head", "a layer with the target's sizes (attention heads, key/value heads, "
                                          "head dim, intermediate size)", different_sizes,
           "transformers builds the head from the target's own decoder layer",
-          "set export.engine=vllm, or train without these settings"),
+          "set export.engine=vllm, or train again with these sizes"),
 )
 # fmt: on
 """Limits are checked in this order."""

@@ -12,7 +12,7 @@ from mtptrain.heads.config import LayerConfig
 from mtptrain.target.families import check_static_rope, head_rope_parameters
 
 SERVED_HEAD_DIMS = (64, 128)
-"""Head dims for which the engines' attention backends have kernels."""
+"""Head dims that a head may have: the attention backends of all engines have kernels for both."""
 
 
 class RmsNorm(nn.Module):
@@ -94,7 +94,7 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: in
             head dim.
 
     Raises:
-        ValueError: no engine serves a head with these sizes, or the key heads do not divide the attention heads.
+        ValueError: the head dim is not one of `SERVED_HEAD_DIMS`, or the key heads do not divide the attention heads.
     """
     hidden_size = target_config.hidden_size
     heads = config.num_attention_heads or _default_heads(hidden_size, target_config.num_attention_heads)
@@ -105,13 +105,13 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: in
         advice = f"head.num_attention_heads to {' or '.join(counts)}" if counts else "head=eagle3 head.head_dim=64"
         raise ValueError(
             f"head.num_attention_heads: the head dim (hidden size {hidden_size} / heads) must be one of "
-            f"{SERVED_HEAD_DIMS}, which engines have kernels for, but is {hidden_size / heads:g} with {heads} heads; "
-            f"set {advice}"
+            f"{SERVED_HEAD_DIMS}, which all engines have kernels for, but is {hidden_size / heads:g} with {heads} "
+            f"heads; set {advice}"
         )
     if head_dim not in (None, *SERVED_HEAD_DIMS):
         raise ValueError(
-            f"head.head_dim: must be one of {SERVED_HEAD_DIMS}, which engines have kernels for, but is {head_dim}; set "
-            "one of them"
+            f"head.head_dim: must be one of {SERVED_HEAD_DIMS}, which all engines have kernels for, but is {head_dim}; "
+            "set one of them"
         )
     if heads % kv_heads:
         raise ValueError(

@@ -64,7 +64,7 @@ def estimate(
     if given:
         return Speed(given, tokens / given, 0.0, "as given")
     peak, description = device_peak(planner, gpus_at_work, dtype)
-    rates = {f"matrix products, assuming {share:.0%} of {description}": share * peak / costs.flops}
+    rates = {f"matrix products at {share:.0%} of {description}": share * peak / costs.flops}
     if planner.gpu_memory_gb_per_s:
         bandwidth = gpus_at_work * planner.gpu_memory_gb_per_s * 1e9
         memory = MEMORY_SHARE * bandwidth / max(1.0, costs.traffic_bytes)
@@ -91,8 +91,10 @@ def _slowest(tokens: int, rates: dict[str, float], flops_per_token: float) -> Sp
     bound = min(rates, key=lambda name: rates[name])
     if rate == on_gpu:
         bound = "memory traffic" if memory_rate < product_rate else products
-    others = ", ".join(f"{name} {other:,.0f}" for name, other in rates.items() if name != bound)
-    basis = f"bound by {bound}" + (f" ({rates[bound]:,.0f} alone; {others})" if others else "")
+    basis = f"limited by {bound}"
+    if len(rates) > 1:
+        alone = "; ".join(f"{name}: {each:,.0f}" for name, each in sorted(rates.items(), key=lambda item: item[1]))
+        basis += f" (tokens/s that each limit alone would allow: {alone})"
     return Speed(rate, tokens / rate, flops_per_token, basis)
 
 

@@ -40,9 +40,10 @@ class Divergence:
 
     def __str__(self) -> str:
         """Returns the difference without its prompt, which callers name by an id or an index."""
+        probably = "probably " if self.what == "draft" else ""
         return (
-            f"{self.what} token {self.position} is {self.ours} for us and {self.theirs} for the engine; our logit of "
-            f"the engine's token is {self.logit_gap:.2g} below that of our token, {self.logit:.3g}"
+            f"{self.what} token {self.position} is {self.ours} for us and {probably}{self.theirs} for the engine; our "
+            f"logit of the engine's token is {self.logit_gap:.2g} below that of our token, {self.logit:.3g}"
         )
 
 
@@ -71,7 +72,9 @@ def first_draft_divergence(
     ours: Sequence[Generation],
     theirs: Sequence[Sequence[int]],
 ) -> Divergence | None:
-    """Returns the first draft that only one side accepted, or None if there is none. All answers must be equal.
+    """Returns the first draft that only one side accepted. All answers must be equal.
+
+    Returns None if every count is equal, or if the rounds of a prompt cannot be paired before a difference is found.
 
     Args:
         target: the target.

@@ -14,7 +14,7 @@ SHA256 = re.compile("[0-9a-f]{64}")
 def verify_weights(target_dir: Path) -> None:
     """Compare weight files with their sha256 on the hub. A file is skipped if huggingface_hub recorded no hash of it.
 
-    Reads every other file completely, which takes minutes for a large target.
+    Reads all remaining files completely, which takes minutes for a large target.
 
     Raises:
         ValueError: no file has a known hash, or the hash of a file differs from the hub's.

@@ -69,4 +69,5 @@ def test_a_difference_names_its_prompt_once_by_its_id() -> None:
     comparison = Comparison(ours, EngineRun("0.32.0", [[3, 4]], counts, [[0, 0]]), counts)
     found = what_differs(["chat 7"], comparison, Divergence("draft", 0, 1, 4, 9, 2.0, 0.25))
     assert "rounds (1 here, 2 there), accepted at 0 (1 here, 0 there)" in found
-    assert "The first difference, for prompt id chat 7: draft token 1 is 4 for us and 9 for the engine; our" in found
+    first = "The first difference, for prompt id chat 7: draft token 1 is 4 for us and probably 9 for the engine; our"
+    assert first in found

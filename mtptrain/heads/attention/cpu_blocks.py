@@ -123,8 +123,8 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causa
 
     The row maximum is therefore estimated from the lse. The scaled maximum is log n below the lse if all n scores are
     equal, and equals the lse if one score dominates; the estimate is (log n) / 2 below the lse. This gap is converted
-    to raw scores and rounded to the query's dtype. The distance of a dominating score from the estimate is then exact
-    in that dtype, because it is the gap.
+    to raw scores and rounded to the query's dtype. A dominating score is larger than the estimate by exactly this gap,
+    so that the difference has no rounding error in that dtype.
     """
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_repeat_groups(query, key, value), 0.0, is_causal)
     num_keys = torch.arange(1 if is_causal else key.shape[2], key.shape[2] + 1)  # seen by each row, or by all rows

@@ -225,8 +225,8 @@ BAD_MODELS = {
     "another tokenizer": (other_tokenizer, r"head\.init_from: must have the target's tokenizer, but the vocabulary of"),
     "fewer rows and no tokenizer": (
         without_tokenizer,
-        r"head\.init_from: must have tokenizer files to compare with the target's, because its vocab_size is 259 and "
-        "the target's 260, but .* has none; copy",
+        r"head\.init_from: the model and the target must both have tokenizer files, because their vocab_size differs "
+        r"\(259 and 260\), but .* has none; copy",
     ),
     "fewer rows than tokens": (
         lambda path: make_target(path, vocab_size=258),
