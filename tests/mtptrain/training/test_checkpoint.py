@@ -1,15 +1,27 @@
 """Which checkpoint a run goes on from: the newest whole one, the same on all ranks."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
-from mtptrain.training.checkpoint import MARKER, STATE, STATE_FILE, describe_file, find_fault, newest_whole_checkpoint
+from mtptrain.training import checkpoint
+from mtptrain.training.checkpoint import (
+    MARKER,
+    STATE,
+    STATE_FILE,
+    Progress,
+    describe_file,
+    find_fault,
+    newest_whole_checkpoint,
+    save_checkpoint,
+)
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.files import save_tensors, write_json
 from tests.conftest import run_program
@@ -109,6 +121,23 @@ def test_a_checkpoint_from_before_hashes_were_recorded_counts_where_its_length_i
     assert find_fault(folder) is None
     DAMAGES[damage][0](folder / STATE)
     assert re.search(r"must (be a whole safetensors file, but is not|exist, but does not)", find_fault(folder) or "")
+
+
+def test_a_new_checkpoint_is_on_the_disk_before_an_old_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = write_checkpoint(tmp_path, 1), tmp_path / "step_00000002"
+    flushed: list[tuple[Path, bool]] = []  # what was flushed, and whether the old checkpoint was still there
+
+    def fsync(descriptor: int) -> None:
+        flushed.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")), (old / MARKER).exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(checkpoint, "gather_state", lambda engine, keep_here: {"weight": torch.ones(4)})
+    save_checkpoint(cast(Any, None), tmp_path, Progress(2), {}, 1, ONE_RANK)
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == new and not old.exists()
+    assert flushed[-1] == (tmp_path, True), "the folder that names the new checkpoint"
+    assert [path for path, _ in flushed] == [new / f"{STATE}.tmp", new, new / f"{MARKER}.tmp", new, tmp_path]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
