@@ -220,9 +220,10 @@ class CompletionServer:
 
     def _fetch(self, path: str, request: dict[str, Any] | None = None, root: str | None = None) -> Any:
         url = (root or self.url) + path
-        if (httpx.URL(url).port or 0) > 65535:  # the connection would fail with a group of exceptions
-            raise httpx.InvalidURL("ports end at 65535")
-        return parse_json(asyncio.run(self._fetch_body(url, request)), url)
+        try:
+            return parse_json(asyncio.run(self._fetch_body(url, request)), url)
+        except ExceptionGroup as group:  # an address with an impossible port, which a redirect may name too
+            raise httpx.ConnectError(str(group.exceptions[0])) from group
 
     async def _fetch_body(self, url: str, request: dict[str, Any] | None) -> bytes:
         """GET `url`, or POST `request` to it, and return the body.

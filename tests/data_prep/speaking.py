@@ -33,7 +33,8 @@ def make_speaking_target(
 
 
 Reply = tuple[int, Any]
-"""A status and a body: an object to send as JSON, or bytes, or an iterator of bytes without a Content-Length."""
+"""A status and a body: an object to send as JSON, or bytes, or an iterator of bytes without a Content-Length. The body
+of a redirect (307) is the new address."""
 Behaviour = Callable[[dict[str, Any]], Reply]
 
 
@@ -114,6 +115,8 @@ def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
                 if not is_stream:
                     self.send_header("Content-Length", str(len(body)))
                 self.send_header("Retry-After", "0")
+                if status == 307:
+                    self.send_header("Location", content)
                 self.end_headers()
                 for chunk in body if is_stream else [body]:
                     self.wfile.write(chunk)

@@ -368,11 +368,12 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
         "of chat9": lambda prompt: completion(prompt, [5, -1]),
         "of chat10": lambda prompt: completion(prompt, [10**6]),
         "of chat11": lambda prompt: completion(prompt, [5], text="caf\ud83d"),
+        "of chat12": lambda prompt: (307, "http://127.0.0.1:99999/"),
     }
     server.behave, config = answer_by_question(table, speaking_target), by_server("responses.max_retries=2")
     server.requests.clear()
     capsys.readouterr()
-    assert respond(config).failed == 9
+    assert respond(config).failed == 10
     reasons = {int(item["place"].rsplit(":", 1)[1]) - 1: item["reason"] for item in failures(config)}
     assert reasons[3] == 'the server answers 500: {"error": "out of memory"}'
     assert reasons[4] == 'the server answers 400: {"error": "no"}'
@@ -384,6 +385,7 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     )
     assert all("not a completion (ValueError: token_ids must be in [0, " in reasons[row] for row in (9, 10))
     assert "not a completion (UnicodeEncodeError: " in reasons[11]
+    assert reasons[12] == "the server does not answer: connect(): port must be 0-65535."
     tokenizer = load_tokenizer(speaking_target)
     asked = Counter(
         word
@@ -393,7 +395,7 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     )
     assert (asked["chat3"], asked["chat4"], asked["chat5"]) == (3, 1, 3), "bad requests are not repeated"
     printed = capsys.readouterr().out
-    assert "9 conversations, retried" in printed and "1 left out: the server answers 500" in printed
+    assert "10 conversations, retried" in printed and "1 left out: the server answers 500" in printed
     assert [row["row"] for row in answered(config)] == [row for row in range(20) if row not in reasons]
 
     server.behave = answer_by_prompt
