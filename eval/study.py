@@ -94,7 +94,7 @@ class Study:
             raise ValueError(
                 f"study: must have variants, seeds and prompt_tokens, but has {len(settings.variants)}, "
                 f"{len(settings.seeds)} and {len(settings.prompt_tokens)} of them; choose one of recipes/study "
-                f"({', '.join(names)}), for example study={names[0]}"
+                f"({', '.join(names)}), for example study={names[0]}, and leave none of the three empty"
             )
         for name, variant in self.variants.items():
             if not re.fullmatch(r"[\w-]+", name) or name in ("data", "held_out"):
@@ -106,8 +106,8 @@ class Study:
                 raise ValueError(
                     f"study.variants.{name}: must have the study's target and take its prompts from files or "
                     f"conversations, but has target {variant.target.path} and "
-                    f"prompts.source={variant.prompts.source}; make another target a separate study, and replace "
-                    "prompts.source=responses"
+                    f"prompts.source={variant.prompts.source}; make another target a separate study, and "
+                    "set prompts.source=text_files or prompts.source=conversations"
                 )
             source = self.config.prompts
             lengths_of = {
@@ -170,8 +170,8 @@ class Study:
         if len(prompts) < self.settings.num_prompts:
             raise ValueError(
                 f"study.num_prompts: must be at most {len(prompts)}, the number of prompts of {max(lengths)} tokens "
-                f"in held-out documents, but is {self.settings.num_prompts}; lower it, lower study.prompt_tokens, or "
-                "raise prompts.validation_fraction"
+                f"in held-out documents, but is {self.settings.num_prompts}; lower it; or lower study.prompt_tokens "
+                "or raise prompts.validation_fraction, and set another study.name"
             )
         lines = (
             {"id": f"{document} {length}", "category": str(length), "input_ids": prompts[document][-length:]}
@@ -250,7 +250,7 @@ class Study:
             if different:
                 raise ValueError(
                     f"{path}: {different[0]} must be {wanted[different[0]]}, but was "
-                    f"{recorded['settings'].get(different[0])}; remove the folder, or set another study.name"
+                    f"{recorded['settings'].get(different[0])}; delete {directory}, or set another study.name"
                 )
             state = recorded["state"]
         if state == "begun":

@@ -18,7 +18,8 @@ from mtptrain.utils.files import read_json
 RunResult = dict[str, Any]
 """One run's figures.
 
-`acceptance` and `without_loops` are acceptance lengths by prompt length. `length_of`, `tokens_per_step_of` and
+`acceptance` and `without_loops` are acceptance lengths by prompt length. `acceptance_rate_at` has the head's acceptance
+rate at each position in the draft, over prompts of all lengths. `length_of`, `tokens_per_step_of` and
 `tokens_per_s_of` are keyed by drafter: `head`, the baselines, and the head at other temperatures.
 """
 StudyResults = Mapping[str, Mapping[int, RunResult | None]]

@@ -216,8 +216,8 @@ CASES: dict[str, tuple[str, Damage, str]] = {
 TEMPLATES = {
     "TypeError": "{{ 'a' + 1 }}",
     "ZeroDivisionError": "{{ 1 // 0 }}",
-    "OverflowError": "{{ 2.0 ** 9999 }}",
-    "MemoryError": "{{ 'a' * 2 ** 62 }}",
+    "OverflowError": "{{ 'a' * 9999999999999999999999 }}",
+    "MemoryError": "{{ 'a' * 4611686018427387904 }}",
 }
 for kind, text in TEMPLATES.items():
     CASES[kind] = (PROMPTS, template(text), rf"target\.path: the chat template of \S+/target must .* reports: {kind}")

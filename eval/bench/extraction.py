@@ -4,7 +4,7 @@
 - *ours*: the transformers backend writing a store to disk, in bf16 and fp8, and with the writer stubbed out;
 - *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most
   scripts do;
-- *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM;
+- *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM and the target is not random;
 - *reading*: packed training batches from disk, compared with a plain copy of the memory-mapped shards.
 
 The candidates of each table take turns, except vLLM, which needs its own process. Torch uses one thread, torchrun's
@@ -273,7 +273,7 @@ def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
 def bench_opening(num_tokens: int, directory: Path) -> ExtractionFigures:
     """Returns the time and anonymous memory needed to open a store and read what training reads at startup.
 
-    Also returns the number of bytes per token that the store needs in addition to the states.
+    Also returns the number of bytes per token that the store takes on disk in addition to the states.
     """
     random_store(directory, StoreDtype.bfloat16, num_tokens, 500, 64)
 

@@ -166,7 +166,7 @@ def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: i
 
 
 class PeerProcess:
-    """Runs steps of vLLM Speculators in a separate process with its own packages, which idles between steps."""
+    """Runs steps of vLLM Speculators in a separate process, which has its own packages and is idle between steps."""
 
     def __init__(self, python: str, case: Case, shape: Shape, device: torch.device) -> None:
         self._process = subprocess.Popen(
@@ -200,7 +200,7 @@ class PeerProcess:
             ended = self._process.wait()
             raise RuntimeError(
                 f"bench.peer_python: the peer must answer, but exited with {ended}; run {WORKER} "
-                "with that Python to see whether it starts; if it does, lower bench.hidden_sizes or bench.train_tokens"
+                "with that Python; if it starts and waits for input, lower bench.hidden_sizes or bench.train_tokens"
             )
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -43,7 +43,10 @@ STORE_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
 LOSS_ERROR = 0.02
 """Relative error allowed in each loss of a resumed run on a GPU, since FlashAttention is not deterministic."""
 NEAR_TIE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}
-"""Largest gap between two logits at which rounding may decide which wins, divided by the first one (at least by 1)."""
+"""Largest relative gap between the logits of two tokens at which rounding may decide which of them is chosen.
+
+The gap is divided by the magnitude of the logit of the token that plain decoding chose, or by 1 if that is smaller.
+"""
 
 
 def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
@@ -116,7 +119,9 @@ class Stages:
             plain = target.forward(tokens, positions, PositionCache(tokens.shape[1])).hidden_states[0]
             wanted.append(plain.cpu())
             found.append(target.parts.final_norm(stored_states(store, index).to(self.device)).cpu())
-        return at_most(relative_error(torch.cat(found), torch.cat(wanted)), self._store_bound(), "error of states")
+        return at_most(
+            relative_error(torch.cat(found), torch.cat(wanted)), self._store_bound(), "relative error of states"
+        )
 
     def extraction_by_vllm(self, tensor_parallel_size: int) -> Finding:
         """Compares the states that vLLM extracts with those of `extraction`, which uses transformers by default."""
@@ -130,7 +135,7 @@ class Stages:
         ours, theirs = (HiddenStore.open(each / "hidden_states") for each in (self.directory, run_dir))
         indices = range(min(COMPARED_DOCUMENTS, ours.num_documents))
         states = [torch.cat([stored_states(store, index) for index in indices]) for store in (theirs, ours)]
-        return at_most(relative_error(*states), 2 * self._store_bound(), "difference from the stored states")
+        return at_most(relative_error(*states), 2 * self._store_bound(), "relative difference from the stored states")
 
     def training(self) -> Finding:
         self.program("mtptrain.train", num_ranks=self.num_ranks)

@@ -79,7 +79,7 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     assert set(report["measured"]["norms"]["1"]["acceptance"]) == {"48"}
     # A variant whose settings have changed is refused.
     status, _, errors = study(tmp_path, overrides, "study.variants.norms=['head.norms=[hnorm]']")
-    assert status != 0 and "head must be {" in errors and "; remove the folder, or set another study.name" in errors
+    assert status != 0 and "head must be {" in errors and ", or set another study.name" in errors
     record = directory / "norms" / "seed_1" / "trained.json"
     record.write_text(record.read_text()[:20])
     status, _, errors = study(tmp_path, overrides)
