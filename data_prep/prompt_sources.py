@@ -158,6 +158,7 @@ def read_source(
         FileNotFoundError: data_prep.responses has not finished, or, with any other source, a path does not exist.
         ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or
             the responses are those of another target or to other conversations.
+        EndlessTemplate: the target's chat template takes too long.
     """
     if not prompts.paths:
         raise ValueError(

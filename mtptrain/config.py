@@ -1,8 +1,8 @@
 """The config of every program: the schema, its documentation and all defaults.
 
-`mtptrain.settings` has the sections, and `recipes/` has the values for each target and head. Each `main` begins with
-`config = load_config(cfg)`, which returns checked dataclasses. The functions that `main` calls take these dataclasses
-or single values, never Hydra's objects.
+`mtptrain.settings` has the sections, and `recipes/` has the values for each target and head. Each `main` begins by
+calling `load_config(cfg)`, which returns checked dataclasses. The functions that `main` calls take these dataclasses or
+single values, never Hydra's objects.
 """
 
 from dataclasses import dataclass, field
@@ -135,7 +135,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     """Returns the composed config as dataclasses.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of its range, or does not fit another setting.
     """
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, PipelineConfig)
@@ -159,7 +159,7 @@ def _check_relations(config: PipelineConfig) -> None:
         )
     if len(config.train.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.train.betas):
         raise ValueError(
-            f"train.betas: must be two numbers in [0, 1), but is {config.train.betas}; the default is (0.9, 0.95)"
+            f"train.betas: must be two numbers in [0, 1), but is {config.train.betas}; the default is [0.9,0.95]"
         )
 
 

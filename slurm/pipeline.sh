@@ -38,7 +38,7 @@ read -ra gpu_options <<<"${GPU_OPTIONS:-}"
 read -ra cpu_options <<<"${CPU_OPTIONS:-}"
 
 # With run_dir on a node's own disk, all jobs run on one node: the one in --nodelist, otherwise the one where the first job starts.
-# The first job takes GPUs too, so that its node has them free. This machine cannot see that disk, so the jobs' output stays here.
+# All jobs take GPUs, so that the first one gets a node with free GPUs. This machine cannot see that disk, so the jobs' output stays here.
 use_one_node() {
     num_tasks=${ARRAY_TASKS:-1} output_dir=$PWD/logs/${run_dir##*/} cpu_options=(--gpus-per-node=8 --exclusive --mem=0 "${gpu_options[@]}")
     if [ "$num_tasks" != 1 ] || [ "${NODES:-1}" != 1 ]; then
@@ -59,7 +59,7 @@ known=" responses prompts draft_vocab hidden_states train choose_head acceptance
 read -ra skipped <<<"${SKIP:-}"
 for word in "${skipped[@]}"; do
     if [[ "$known" != *" $word "* ]]; then
-        echo "SKIP: must name stages, of${known% }, but holds '$word'; correct it" >&2
+        echo "SKIP: must name only stages among${known% }, but holds '$word'; correct it" >&2
         exit 1
     fi
 done
@@ -85,7 +85,7 @@ submit() { # STAGE SCRIPT [ARGUMENTS], with stage_options
     [ ${#jobs[@]} = 0 ] || after=("--dependency=afterok:${jobs[-1]}" --kill-on-invalid-dep=yes)
     [ ${#jobs[@]} != 0 ] || after=("${hold[@]}")
     job=$(sbatch --parsable --export=ALL --job-name="$stage" --output="$output_dir/$output" \
-        "${options[@]}" "${stage_options[@]}" "${after[@]}" "$@") # of an option given twice sbatch takes the last
+        "${options[@]}" "${stage_options[@]}" "${after[@]}" "$@") # if an option is given twice, sbatch takes the last
     jobs+=("${job%%;*}")
     printf '%-14s %s\n' "$stage" "${jobs[-1]}"
 }

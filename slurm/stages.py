@@ -52,7 +52,7 @@ def main(cfg: DictConfig) -> None:
             "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings"
         )
     if "NODES" in os.environ:
-        # pipeline.sh gives the training job this many nodes. Each has 8 ranks unless NPROC says otherwise.
+        # pipeline.sh gives the training job this many nodes. Each has 8 ranks, or as many as NPROC_train or NPROC says.
         variables = dict(os.environ)
         ranks = variables.get("NPROC_train") or variables.get("NPROC") or "8"
         check_train_ranks(settings, variables["NODES"], int(ranks) if ranks.isdigit() else 8)

@@ -53,8 +53,8 @@ def not_a_choice(arguments: Sequence[str]) -> str:
     chosen = {each.key_or_group: each for each in overrides if each.key_or_group in CONFIG_GROUPS}
     name, given = next((name, each) for name, each in chosen.items() if not isinstance(each.value(), str | list))
     return (
-        f"{name}: must be the name of a choice, but is {given.get_value_string()}; leave it out, or write {name}=NAME; "
-        f"`{name}=` alone lists the names"
+        f"{name}: must be the name of a choice, but is {given.get_value_string()}; write {name}=NAME, or leave it out "
+        f"if it has a default; `{name}=` alone lists the names"
     )
 
 
@@ -62,7 +62,7 @@ def not_an_override(given: str, text: str) -> str:
     if "=" not in given:
         return f"{given}: must be NAME=VALUE, but has no value; write {given}=VALUE"
     reason = next((line for line in text.splitlines() if not line.startswith("Error parsing override")), text)
-    return f"{given}: must be NAME=VALUE, but has a value that cannot be read ({reason}); quote or correct it"
+    return f"{given}: must be NAME=VALUE, but cannot be read ({reason}); quote or correct it"
 
 
 def unknown_name(name: str, arguments: Sequence[str]) -> str:

@@ -41,7 +41,8 @@ class DraftVocabManifest:
     """Number of chosen tokens that no draft has to predict in the training split: special tokens, and the lowest ids
     if too few others occur."""
     coverage: dict[str, float]
-    """Share of predictable token occurrences whose token is in the draft vocabulary, by split."""
+    """By split: of the tokens that drafts have to predict, counted with repetitions, the share that is in the draft
+    vocabulary."""
 
 
 def offsets(token_ids: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ class Documents:
         """Read a split.
 
         Raises:
-            OSError: the file does not exist, or must not be read.
+            OSError: the file does not exist, or cannot be opened.
             ValueError: the file is not a split of prompts.
         """
         refuse_unopenable(path)

@@ -70,7 +70,8 @@ class DflashLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns queries, keys and values of blocks x [K + 1, ..., H]. The first `num_unread` rows get no query.
 
-        Each part has its own norm: Inductor cannot compile the backward of one norm that two slices of rows share.
+        The norm is computed once for the queries and again for the keys and values, because Inductor cannot compile the
+        backward of one norm whose rows are sliced in two ways.
         """
         query = self.project_queries(x[num_unread:], positions[num_unread:])
         return query, *self.project_keys_values(x, positions)
@@ -103,7 +104,7 @@ class DflashHead(Head):
         num_layers: int = at_least(1, default=1)
         """Number of draft layers. Published heads have five."""
         head_dim: int | None = None
-        """Head dim; hidden size / heads by default."""
+        """Size of an attention head; by default hidden size / number of attention heads."""
         capture_layers: list[int] | None = None
         """Residual streams to read: k is the stream after k decoder layers.
 

@@ -23,7 +23,7 @@ class EagleHead(LayerHead):
     class Config(LayerConfig):
         name: str = "eagle"
         head_dim: int | None = None
-        """Head dim; hidden size / heads by default."""
+        """Size of an attention head; by default hidden size / number of attention heads."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)

@@ -95,7 +95,7 @@ class Packing:
         spans = [(i, 0, length) for i, length in enumerate(lengths)] if spans is None else spans
         starts = [0, *accumulate(lengths)]
         first_rows = [0, *accumulate(count for *_, count in spans)]
-        # 1. Pair each span's draft positions with the tokens of the span, and with the earlier tokens of its document.
+        # Pair each span's draft positions with the tokens of the span, and with the earlier tokens of its document.
         inside, before = [], defaultdict[int, list[tuple[range, range]]](list)
         num_before = Counter[int]()  # spans of each document that have tokens before them
         is_row, is_seen = np.zeros((2, starts[-1]), dtype=bool)

@@ -8,7 +8,7 @@ import torch
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 GPU_VALUES = 2**26
-"""Number of values that a GPU encodes at a time. Their fp32 copy takes 256 MB per writer thread."""
+"""Number of values that a GPU encodes at a time. Their fp32 copy takes 268 MB per writer thread."""
 CACHED_VALUES = 2**18
 """Number of values that a CPU encodes or decodes at a time. They fit into its cache: only the first pass reads RAM."""
 

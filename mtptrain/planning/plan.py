@@ -70,7 +70,7 @@ class Plan:
     """Size of the target's weights as extraction loads them."""
     target_bytes_per_gpu: int
     states_in_flight_bytes: int
-    """Hidden states in vLLM's KV cache, on each GPU."""
+    """Hidden states in vLLM's KV cache, on each GPU. Meaningless with backend transformers."""
     is_spread: bool
     """Whether accelerate spreads the target over all GPUs, which then take turns. Never true with backend vllm."""
     max_position_embeddings: int

@@ -23,7 +23,7 @@ class Speed:
     flops_per_token: float
     """0 if tokens/s were given."""
     basis: str
-    """Text that says what limits the speed."""
+    """Text that says what limits the speed, or that tokens/s were given."""
 
 
 @dataclass(frozen=True)

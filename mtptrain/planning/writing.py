@@ -1,6 +1,6 @@
 """Estimates how fast one rank writes hidden states to the store.
 
-This rate limits extraction if the target is small or the head captures layers.
+This rate may limit extraction if the target is small or the head captures layers.
 """
 
 from mtptrain.config import StoreDtype

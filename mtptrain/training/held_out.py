@@ -23,9 +23,9 @@ Answered = tuple[list[int], Generation]
 
 @dataclass(frozen=True)
 class HeldOutLosses:
-    """Means over all draft positions of the answers and their number, by depth, with teacher forcing.
+    """Means over all draft positions of the answers, and the number of these positions; by depth.
 
-    The head reads the target's tokens, never its own drafts.
+    They are computed with teacher forcing: the head reads the target's tokens, never its own drafts.
     """
 
     loss_at: list[float]

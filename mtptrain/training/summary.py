@@ -60,9 +60,10 @@ def speed_rows(metrics: Path) -> list[tuple[str, str]]:
 
 MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
 LIMITS = {
-    "data_wait": "reading (with train.stream, extraction): use a faster disk, or hidden_states.store_dtype=fp8",
-    "forward": "the forward pass of the head's layer",
-    "loss": "the lm_head matmuls: a draft vocabulary (eagle3) makes them smaller",
-    "backward": "the backward pass of the head's layer",
+    "data_wait": "reading the store (with train.stream, also extraction): a faster disk or "
+    "hidden_states.store_dtype=fp8 speeds up reading",
+    "forward": "the forward pass of the head's layers",
+    "loss": "the lm_head matmuls: a draft vocabulary (heads eagle3, peagle and dflash) makes them smaller",
+    "backward": "the backward pass of the head's layers",
     "optimizer": "the optimizer: raise train.batch_tokens or train.micro_batches_per_step",
 }

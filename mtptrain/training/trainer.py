@@ -149,8 +149,9 @@ class Trainer:
             step, rank, document_ids = bad_of_all[0]
             raise RuntimeError(
                 f"train: {what} must be finite, but a value at step {step} is not, with documents "
-                f"{list(document_ids)} on rank {rank}; lower train.lr, or look at these documents; the last checkpoint "
-                "is unchanged"
+                f"{list(document_ids)} on rank {rank}; lower train.lr (if the run has a checkpoint, delete its folder "
+                "train/ first, because a checkpoint fixes the settings), or look at these documents; saved checkpoints "
+                "are unchanged"
             )
 
     def describe(self, metrics: StepMetrics, step: int) -> dict[str, Any]:
@@ -183,7 +184,7 @@ def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Returns the learning rate at `step` (from 0) over its peak: linear warm-up, then cosine decay to `min_ratio`."""
+    """Returns the learning rate at `step` (from 0) as a share of the peak: linear warm-up, then cosine decay to `min_ratio`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))

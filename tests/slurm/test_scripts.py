@@ -131,7 +131,7 @@ def test_one_process_chooses_the_head_whatever_the_ranks_of_the_others(stand: St
     [
         (
             "prompts,hidden_states",
-            "SKIP: must name stages, of responses prompts .* export, but holds 'prompts,hidden_states'",
+            "SKIP: must name only stages among responses prompts .* export, but holds 'prompts,hidden_states'",
         ),
         (
             "responses prompts draft_vocab hidden_states train acceptance export",

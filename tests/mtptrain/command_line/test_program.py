@@ -73,16 +73,16 @@ def test_a_program_refuses_an_old_name(module: str) -> None:
         ),
         (
             ["prompts=null"],
-            "prompts: must be the name of a choice, but is null; leave it out, or write prompts=NAME; `prompts=` alone "
-            "lists the names",
+            "prompts: must be the name of a choice, but is null; write prompts=NAME, or leave it out if it has a "
+            "default; `prompts=` alone lists the names",
         ),
         (["train.loss=lkk"], "train.loss: must be one of kl, lk, ce, data_ce, but is 'lkk'; did you mean lk?"),
         (["train.lr=fast"], "train.lr: must be of type float, but is 'fast'; correct it"),
         (["train.lr"], "train.lr: must be NAME=VALUE, but has no value; write train.lr=VALUE"),
         (
             ["prompts.paths=[a"],
-            "prompts.paths=[a: must be NAME=VALUE, but has a value that cannot be read (no viable alternative at input "
-            "'[a'); quote or correct it",
+            "prompts.paths=[a: must be NAME=VALUE, but cannot be read (no viable alternative at input '[a'); quote or "
+            "correct it",
         ),
         (
             ["seed=${sed}"],
