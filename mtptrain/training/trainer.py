@@ -184,7 +184,10 @@ def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Returns the share of the peak learning rate at `step` (from 0): linear warm-up, then cosine decay to `min_ratio`."""
+    """Returns the learning rate at `step` (from 0) as a share of its peak.
+
+    Linear warm-up, then cosine decay to `min_ratio`.
+    """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
