@@ -9,7 +9,7 @@
 # Options, each as one word (--time=12:00:00), are passed to every sbatch; a --dependency applies to the first job. Environment:
 #   NODES        nodes for training, such as 2 or 1-2 (default 1). Other jobs take one node each
 #   ARRAY_TASKS  tasks that share the extraction (default 4). More than one needs run_dir on a disk that all nodes share
-#   GPU_OPTIONS  more options for the jobs on GPUs (8 per node, whole nodes), CPU_OPTIONS for the others
+#   GPU_OPTIONS  more options for the jobs on GPUs (8 per node, whole nodes), CPU_OPTIONS for the others (ignored with MTPTRAIN_LOCAL_RUN_DIR=1)
 #   SKIP         stages to leave out, by name: SKIP="prompts hidden_states"
 #   NPROC, NPROC_<stage>, MTPTRAIN_...   as in docs/slurm.md
 # Every job is requeued when its node is lost or when it is preempted and, if it can resume, before its time limit.

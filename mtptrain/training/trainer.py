@@ -149,9 +149,9 @@ class Trainer:
             step, rank, document_ids = bad_of_all[0]
             raise RuntimeError(
                 f"train: {what} must be finite, but a value at step {step} is not, with documents "
-                f"{list(document_ids)} on rank {rank}; lower train.lr (if the run has a checkpoint, delete its folder "
-                "train/ first, because a checkpoint fixes the settings), or look at these documents; saved checkpoints "
-                "are unchanged"
+                f"{list(document_ids)} on rank {rank}; lower train.lr (if the run has checkpoints, first delete the "
+                "folder train in run_dir, because they fix the settings), or look at these documents; saved "
+                "checkpoints are unchanged"
             )
 
     def describe(self, metrics: StepMetrics, step: int) -> dict[str, Any]:
