@@ -168,10 +168,12 @@ class Study:
         )
         prompts = {document: tokens for document, tokens in prompts.items() if len(tokens) >= max(lengths)}
         if len(prompts) < self.settings.num_prompts:
+            remedy = "lower study.prompt_tokens or raise prompts.validation_fraction, and set another study.name"
+            if prompts:
+                remedy = f"lower it; or {remedy}"
             raise ValueError(
                 f"study.num_prompts: must be at most {len(prompts)}, the number of prompts of {max(lengths)} tokens "
-                f"in held-out documents, but is {self.settings.num_prompts}; lower it; or lower study.prompt_tokens "
-                "or raise prompts.validation_fraction, and set another study.name"
+                f"in held-out documents, but is {self.settings.num_prompts}; {remedy}"
             )
         lines = (
             {"id": f"{document} {length}", "category": str(length), "input_ids": prompts[document][-length:]}

@@ -47,10 +47,12 @@ def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -
 @program
 def main(cfg: DictConfig) -> None:
     settings = load_config(cfg)
-    if settings.plan:
-        raise ValueError(
-            "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings"
-        )
+    for name in ("plan", "verify"):
+        if getattr(settings, name):
+            raise ValueError(
+                f"{name}: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same "
+                "settings"
+            )
     if "NODES" in os.environ:
         # pipeline.sh gives the training job this many nodes. Each has 8 ranks, or as many as NPROC_train or NPROC says.
         variables = dict(os.environ)

@@ -125,7 +125,8 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
             "retry them",
             flush=True,
         )
-    return read_conversations([str(directory / CONVERSATIONS)], ConversationSchema.messages)
+    conversations = require(directory / CONVERSATIONS, "data_prep.responses")
+    return read_conversations([str(conversations)], ConversationSchema.messages)
 
 
 def _source_facts(hashes: Mapping[str, str]) -> dict[str, object]:

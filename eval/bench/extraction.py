@@ -304,7 +304,8 @@ def anonymous_bytes() -> int:
 
 def copy_mapped(store: HiddenStore) -> None:
     for first in range(0, store.num_documents, 4):
-        torch.cat([store.mapped_document(i).hidden_states for i in range(first, first + 4)])
+        documents = range(first, min(first + 4, store.num_documents))
+        torch.cat([store.mapped_document(i).hidden_states for i in documents])
 
 
 def read_batches(schedule: BatchSchedule) -> None:

@@ -80,6 +80,11 @@ def stand(tmp_path: Path) -> Stand:
             "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings",
         ),
         (
+            "verify=true",
+            1,
+            "verify: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings",
+        ),
+        (
             "train.lrr=1",
             2,
             "train.lrr: must be the name of a setting, but no setting has this name; did you mean train.lr?",
