@@ -2,8 +2,8 @@
 
 Reads `run_dir/prompts/` and the target; writes `run_dir/hidden_states/` (see mtptrain/hidden_states/store.py). The
 backend is transformers in this process or vLLM in another; states are written while the next ones are computed. An
-interrupted run continues with any number of ranks, and the finished store is byte-identical to that of an
-uninterrupted run.
+interrupted run continues on any number of ranks. With the same settings, the finished store is byte-identical to that
+of an uninterrupted run.
 
     torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart
     torchrun --nproc-per-node 4 -m data_prep.hidden_states recipe=quickstart train.stream=true  # alongside training
@@ -64,9 +64,9 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
 
     Raises:
         FileNotFoundError: stage 1 has not been run, or the backend is vllm and the Python for it does not exist.
-        ValueError: the prompts do not fit the target, its lm_head is quantised, vLLM is not installed or cannot extract
-            from the target, the directory holds states extracted with different settings or inputs, or the disk is too
-            small.
+        ValueError: the prompts do not fit the target, the target's embeddings, final norm or lm_head are quantised,
+            vLLM is not installed or cannot extract from the target, the directory holds states extracted with
+            different settings or inputs, or the disk is too small.
         OSError: the disk became full; finished shards are kept.
     """
     if ranks.device.type == "cpu":
@@ -141,8 +141,9 @@ def fill(extraction: Extraction, streams: Streams, indices: Sequence[int], ranks
 
 
 def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
-    """Write the shards of the first `OPEN_WINDOWS` windows that training has not released, until it has released all.
+    """Write shards ahead of training, until training has released all windows.
 
+    Shards are written for the first `OPEN_WINDOWS` windows that training has not released yet.
     Ranks divide the shards by their position in the order of training, and do not wait for each other.
     """
     windows = extraction.windows
@@ -164,7 +165,7 @@ def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> N
 
 
 def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager[Streams]:
-    """Returns a backend for the target. It extracts the captured streams, then the state before the final norm."""
+    """Returns a backend for the target. Its streams are the captured layers, followed by the last layer."""
     config, target_dir = extraction.config, extraction.target_dir
     settings = config.hidden_states
     layers = (*extraction.capture_layers, int(extraction.target_config.num_hidden_layers))
@@ -197,7 +198,10 @@ def scratch_prefix(config: PipelineConfig) -> str:
 
 
 def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
-    """Returns the maximum size in bytes of temporary files on the store's disk: two of the largest shards per rank."""
+    """Returns the maximum size in bytes of vLLM's temporary files in the store: two of the largest shards per rank.
+
+    It is 0 with transformers, or if `hidden_states.scratch_dir` is set.
+    """
     settings = extraction.config.hidden_states
     if settings.backend is not Backend.vllm or settings.scratch_dir is not None:
         return 0
@@ -233,7 +237,7 @@ def fullest_windows(extraction: Extraction) -> list[int]:
 def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> None:
     """Print how much disk space is needed, and refuse if that and the backend's temporary files exceed the free space.
 
-    With streaming, training deletes the shards that it has read, so only the fullest windows must fit. The space of
+    With streaming, training deletes the shards that it has read, so only the fullest windows must fit, and the space of
     shards already on the disk counts as free.
 
     Raises:
@@ -263,11 +267,15 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
         flush=True,
     )
     if unwritten and missing_bytes + scratch > free_bytes:
-        backend = f" and {scratch / 1e9:.3f} GB for the backend's files (hidden_states.scratch_dir)" if scratch else ""
+        backend = (
+            f" and {scratch / 1e9:.3f} GB for vLLM's temporary files (hidden_states.scratch_dir moves them)"
+            if scratch
+            else ""
+        )
         raise ValueError(
             f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{backend}, but "
-            f"{free_bytes / 1e9:.3f} GB are; free space, move run_dir to a larger disk, set "
-            "hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run data_prep.prompts again"
+            f"{free_bytes / 1e9:.3f} GB are; free space, or move run_dir to a larger disk; or delete {store_dir}, and "
+            "set hidden_states.store_dtype=fp8 or lower prompts.max_train_tokens and run data_prep.prompts again"
         )
 
 

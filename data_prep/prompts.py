@@ -43,8 +43,9 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
 
     Raises:
         FileNotFoundError: the target, a directory, a file or a hub data set does not exist.
-        ValueError: no file matches, a file has an unknown format, no token is supervised, a split would be empty, or
-            the tokenizer belongs to another model.
+        ValueError: no file matches, a file has an unknown format, the chat template is missing or fails, no token is
+            supervised, a split would be empty, or the tokenizer belongs to another model.
+        EndlessTemplate: the chat template takes too long.
     """
     target_dir = resolve_target(config.target.path, config.target.revision)
     vocab_size = int(read_target_config(target_dir).vocab_size)

@@ -61,8 +61,9 @@ def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
     The first text contains the last assistant turn that can be located.
 
     Raises:
-        ConversationRefused: the template rejects the messages or fails, or no assistant turn can be located in the
-            text.
+        ConversationRefused: there is no assistant turn, the template rejects the messages or fails, or no assistant
+            turn can be located in the text.
+        ValueError: the tokenizer has no chat template.
         EndlessTemplate: the template takes too long.
     """
     if all(message["role"] != "assistant" for message in messages):
@@ -169,7 +170,10 @@ def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, turn: _Turn) -> lis
 
 
 def _end_without_closing(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    """Returns where the last turn ends if the template appends an end-of-text token, as Phi-3's does, else None."""
+    """Returns where the last turn ends if the template adds an end-of-text token after it; otherwise None.
+
+    Phi-3's template does so: its turns end with another special token.
+    """
     eos = tokenizer.eos_token
     if not isinstance(eos, str) or not text.endswith(eos):
         return None
@@ -182,8 +186,8 @@ def _render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: bool
 ) -> tuple[str, list[Span]]:
     """Returns the text and, on request, the spans of its generation blocks."""
-    # Calls render_jinja_template directly. apply_chat_template rejects an empty list of messages, the history of a
-    # leading assistant turn, and its mask omits the last tokens of a span that ends with a character of several tokens.
+    # Calls render_jinja_template directly. apply_chat_template rejects an empty list of messages (the history of an
+    # assistant turn that comes first). Its mask omits the last tokens of a span whose last character takes several.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
     with rendering(tokenizer, messages):
         rendered: Any = render_jinja_template(

@@ -1,9 +1,10 @@
 """Stage 4: measures the acceptance of the trained head with the real draft and verify loop.
 
 Reads `run_dir/train/best/` (or the head of `head.init_from` if nothing was trained) and the held-out prompts of
-`run_dir/prompts/` (or `acceptance.prompts_file`). Writes `report.json`, `report.html` and `generations.jsonl` to
-`run_dir/acceptance/` and prints a table. The table also has the baselines of `acceptance.baselines` (plain decoding,
-prompt lookup, a small model, trees, and the head combined with prompt lookup) and the head at other temperatures.
+`run_dir/prompts/` (or `acceptance.prompts_file`). Writes `report.json`, `report.html` and the answers
+(`generations.jsonl`, and `generations_NAME.jsonl` for each baseline) to `run_dir/acceptance/`, and prints a table. The
+table also has the baselines of `acceptance.baselines` (plain decoding, prompt lookup, a small model, trees, and the
+head combined with prompt lookup) and the head at other temperatures.
 
     python -m eval.acceptance recipe=quickstart acceptance.num_speculative_tokens=5
     python -m eval.acceptance recipe=quickstart "acceptance.baselines=[none,tree,hybrid]" acceptance.batch_size=1
@@ -122,7 +123,8 @@ def candidates_of(
     """Returns the candidates by name: the head, then the baselines, then the head at other temperatures.
 
     Raises:
-        ValueError: the head's vocabulary is smaller than `tree_top_k`.
+        ValueError: the head can draft fewer tokens than `tree_top_k`, cannot draft a tree, or cannot keep its cache as
+            `rebuild_cache=false` asks.
     """
     depths, vocab_size = settings.num_speculative_tokens, len(target.parts.lm_head)
     own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features
@@ -196,7 +198,7 @@ def report(
         "num_ranks": ranks.world_size,
         "device": device_name(ranks.device),
         "tree": f"{settings.tree_nodes} nodes, top {settings.tree_top_k}",
-        "hybrid": f"matches of {settings.hybrid_min_match}",
+        "hybrid": f"matches of {settings.hybrid_min_match} tokens",
         "model": settings.draft_model,
         "target": config.target.path,
         "target_weights_sha256": weights_fingerprint(target_dir),
@@ -217,7 +219,7 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 
 def remove_generations(output_dir: Path) -> None:
-    """Remove the answers that an earlier measurement left, whose baselines may have been others."""
+    """Remove an earlier measurement's answers with baselines and other temperatures, which this one may not have."""
     for name in (*Baseline, "temperature_*"):
         for path in output_dir.glob(generations_file(Path(), name).name):
             path.unlink()
@@ -293,7 +295,9 @@ def print_example(shown: list[dict[str, Any]]) -> None:
     """Print the example of median acceptance length, with coloured accepted drafts, if the output is a terminal."""
     if shown and (console := Console()).is_terminal:
         example = shown[len(shown) // 2]
-        console.rule(f"prompt {example['id']}: {example['acceptance_length']:.2f} tokens per round, drafts coloured")
+        console.rule(
+            f"prompt {example['id']}: {example['acceptance_length']:.2f} tokens per round, accepted drafts coloured"
+        )
         console.print(coloured(example))
 
 

@@ -40,7 +40,7 @@ class Candidate:
     drafter: Drafter
     sampler: Sampler
     quality: DraftQuality | None = None
-    """Observes a head that drafts chains; None for other drafters."""
+    """Observes the trained head while it drafts chains; None for baselines."""
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ DECODING_COLUMNS = {
 DECODING_LEGEND = (
     "K = 0 is plain decoding. Tokens/s and speed-up leave out the time to read the prompts, which 'with prompt' "
     "includes. Tokens/round are those of the whole batch. The predicted speed-up is computed from the "
-    "acceptance on prompts of other files and the cost of a round on prompts of random tokens. The refilled speed-up "
-    "is an estimate for an engine that replaces finished prompts with new ones."
+    "acceptance on prompts of other files or questions and the cost of a round on prompts of random tokens. The "
+    "refilled speed-up is an estimate for an engine that replaces finished prompts with new ones."
 )
 PLAIN = "no drafts"
 """Name of plain decoding on the page."""

@@ -27,9 +27,9 @@ find_python() {
 }
 
 container=()   # options of srun that start a step in the container, with pyxis
-on_one_node=() # what starts one process there; without a container it needs nothing
+on_one_node=() # the command that starts one process in the container; empty without a container
 if [ -n "${MTPTRAIN_CONTAINER_IMAGE:-}" ]; then
-    python=${MTPTRAIN_CONTAINER_PYTHON:-python3} # inside; the node itself needs none
+    python=${MTPTRAIN_CONTAINER_PYTHON:-python3} # inside the container; the node itself needs no Python
     container=(--container-image="$MTPTRAIN_CONTAINER_IMAGE" --container-workdir="$PWD" --container-env=PYTHONPATH
         --container-mounts="$checkout:$checkout,$PWD:$PWD${MTPTRAIN_CONTAINER_MOUNTS:+,$MTPTRAIN_CONTAINER_MOUNTS}")
     on_one_node=(srun --nodes 1 --ntasks 1 --cpus-per-task "${SLURM_CPUS_ON_NODE:-1}" "${container[@]}")
@@ -42,7 +42,7 @@ else
     fi
     PATH=$(dirname "$(command -v "$python")"):$PATH # DeepSpeed looks for ninja there
 fi
-PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH} # from any folder, installed or not
+PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH} # finds mtptrain from any folder, even if it is not installed
 export PATH PYTHONPATH
 
 case ${MTPTRAIN_LOCAL_RUN_DIR:-} in
@@ -54,7 +54,8 @@ case ${MTPTRAIN_LOCAL_RUN_DIR:-} in
         ;;
 esac
 
-# With run_dir on a node's own disk, the first job of a chain keeps the later ones on its node. Slurm holds it until their ids are here.
+# With run_dir on a node's own disk, the first job of a chain keeps the later ones on its node. pipeline.sh releases it once it has written
+# their ids to this file.
 later_jobs=${MTPTRAIN_CHAIN_DIR:-}/chain-${SLURM_JOB_ID:-}
 if [ -f "$later_jobs" ]; then
     echo "run_dir is on this node's own disk: the later jobs of the chain run on $SLURMD_NODENAME too"
@@ -73,8 +74,8 @@ is_on_own_disk() {
 # refuse_own_disk RUN_DIR: refuse a local disk for work that several nodes share. A cluster of one node is allowed.
 refuse_own_disk() {
     is_on_own_disk "$1" && [ "$(sinfo --noheader --Node --format %N | sort -u | wc -l)" -gt 1 ] || return 0
-    echo "run_dir: must be on a disk that all nodes share where several of them work on it, but $1 is on a disk of" \
-        "$(hostname) alone; move it, or run on one node with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the nodes do" \
+    echo "run_dir: must be on a disk that all nodes share if several jobs or nodes work on it, but $1 is on a disk of" \
+        "$(hostname) alone; move it, or run on one node, without an array, with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the nodes do" \
         "share it" >&2
     exit 1
 }
@@ -90,7 +91,7 @@ run_on_all_nodes() {
             --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d
             --rdzv-endpoint "${addresses[0]}:$((20000 + SLURM_JOB_ID % 10000))")
     fi
-    # By default a step has one core per task. torchrun kills ranks that have not ended this many seconds after a signal.
+    # By default a step has one core per task. After a signal, torchrun kills ranks that have not ended within --shutdown-timeout seconds.
     srun --nodes "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 --cpus-per-task "$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=1 \
         "${container[@]}" "$python" "${launcher[@]}" --nproc-per-node "${!ranks:-${NPROC:-gpu}}" \
         --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 100 -m "$@" &
@@ -108,8 +109,9 @@ node_addresses() { # of the job's nodes, in their order
     done
 }
 
-# run_and_requeue FINISHED MODULE [OVERRIDES]: the same, and requeue the job if it is asked to stop before it is done.
-# FINISHED is a pattern for files that survive a stop, in the folder of the stage or in $stage_folder. A job that keeps stopping without a new one is not requeued.
+# run_and_requeue FINISHED MODULE [OVERRIDES]: run_on_all_nodes, and requeue the job if it is asked to stop before it is done.
+# FINISHED is a pattern for files that survive a stop, in the folder of the stage or in $stage_folder. A job that was restarted
+# $max_futile_restarts times and stops again without a new or changed file is not requeued.
 run_and_requeue() {
     local pattern=$1 module=$2 plan run_dir stage_dir before code=75
     shift 2
@@ -132,7 +134,7 @@ run_and_requeue() {
         scontrol requeue "$SLURM_JOB_ID"
         ! is_on_own_disk "$run_dir" || scontrol update "JobId=$SLURM_JOB_ID" "ReqNodeList=$SLURMD_NODENAME" || true
     fi
-    exit 75 # stopped, not failed: a RequeueExit=75 of slurm.conf takes it likewise
+    exit 75 # stopped, not failed; with RequeueExit=75 in slurm.conf, Slurm also requeues a job that ends so
 }
 
 finished() { # DIRECTORY PATTERN

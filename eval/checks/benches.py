@@ -42,15 +42,17 @@ STEP_TINY = (
 
 
 NEEDED_GB = {"extraction": 30, "step": 60, "peer": 75}
-"""GPU memory in GB that each benchmark needs at 8B dimensions. `peer` also runs the unoptimised step."""
+"""GPU memory in GB that each benchmark needs at 8B dimensions.
+
+`peer` needs more than `step`, because it also runs the unoptimised implementation of `eval.bench.train`."""
 
 
 def too_small(bench: str) -> str:
     """Returns why a benchmark at 8B dimensions cannot run on this GPU, or an empty string if it can."""
     found = torch.cuda.get_device_properties(0).total_memory / 1e9
-    return (
-        "" if found >= NEEDED_GB[bench] else f"needs {NEEDED_GB[bench]} GB of GPU memory, but this GPU has {found:.0f}"
-    )
+    if found >= NEEDED_GB[bench]:
+        return ""
+    return f"needs {NEEDED_GB[bench]} GB of GPU memory, but this GPU has {found:.0f} GB"
 
 
 def figures_of(stages: Stages, module: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
             )
         raise ValueError(
             f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class "
-            f"for it; set export.engine={engines[0]}"
+            f"for it; set export.engine={engines[0]} if it serves this target (see README.md)"
         )
     check_servable(engine, head, target)
     if (engine, head.name, target.model_type) == ("vllm", "mtp", MiMoConfig.model_type):

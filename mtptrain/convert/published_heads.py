@@ -154,8 +154,8 @@ def resolve_init(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and the hub "
-            f"answered: {str(error).splitlines()[0]}; correct the path or download the head first"
+            f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and "
+            f"cannot be downloaded: {str(error).splitlines()[0]}; correct the path or download the head first"
         ) from error
 
 

@@ -61,7 +61,7 @@ def render_prompt(
     Args:
         tokenizer: the target's tokenizer.
         messages: dicts with `role` and `content`; the last one is not an assistant message.
-        where: file and line of the messages, for error messages.
+        where: where the messages come from, such as a file and line, for error messages.
 
     Raises:
         ValueError: the tokenizer has no chat template, or the template rejects the messages.
@@ -85,7 +85,7 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
     """Limits the CPU time of rendering, and converts every error of a template to jinja2's TemplateError.
 
     The limit applies only in the main thread, because other threads get no signals. Every program first renders a
-    conversation in the main thread, so a template that never ends for any conversation is found there.
+    conversation in the main thread, so a template that never ends, whatever the conversation, is found there.
 
     Raises:
         TemplateError: the template rejects the messages, or fails.

@@ -214,8 +214,8 @@ class LayerHead(Head):
         """Returns the FLOPs of a training step over T depths.
 
         The target's states need no gradient, so an input projection that reads them without a norm in between counts
-        only 2 per weight in the backward pass. A head with `mask_hidden` projects one input for all its later depths;
-        this is not counted.
+        only 2 FLOPs per weight and row in the backward pass. A head with `mask_hidden` projects one input for all its
+        later depths; this is not counted.
         """
         weights = {
             name: module.weight.numel() for name, module in self.named_modules() if isinstance(module, nn.Linear)

@@ -101,7 +101,7 @@ def begin_store(
 
 
 def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
-    """Remove unfinished files of these shards, shards without records, and records of missing or truncated shards."""
+    """Remove the temporary files of these shards, and all files of those that are unfinished or truncated."""
     indices = {shard_path(directory, index).stem: index for index in shards}
     for path in list(directory.glob("shard_*")):
         index = indices.get(path.name.split(".")[0])
@@ -184,8 +184,9 @@ class ShardFile:
         if not is_finite(streams):
             raise ValueError(
                 f"{self._path}: hidden states must be finite, but those of document "
-                f"{int(self._tokens['document_ids'][document])} of documents.jsonl are not; set "
-                "hidden_states.dtype=float32, or remove the document from the data"
+                f"{int(self._tokens['document_ids'][document])} of documents.jsonl are not; delete "
+                f"{self._path.parent}, then set hidden_states.dtype=float32, or remove the document from the data and "
+                "run data_prep.prompts again"
             )
         states = self._encoded(HIDDEN_STATES, streams[:, -1])
         if self._num_captured:

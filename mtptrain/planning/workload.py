@@ -46,7 +46,10 @@ def read_workload(config: PipelineConfig) -> Workload:
 
 
 def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
-    """Returns the number of tokens in all training steps, for a training set of `tokens` tokens."""
+    """Returns the number of tokens in all training steps, for a training set of `tokens` tokens.
+
+    With `train.max_steps`, all steps are assumed to be full.
+    """
     step_tokens = config.train.batch_tokens * config.train.micro_batches_per_step
     return config.train.max_steps * step_tokens or config.train.epochs * tokens
 

@@ -1,6 +1,6 @@
 """Packed batches for training: the aligned tensors of one batch, and the batches of every step.
 
-The documents of a step depend only on the seed and the epoch, never on the number of ranks: a step has
+The documents of a step depend on the store, the settings and the epoch, never on the number of ranks: a step has
 `micro_batches_per_step` batches of about equal cost, and rank r of W computes those with indices r, r + W, ...
 """
 

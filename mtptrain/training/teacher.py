@@ -8,7 +8,7 @@ from mtptrain.utils.compile import fused, mark_width_static, uses_gpu_kernels
 
 
 class Teacher(NamedTuple):
-    """The target's distribution over the head's vocabulary for a block of target tokens, shared by all depths.
+    """The target's distribution over the head's vocabulary for a block of C target tokens, shared by all depths.
 
     On a GPU, memory bandwidth limits the loss, so the teacher holds logits: every depth reads them in their own dtype,
     and no fp32 probabilities are written. On a CPU, computing exponentials is the bottleneck, so the teacher holds

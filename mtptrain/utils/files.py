@@ -1,7 +1,7 @@
 """Reads and writes files. Errors name the file that cannot be read or written. All writes are atomic.
 
-If the process is killed or the node fails during an atomic write, the path holds either the old file or the complete
-new one.
+If the process is killed or the node fails during an atomic write, the path holds either the old file, if there was
+one, or the complete new one.
 """
 
 import hashlib
@@ -18,7 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 MAX_TEXT_BYTES = 2**30
-"""Maximum size of a file that is read as one text. A larger one is a mistake, and might not fit into memory."""
+"""Maximum size in bytes of a file that is read as one text.
+
+A larger file is a mistake, and might not fit into memory."""
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -39,7 +41,10 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def written_whole(path: Path, temporary: Path) -> Iterator[None]:
-    """Publish the temporary file that the `with` block has written; if that fails, remove it and name `path`."""
+    """Publish the temporary file that the `with` block has written.
+
+    If writing or publishing raises an OSError, remove the temporary file, and name `path` if the error names no file.
+    """
     try:
         yield
         publish(temporary, path)
@@ -81,7 +86,7 @@ def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> 
         ValueError: the text is not UTF-8, not JSON, nested too deep, or has a number with thousands of digits.
     """
     try:
-        # From bytes, json would also guess UTF-16, of which a file cannot be split into lines.
+        # From bytes, json would also read UTF-16. But callers split files into lines as bytes, which breaks UTF-16.
         return json.loads(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
     except RecursionError as error:
         raise ValueError(f"{where}: must be JSON, but is nested too deep to be read; {advice}") from error
@@ -114,7 +119,7 @@ def read_json(path: Path, advice: str = "correct it", required: Collection[str] 
 
 
 def refuse_unopenable(path: Path) -> None:
-    """Raises the OSError of a file that cannot be opened, of which safetensors would say that it does not exist."""
+    """Raises an OSError if the file cannot be opened. safetensors would say of any such file that it does not exist."""
     path.open("rb").close()
 
 
@@ -122,7 +127,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns the dtype and shape of every tensor in a safetensors file, by name. Reads only the header.
 
     Raises:
-        OSError: the file does not exist, or must not be read.
+        OSError: the file does not exist, or cannot be opened.
         ValueError: the header is damaged, or does not match the length of the file.
     """
     refuse_unopenable(path)

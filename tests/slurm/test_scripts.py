@@ -222,7 +222,7 @@ def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(
     assert result.returncode == 1
     assert re.search(
         "run_dir: must be on a disk that all nodes share .* but runs/quickstart is on a disk of .* alone; move it, or "
-        "run on one node "
+        "run on one node, without an array, "
         "with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the nodes do share it",
         result.stderr,
     )

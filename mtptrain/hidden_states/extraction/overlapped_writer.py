@@ -13,7 +13,9 @@ import torch
 from mtptrain.hidden_states.writer import ShardFile
 
 MAX_PENDING_BYTES = 2**30
-"""Maximum size in bytes of the states that wait to be written. `OverlappedWriter.write` blocks until there is room."""
+"""Maximum size in bytes of the states that wait to be written. `OverlappedWriter.write` blocks until there is room.
+
+A document with more bytes than this has room when no other waits."""
 
 
 class OverlappedWriter:
@@ -43,7 +45,10 @@ class OverlappedWriter:
         self._unfinished.add(file)
 
     def write(self, document: int, states: torch.Tensor) -> None:
-        """Queue the states of a document [n, L + 1, H], on any device. Their computation must have finished."""
+        """Queue the states [n, L + 1, H], on any device, of the document at index `document` in the shard.
+
+        The computation of the states must have finished.
+        """
         assert self._file is not None, "no shard was begun"
         num_bytes = states.numel() * states.element_size()
         while self._pending and (self._pending[0][0].done() or self._pending_bytes + num_bytes > MAX_PENDING_BYTES):
