@@ -128,7 +128,7 @@ class ResponsesStore:
                 end += len(line)
 
     def _write_in_order(self) -> tuple[Counts, list[RegeneratedConversation]]:
-        """Writes `conversations.jsonl`; returns the counts, and the conversations that ended for a reason in `ENDINGS`."""
+        """Writes `conversations.jsonl`; returns the counts, and the conversations that ended as `ENDINGS` says."""
         counts, cut_short = Counts(), list[RegeneratedConversation]()
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
         with ExitStack() as stack:

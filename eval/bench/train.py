@@ -15,8 +15,8 @@ and AdamW, in bf16 with fp32 master weights. Candidates take turns:
   all logits;
 - *peer*: EAGLE-3 of vLLM Speculators, eager on a CPU.
 
-Memory is the peak size of the tensors that a step creates: activations, gradients and the optimizer's temporaries. RSS, on a CPU only, is the growth of the process's resident memory. `bench.out=FILE` writes the
-figures as JSON.
+Memory is the peak size of the tensors that a step creates: activations, gradients and the optimizer's temporaries.
+RSS, on a CPU only, is the growth of the process's resident memory. `bench.out=FILE` writes the figures as JSON.
 """
 
 import json

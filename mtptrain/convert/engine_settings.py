@@ -36,8 +36,8 @@ def write_engine_settings(
 ) -> str:
     """Write `vllm.json`, `sglang.json` if SGLang can vary K for the head, and `README.md` with the commands.
 
-    Files of an earlier run are deleted first. Nothing is written if decoding without drafts is fastest
-    at every concurrency.
+    Files of an earlier run are deleted first. Nothing is written if decoding without drafts is the fastest at every
+    concurrency.
 
     Args:
         output_dir: directory of the files.
