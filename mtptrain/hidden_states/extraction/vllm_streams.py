@@ -27,8 +27,7 @@ CPU_BATCH_TOKENS = 4096
 CPU_BLOCK_TOKENS = 128
 """Number of tokens in a block of vLLM's KV cache on a CPU."""
 MAX_SEQS, CPU_MAX_SEQS = 256, 64
-"""Maximum number of prompts in one forward pass, on a GPU and on a CPU. vLLM requires the maximum number of tokens to
-be at least as large."""
+"""Maximum number of prompts in one forward pass, on a GPU and on a CPU. vLLM's maximum of tokens must not be lower."""
 LOG = "vllm.log"
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that an engine gets to exit before it is killed.
