@@ -130,8 +130,9 @@ class Collector:
 def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
     """Tokenize, cut and split documents until the training split is full, in the order of their groups' hashes.
 
-    Each file is its own group. Held-out groups have the smallest hashes, so the validation split is complete before
-    the training split can be full, and a file that has copies in both splits is kept in the validation split.
+    A group is a file, or all conversations with the same question. Held-out groups have the smallest hashes. The
+    validation split is therefore complete before the training split can be full, and a file that has copies in both
+    splits is kept in the validation split.
     """
     names, groups = source.names, source.groups
     order = sorted(range(len(names)), key=lambda i: (name_hash(groups[i]), groups[i], names[i], i))

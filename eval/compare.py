@@ -3,8 +3,9 @@
     python -m eval.compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
 
 The reports must have the same prompts, target and settings of decoding (`MUST_BE_EQUAL`). Tokens/s are shown only if
-batch sizes, numbers of ranks and devices are the same too. Later turns of conversations contain the target's own
-answers, which may differ from run to run at a temperature above 0 or in bf16.
+`acceptance.batch_size`, `acceptance.batch_tokens`, the number of ranks and the device are the same too. Of a
+conversation, only the user's turns are compared: the prompts of later turns also contain the target's own answers,
+which may differ from run to run at a temperature above 0 or in bf16.
 """
 
 import argparse
@@ -46,14 +47,14 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
     """Reads the reports, and names each after the part of its path in which the paths differ.
 
     Raises:
-        FileNotFoundError: a file does not exist.
+        FileNotFoundError: a path is not that of a file.
         ValueError: a file is not a report, is given twice, or reports a measurement with other settings than the first.
     """
     reports: dict[str, dict[str, Any]] = {}
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path}: must be a report.json of eval.acceptance, but does not exist; correct the path"
+                f"{path}: must be a report.json of eval.acceptance, but is not a file; correct the path"
             )
         report = {"top_p": 1.0, "top_k": 0} | read_json(path, "run eval.acceptance again")
         if not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():

@@ -9,7 +9,7 @@ _show = sys.excepthook
 
 
 def _stop_importing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ends the process in one line if Ctrl-C interrupts an import. Programs handle later interrupts themselves."""
+    """Ends the process with a one-line message if Ctrl-C interrupts an import. Programs handle later interrupts."""
     importing = any(
         frame.f_code.co_filename.startswith("<frozen importlib")
         or (frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__")
@@ -23,12 +23,12 @@ def _stop_importing(kind: type[BaseException], error: BaseException, trace: Trac
 
 sys.excepthook = _stop_importing  # before torch, whose import takes seconds
 
-# OpenMP reads this when torch is loaded. By default a waiting OpenMP thread spins for milliseconds; when other programs
-# run, it may hold the core that the thread it waits for needs. docs/performance.md has measurements.
+# OpenMP reads this when torch is loaded. By default a waiting OpenMP thread spins for milliseconds. On a busy machine
+# it may spin on the very core that is needed by the thread it waits for. docs/performance.md has measurements.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-import torch  # noqa: E402 (after what must hold during its import)
+import torch  # noqa: E402 (its import reads what is set above)
 
 if not torch.cuda.is_available():
     # DeepSpeed looks for its accelerator when it is imported.

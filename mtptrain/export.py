@@ -75,7 +75,7 @@ def export(config: PipelineConfig) -> None:
         write_json(temporary / "serving.json", {**facts, **serving, "head_sha256": trained.sha256})
         write_text(temporary / "README.md", readme(config, form, measured, target_dir, output_dir))
         write_provenance(temporary, config)
-    except OSError:  # for example a full disk, which what has been written would keep full
+    except OSError:  # if the disk is full, the unfinished export would keep it full
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(output_dir, ignore_errors=True)

@@ -1,8 +1,9 @@
 """Stores regenerated conversations in `run_dir/responses/`: appends each as it ends, then sorts all into input order.
 
 During a run, `plan.json` holds the identity of the responses, and each rank appends finished conversations to
-`answers_<rank>.jsonl`. At the end, `conversations.jsonl` holds all conversations in input order, and `failures.jsonl`
-lists those that lack responses, with the reason. `manifest.json` is written last.
+`answers_<rank>.jsonl`. At the end, `conversations.jsonl` holds all regenerated conversations in input order.
+`failures.jsonl` lists, with the reason, those that could not be used, failed, or ended for a reason in `ENDINGS`.
+`manifest.json` is written last.
 """
 
 import json
@@ -23,7 +24,10 @@ ENDINGS = {
     Ending.context: "the prompt plus responses.max_new_tokens exceeds the context",
     Ending.template: "the chat template rejects the messages",
 }
-"""Reasons why a conversation ended before its last turn."""
+"""Reasons why the next response of a conversation is missing.
+
+A response that was cut off also ends a conversation, but it is kept, so `Ending.length` is not a failure.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Failure:
     place: str
     reason: str
     answers: int
-    """Number of responses in the conversation."""
+    """Number of stored responses of the conversation."""
 
 
 class ResponsesStore:
@@ -56,7 +60,7 @@ class ResponsesStore:
         """Find the finished rows, and truncate partial lines left by a killed run. Only one process may call this.
 
         Raises:
-            ValueError: the existing responses are from a different target, data or settings.
+            ValueError: the existing responses are damaged, or are from a different target, data or settings.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         versions: list[str] = []
@@ -124,7 +128,7 @@ class ResponsesStore:
                 end += len(line)
 
     def _write_in_order(self) -> tuple[Counts, list[RegeneratedConversation]]:
-        """Writes `conversations.jsonl`; returns the counts, and the conversations that ended before their last turn."""
+        """Writes `conversations.jsonl`; returns the counts, and the conversations that ended as `ENDINGS` says."""
         counts, cut_short = Counts(), list[RegeneratedConversation]()
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
         with ExitStack() as stack:

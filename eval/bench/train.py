@@ -6,7 +6,8 @@ Also measures the step's MFU and the cost of prompts and long documents.
     python -m eval.bench.train recipe=quickstart bench.target=8b          # only our step, on a GPU
     make .venv-peer/.installed                                            # the other trainer, once
 
-The comparison uses documents of 512 tokens. Tokens and states are random. A step is forward, loss, backward, clipping
+Documents have 512 tokens, except where prompts and long documents are measured, and in the steps of `bench.target`.
+Tokens and states are random. A step is forward, loss, backward, clipping
 and AdamW, in bf16 with fp32 master weights. Candidates take turns:
 
 - *ours*: the trainer's step in its DeepSpeed engine; *eager*: the same without torch.compile;
@@ -14,9 +15,8 @@ and AdamW, in bf16 with fp32 master weights. Candidates take turns:
   all logits;
 - *peer*: EAGLE-3 of vLLM Speculators, eager on a CPU.
 
-Memory is the peak size of the step's tensors, excluding those that exist before it: activations, gradients and the
-optimizer's temporaries. RSS, on a CPU only, is the growth of the process's resident memory. `bench.out=FILE` writes the
-figures as JSON.
+Memory is the peak size of the tensors that a step creates: activations, gradients and the optimizer's temporaries.
+RSS, on a CPU only, is the growth of the process's resident memory. `bench.out=FILE` writes the figures as JSON.
 """
 
 import json
@@ -86,7 +86,7 @@ def check(config: PipelineConfig) -> None:
         if size % 64:
             raise ValueError(
                 "bench.hidden_sizes, bench.prompt_sizes: hidden sizes must be multiples of 64, the size of an "
-                f"attention head, but one is {size}; round it"
+                f"attention head, but one is {size}; choose a multiple"
             )
 
 

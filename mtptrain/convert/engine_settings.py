@@ -34,9 +34,10 @@ def write_engine_settings(
     head: HeadConfig,
     target_dir: Path,
 ) -> str:
-    """Write `vllm.json`, `sglang.json` if SGLang can vary K for the head, and `README.md` with the commands for both.
+    """Write `vllm.json`, `sglang.json` if SGLang can vary K for the head, and `README.md` with the commands.
 
-    Files of an earlier run are deleted first. Nothing is written if decoding without drafts is fastest everywhere.
+    Files of an earlier run are deleted first. Nothing is written if decoding without drafts is the fastest at every
+    concurrency.
 
     Args:
         output_dir: directory of the files.
@@ -67,7 +68,7 @@ def write_engine_settings(
 
 
 def vllm_settings(speeds: Speeds, facts: dict[str, Any], head_dir: Path) -> tuple[dict[str, Any], str]:
-    """Returns the value of vLLM's `--speculative-config`, and a sentence that explains it."""
+    """Returns the value of vLLM's `--speculative-config`, and the text that explains it."""
     reason = why_fixed(facts["method"], facts.get("speculative_settings", {}))
     if reason is not None:
         fixed = best_fixed_num_drafts(speeds)

@@ -11,7 +11,7 @@ from mtptrain.target.model import Verified
 
 @dataclass(frozen=True)
 class Draft:
-    """P proposed tokens per sequence: a chain, where P = K, or a tree whose branches have at most K tokens."""
+    """P proposed tokens per sequence: a chain of P = K, a tree with branches of at most K, or nothing (P = 0)."""
 
     tokens: torch.Tensor  # [B, P]
     is_proposed: torch.Tensor

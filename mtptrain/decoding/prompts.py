@@ -40,8 +40,8 @@ class Prompts:
 
     input_ids: dict[str, list[int]]
     sources: dict[str, str] = field(default_factory=dict)
-    """The file of a prompt, or the group of conversations with the same question. A prompt without an entry is its own
-    source."""
+    """The file that a prompt comes from, or its group of conversations with the same question. A prompt without an
+    entry is its own source."""
     categories: dict[str, str] = field(default_factory=dict)
     turns: dict[str, list[str]] = field(default_factory=dict)
     """All user turns, for conversations whose answers the target generates."""
@@ -87,7 +87,7 @@ def check_num_drafts(prompts: Mapping[str, Sequence[int]], num_speculative_token
         raise ValueError(
             f"acceptance.num_speculative_tokens: must be at most {context_tokens - longest}, so that the drafts after "
             f"the longest prompt of {longest} tokens fit a context of {context_tokens} tokens, but is "
-            f"{num_speculative_tokens}; lower it"
+            f"{num_speculative_tokens}; lower it, or use shorter prompts"
         )
 
 
@@ -104,7 +104,7 @@ def check_head_context(
         setting: name of the setting that chose the head, for the error message.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the longest prompt does not fit with its answer and drafts.
     """
     needed = max(map(len, prompts)) + max_new_tokens + num_speculative_tokens
     if head.context_tokens is not None and needed > head.context_tokens:
@@ -121,7 +121,7 @@ def check_document_lengths(longest_tokens: int, head: Head) -> None:
         raise ValueError(
             f"prompts.max_document_tokens: documents must have at most {head.context_tokens} tokens, the "
             f"max_position_embeddings of the draft model, but the longest has {longest_tokens}; set it to "
-            f"{head.context_tokens} or less and run data_prep.prompts again"
+            f"{head.context_tokens} or less and run data_prep.prompts and data_prep.hidden_states again"
         )
 
 
@@ -171,7 +171,7 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
 def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     """Returns the groups in a part of the held-out data: files, or sets of conversations with the same question.
 
-    A group's part depends on its name alone, except that no part is left empty.
+    A group's part depends on its name alone, except that each part gets at least one of two or more groups.
 
     Raises:
         ValueError: the part would be empty.
@@ -215,8 +215,8 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], indices: l
     if not first:
         raise ValueError(
             "prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but "
-            f"none of the {len({entries[index].name for index in indices})} does; raise it and run data_prep.prompts "
-            "again, or set prompts.validation_fraction higher"
+            f"none of the {len({entries[index].name for index in indices})} does; raise it or "
+            "prompts.validation_fraction, and run data_prep.prompts and data_prep.hidden_states again"
         )
     return sorted(first.values())
 

@@ -77,7 +77,8 @@ class Head(nn.Module, ABC):
     d2t: torch.Tensor | None
     """i64[D]: target id minus draft id of each draft token. None if the draft vocabulary is the target's."""
     lm_head: nn.Linear | None
-    """The head's own output layer [D, H]. None if it uses the target's frozen one."""
+    """The head's own output layer [D, H]. None if it uses the target's frozen one or, in `draft_model`, its own
+    embedding table."""
     context_tokens: int | None = None
     """Maximum number of tokens that the head can read, drafts included. None if it can read as many as the target."""
     activation_checkpointing: bool = False

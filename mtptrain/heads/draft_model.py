@@ -59,9 +59,9 @@ class DraftModelHead(Head):
         tie_word_embeddings: bool | None = None
         """Whether the output layer is the embedding table; null takes the target's setting."""
         start_from_target: bool = False
-        """Start from a copy of the target's embeddings, first layers, final norm and lm_head. All sizes except the
-        number of layers must be the target's. A narrower model starts with the principal components of the target's
-        embeddings and lm_head, and with random layers."""
+        """A model of the target's hidden size starts from a copy of the target's embeddings, first layers, final norm
+        and lm_head; its other sizes must be the target's too, except the number of layers. A narrower model starts
+        from the principal components of the target's embeddings and lm_head, and from random layers."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
@@ -229,8 +229,8 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
         stored: dict[str, Any] = read_json(Path(path) / "head.json", "copy it again, or train again")["head"]
         if stored["name"] != "draft_model":
             raise ValueError(
-                f"{setting}: must be a language model, but {path} holds a head {stored['name']}; set "
-                f"head={stored['name']}, or choose a language model"
+                f"{setting}: must be a language model, but {path} holds a head {stored['name']}; set it to a language "
+                f"model, or train with head={stored['name']}"
             )
         known = {field.name for field in fields(DraftModelHead.Config)}
         settings = {name: value for name, value in stored.items() if name in known}

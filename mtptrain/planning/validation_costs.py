@@ -18,13 +18,13 @@ from mtptrain.target.model import TargetStates, Verified
 def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
     """Returns the peak bytes of validation on a GPU, beyond the weights of the target and the head.
 
-    This is an upper bound: it assumes the largest batch that the settings allow, and that all of its tokens are
+    The estimate is rather high: it assumes the largest batch that the settings allow, and that all of its tokens are
     prompts. Later rounds process only a few rows per sequence and need less memory than the prompts do.
 
     Args:
         config: the run's settings.
         target_config: the target's config.
-        longest_tokens: length of the longest document.
+        longest_tokens: number of tokens in the longest document.
     """
     dtype = getattr(torch, config.acceptance.dtype.value)
     prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)

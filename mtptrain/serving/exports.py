@@ -29,13 +29,13 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
     if facts["head_sha256"] != head_sha256:
         raise ValueError(
             f"{head_dir / 'serving.json'}: head_sha256 must be {head_sha256}, the hash of this run's head, but is "
-            f"{facts['head_sha256']}, the hash of another head; run mtptrain.export again"
+            f"{facts['head_sha256']}, the hash of another head; run mtptrain.export again, or correct serving.head_dir"
         )
     return facts
 
 
 def served_model(facts: dict[str, Any], head_dir: Path, target: Path | str) -> Path | str:
-    """Returns the model that the engine is started with: the export itself if it also holds the target."""
+    """Returns the model to start the engine with: the export itself if it also holds the target, else the target."""
     return head_dir.resolve() if facts.get("holds_target", False) else target
 
 

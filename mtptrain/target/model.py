@@ -186,8 +186,8 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
 
     Raises:
         FileNotFoundError: the target has no weights.
-        ValueError: the family is not supported, a tensor is missing, or the target needs several devices but several
-            ranks share the machine.
+        ValueError: the family is not supported, a tensor is missing, `check_placement` refuses the target, or
+            `Target` does.
     """
     config = read_target_config(target_dir)
     check_placement(target_dir, dtype, device)
@@ -204,7 +204,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     # transformers initialises missing tensors at random and only logs a warning.
     _refuse_missing(target_dir, loading["missing_keys"])
     if hasattr(model, "ct_decompress_hook"):
-        # compressed-tensors restores the weights when the whole model is first called, but `Target` calls its parts.
+        # compressed-tensors restores the weights when the whole model is first called, but `Target` calls parts of it.
         model.hf_quantizer.compressor.decompress_model(model)
     return Target(model)
 

@@ -1,4 +1,4 @@
-"""Losses of a head against the target's distribution, as sums and counts; the trainer divides once.
+"""Losses of a head against the target's distribution, as sums over draft positions; the trainer divides them once.
 
 The teacher's logits are recomputed from the target's hidden states, once per target token (see `draft_losses`) for all
 depths. The forward pass also computes the gradient with respect to the head's states, so each block of logits can be
@@ -39,7 +39,7 @@ class LossSums:
     """Sums over the supervised draft positions of a batch, by depth; divide by `Batch.num_drafts` summed over ranks."""
 
     loss: torch.Tensor
-    """f32[], the sum over depths of scale * loss; carries the gradient."""
+    """f32[], the sum over depths of scale * losses; carries the gradient."""
     losses: torch.Tensor  # f32[T]
     kl: torch.Tensor  # f32[T], nats
     top1_accuracy: torch.Tensor  # f32[T], drafts whose most likely token is the target's

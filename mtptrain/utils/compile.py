@@ -1,5 +1,6 @@
-"""Provides decorators for functions that torch.compile fuses if `set_compilation` has enabled it; otherwise they run
-eagerly.
+"""Provides decorators for functions that torch.compile fuses while compilation is on (see `set_compilation`).
+
+While it is off, these functions run eagerly.
 
 The switch is a module variable, because these functions are called deep inside autograd functions, some of them on
 autograd's own threads. A context variable would not reach those threads, and an argument would have to be in every

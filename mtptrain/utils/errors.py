@@ -21,10 +21,12 @@ OWN_PACKAGES = ("mtptrain", "data_prep", "eval", "tools", "__main__")
 
 @contextmanager
 def errors_as_lines(kept: str = "the same command starts again", run_dir: str | None = None) -> Iterator[None]:
-    """End the program with one line on stderr if the block, or the function that this decorates, cannot finish.
+    """End the program with its error on stderr if the block, or the function that this decorates, cannot finish.
+
+    `refusal` decides between one line and the stack.
 
     Args:
-        kept: what the line says after Ctrl-C.
+        kept: what the line after Ctrl-C says about the work done so far.
         run_dir: the run's directory, if the program has one.
     """
     try:

@@ -27,7 +27,7 @@ CPU_BATCH_TOKENS = 4096
 CPU_BLOCK_TOKENS = 128
 """Number of tokens in a block of vLLM's KV cache on a CPU."""
 MAX_SEQS, CPU_MAX_SEQS = 256, 64
-"""Maximum number of prompts in one forward pass. vLLM requires the maximum number of tokens to be at least as large."""
+"""Maximum number of prompts in one forward pass, on a GPU and on a CPU. vLLM's maximum of tokens must not be lower."""
 LOG = "vllm.log"
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that an engine gets to exit before it is killed.
@@ -112,7 +112,7 @@ class VllmStreams:
             layers: k for the stream after k decoder layers; 0 for the embeddings, the number of layers for the state
                 before the final norm.
             settings: the settings of the stage.
-            max_document_tokens: number of tokens in the longest prompt.
+            max_document_tokens: number of tokens in the longest document.
             scratch_dir: a folder for this rank only. It is created here and removed at the end.
             device_index: the local rank. Its engine uses the GPUs after those of the lower ranks.
             device_type: `cuda` if this rank has a GPU: its engine then refuses to run on CPUs.
@@ -264,7 +264,7 @@ class _Window:
 
 
 def engine_environment(environment: Mapping[str, str], local_rank: int, tensor_parallel_size: int) -> dict[str, str]:
-    """Returns the environment of a rank's engine, with its GPUs and one thread, and without torchrun's variables.
+    """Returns the environment of a rank's engine, with its GPUs and `ENVIRONMENT`, and without torchrun's variables.
 
     Raises:
         ValueError: CUDA_VISIBLE_DEVICES lists too few GPUs.
