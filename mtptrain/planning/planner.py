@@ -1,7 +1,8 @@
 """Prints the plan of a run as a table, and warns about everything that will not fit.
 
-It reads the target's config.json (the only file downloaded for a hub name) and, if data_prep.prompts has been run, its
-documents. It loads no weights and writes nothing. `plan=true` prints the plan instead of running the program:
+It reads the target's config.json (the only file downloaded for a hub name) and, if data_prep.prompts has been run, the
+documents that it wrote. The planner loads no weights and writes nothing. `plan=true` prints the plan instead of running
+the program:
 
     python -m data_prep.hidden_states recipe=llama3_1_8b_mtp plan=true
 """
