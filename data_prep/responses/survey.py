@@ -24,7 +24,7 @@ class Survey:
     sources: dict[str, str] = field(default_factory=dict)
     """Hash of the conversations in each path of `prompts.paths`."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why a conversation cannot be used, by its file or data set and line."""
+    """Why a conversation cannot be used, by its location: its path, and its line or row number."""
 
     def batches(self, batch_size: int) -> list[list[int]]:
         """Returns batches of rows, sorted by number of turns and then prompt length, so that a batch has similar rows.

@@ -139,7 +139,7 @@ def _disk_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     can_use_fp8 = config.hidden_states.store_dtype is not StoreDtype.fp8
     smaller = f"hidden_states.store_dtype=fp8 ({_gb(plan.store_bytes[StoreDtype.fp8])}), " if can_use_fp8 else ""
     if streamed <= plan.free_bytes:
-        smaller += f"train.stream=true ({_gb(streamed)} at a time, one epoch), "
+        smaller += f"train.stream=true train.epochs=1 ({_gb(streamed)} at a time), "
     elif config.train.stream:
         smaller += "a lower train.stream_shards, "
     return [

@@ -182,7 +182,7 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
         if held != wanted:
             raise RuntimeError(
                 f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; "
-                "remove the folder to resume from an older checkpoint, or from step 0 if there is none"
+                f"remove {folder} to resume from an older checkpoint, or from step 0 if there is none"
             )
         rng, step, best = (file.get_tensor(name) for name in RUN)
         torch.set_rng_state(rng)
