@@ -65,8 +65,8 @@ class TrainConfig:
     """With `stream`: number of shards per window. Documents are shuffled within a window. At most three windows are on
     disk."""
     loss_chunk_rows: int = at_least(1, default=1536)
-    """Maximum number of rows in one block of logits [rows, V]. A block has one row per draft position and depth, and at
-    least one draft position."""
+    """Maximum number of rows in one block of logits [rows, V]. A block holds at least one draft position, with a row
+    per depth. With `dflash`, a block holds rows of one depth only."""
     compile: bool | None = None
     """Use torch.compile for the elementwise operations of the step. Compiling takes about half a minute at the start.
     null compiles on GPUs only. Computing the loss reads and writes about 9 bytes of memory per logit with compilation,
