@@ -15,7 +15,7 @@ STANDARD_LIBRARY = "standard_library"
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The text of each file by name, and the reason why each unread file or directory was refused."""
+    """The text of each file that was read, and why each refused file or directory was not read, both by name."""
 
     texts: dict[str, str]
     refused: dict[str, str]

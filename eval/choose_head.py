@@ -3,7 +3,7 @@
 This is for targets too large for validation during training. With `train.validation_prompts=0`, training keeps a head
 every `train.validate_every` steps, and the last one, in `run_dir/train/heads/`. This program measures these heads on
 the prompts that validation would have used: `train.validation_prompts` of them, or the default number if that is 0. If
-an earlier measurement chose the head in `run_dir/train/best/`, it measures that head again too. Writes
+the head in `run_dir/train/best/` has been measured before, the program measures that head again too. Writes
 `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
 
     python -m eval.choose_head recipe=llama3_3_70b_mtp

@@ -92,13 +92,13 @@ def spare_tokens(config: PipelineConfig) -> int:
 
 
 def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> VllmProcess | VllmServer:
-    """Returns the engine, after quick checks that it can serve the head and the prompts.
+    """Returns the engine after quick checks: of a server only its context, otherwise the export and the interpreter.
 
     Raises:
         FileNotFoundError: the Python interpreter or the exported head does not exist.
         ConnectionError: no server answers.
-        ValueError: the interpreter has no vLLM, the export is for another engine or holds another head, or the server's
-            context is too short.
+        ValueError: the interpreter has no vLLM, the export is for another engine or holds another head, or the server
+            is not vLLM or has too short a context.
     """
     serving, settings = config.serving, config.acceptance
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
@@ -242,7 +242,10 @@ class Comparison:
 def explain(
     config: PipelineConfig, target_dir: Path, prompts: list[list[int]], comparison: Comparison
 ) -> Divergence | None:
-    """Returns the first token at which the two sides differ, or None if the engine reports too little to find it."""
+    """Returns the first token at which the two sides differ, or None if it cannot be found.
+
+    For a draft, the engine must report its accepted drafts by round.
+    """
     target, loaded = load_pair(config, target_dir)
     divergence = first_answer_divergence(target, prompts, comparison.ours.plain, comparison.theirs.tokens)
     if divergence is not None or comparison.theirs.accepted_by_round is None:
@@ -256,7 +259,8 @@ def explain(
 def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
     first = (
-        "The engine does not report at which token; start the server with --per-request-spec-decode-metrics detailed"
+        "The first token that differs cannot be found; to find it, a server must be started with "
+        "--per-request-spec-decode-metrics detailed"
     )
     if divergence is not None:
         first = f"The first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}"

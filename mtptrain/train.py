@@ -1,7 +1,8 @@
 """Stage 3: fit a head to the stored hidden states.
 
-Reads `run_dir/hidden_states/`, `run_dir/prompts/` (to identify the prompts of the hidden states, and for validation),
-and `run_dir/draft_vocab/` if the head has a draft vocabulary and no `head.init_from`.
+Reads `run_dir/hidden_states/`, `run_dir/prompts/` (to identify the prompts of the hidden states, for validation, and
+with `train.stream` for document lengths and loss masks), and `run_dir/draft_vocab/` if the head has a draft vocabulary
+and no `head.init_from`.
 
 Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `last/` and `best/` (the head with the highest measured
 acceptance length, or the newest head as long as none has been measured). With `train.validation_prompts=0` and

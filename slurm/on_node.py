@@ -1,9 +1,9 @@
 """Starts torchrun on one node of a job, with the address and the network interface at which other nodes reach it.
 
-torchrun and gloo look up the node's own host name, which on many machines is a loopback address (127.0.1.1 on Debian)
-that no other node can reach. This program instead asks the kernel which address it uses to reach another node of the
-job. It does not change GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME if they are set. It uses no Slurm command, because it
-may run inside a container.
+torchrun and gloo look up the node's own host name, which on many machines resolves to a loopback address (127.0.1.1 on
+Debian) that no other node can reach. This program instead asks the kernel which address it uses to reach another node
+of the job. It does not change GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME if they are set. It uses no Slurm command,
+because it may run inside a container.
 
     srun python slurm/on_node.py ADDRESS,ADDRESS[,...] TORCHRUN_ARGUMENTS
 

@@ -18,13 +18,13 @@ QUIET_ROWS = 10_000
 @dataclass
 class Survey:
     turns: dict[int, int] = field(default_factory=dict)
-    """Number of responses to generate, by row."""
+    """Number of responses to generate in each conversation, by its row: its index among the usable conversations."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Number of characters before the first response, by row."""
+    """Number of characters before the first response of each conversation, by row."""
     sources: dict[str, str] = field(default_factory=dict)
     """Hash of the conversations in each path of `prompts.paths`."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why a row cannot be used, by location."""
+    """Why a conversation cannot be used, by its location: its path, and its line or row number."""
 
     def batches(self, batch_size: int) -> list[list[int]]:
         """Returns batches of rows, sorted by number of turns and then prompt length, so that a batch has similar rows.

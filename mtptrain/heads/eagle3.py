@@ -84,7 +84,7 @@ class Eagle3Head(LayerHead):
         return fused
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the residual stream, which is g or, with `norm_before_residual`, its norm, and attention's input."""
+        """Returns the residual stream and attention's input. The stream is g, normed with `norm_before_residual`."""
         normed = self.hidden_norm(hidden_states)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         return normed if self.norm_before_residual else hidden_states, x
@@ -113,7 +113,7 @@ def check_capture_layers(layers: tuple[int, ...], num_layers: int, default: str 
         return layers
     example = str(sorted({num_layers // 4 or 1, num_layers // 2 or 1, num_layers - 1 or 1})).replace(" ", "")
     raise ValueError(
-        f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, the target's decoder "
-        f"layers, but are {list(layers)}{f', {default}' if default else ''}; set them, for example "
-        f"head.capture_layers={example}"
+        f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, where 0 is the "
+        f"target's embeddings and {num_layers} its last decoder layer, but are {list(layers)}"
+        f"{f', {default}' if default else ''}; set them, for example head.capture_layers={example}"
     )

@@ -109,7 +109,7 @@ def load_head(
 
     Raises:
         FileNotFoundError: the directory has no head.
-        ValueError: the head has other settings or belongs to another target.
+        ValueError: the head has other settings, its tensors do not fit the target, or a file is damaged.
     """
     stored, wanted = (
         json.loads(json.dumps(each)) for each in (with_defaults(_read_settings(directory)), asdict(config))
@@ -161,7 +161,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _read_facts(directory: Path, required: str) -> dict[str, Any]:
-    """Read the `head.json` that `save_head` wrote, which must have one entry."""
+    """Read the `head.json` that `save_head` wrote, which must have the entry `required`."""
     if not (directory / "head.json").is_file():
         raise FileNotFoundError(
             f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first"

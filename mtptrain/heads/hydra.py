@@ -96,7 +96,7 @@ class HydraHead(Head):
         return self.mlps[depth](inputs), inputs
 
     def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step. Inputs are frozen, so the matrices that read them count 4, not 6."""
+        """Returns the FLOPs of a training step. Inputs are frozen: a weight that reads them costs 4 per row, not 6."""
         num_squares = sum(2 * 4 * (2 + depth) + 6 * (self.num_layers - 1) for depth in range(ttt_steps))
         vocabulary = vocab_size * self.hidden_size
         per_row = num_squares * self.hidden_size**2 + (4 * ttt_steps + 2) * vocabulary

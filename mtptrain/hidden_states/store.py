@@ -241,7 +241,7 @@ def expected_identity(
 
 
 def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
-    """Open a store for training, after checking its target, tokenizer, template, captured layers, dtype and prompts.
+    """Open a store for training, after checking its identity and the length of every shard.
 
     Raises:
         FileNotFoundError: the store does not exist or is unfinished, or a shard is missing.

@@ -1,7 +1,8 @@
 """Prints the plan of a run as a table, and warns about everything that will not fit.
 
-It reads the target's config.json (the only file downloaded for a hub name) and, if data_prep.prompts has been run, its
-documents. It loads no weights and writes nothing. `plan=true` prints the plan instead of running the program:
+It reads the target's config.json (the only file downloaded for a hub name) and, if data_prep.prompts has been run, the
+documents that it wrote. The planner loads no weights and writes nothing. `plan=true` prints the plan instead of running
+the program:
 
     python -m data_prep.hidden_states recipe=llama3_1_8b_mtp plan=true
 """
@@ -138,7 +139,7 @@ def _disk_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     can_use_fp8 = config.hidden_states.store_dtype is not StoreDtype.fp8
     smaller = f"hidden_states.store_dtype=fp8 ({_gb(plan.store_bytes[StoreDtype.fp8])}), " if can_use_fp8 else ""
     if streamed <= plan.free_bytes:
-        smaller += f"train.stream=true ({_gb(streamed)} at a time, one epoch), "
+        smaller += f"train.stream=true train.epochs=1 ({_gb(streamed)} at a time), "
     elif config.train.stream:
         smaller += "a lower train.stream_shards, "
     return [

@@ -31,7 +31,7 @@ class VllmServer:
     """A running `vllm serve` at a base URL."""
 
     def __init__(self, url: str) -> None:
-        """Ask the server for its version and model.
+        """Ask the server for its version, model and context length.
 
         Raises:
             ConnectionError: the server does not answer.
@@ -48,7 +48,9 @@ class VllmServer:
         """Returns greedy answers to prompts of token ids, and how much the counters grew. Several requests run at once.
 
         Raises:
-            RuntimeError: the server finished other requests in the meantime, which makes its counters useless.
+            ConnectionError: the server does not answer.
+            ValueError: the server answers with an error.
+            RuntimeError: the server serves other requests in the meantime, which makes its counters useless.
         """
         before = self.counters()
 
@@ -81,7 +83,7 @@ class VllmServer:
         """Returns how much the drafting counters grew; None if the server does not draft.
 
         Raises:
-            RuntimeError: the server finished other requests than these in the meantime.
+            RuntimeError: the server finished other requests than these in the meantime, or its counters keep changing.
         """
         after = self._settled_counters()
         counts = {name: after[name] - before.get(name, 0) for name in after}

@@ -60,12 +60,13 @@ class TrainConfig:
     """Weight of an additional smooth L1 loss between the head's states and the target's post-norm states (EAGLE-1)."""
     stream: bool = False
     """Train on shards while data_prep.hidden_states, started at the same time with the same settings, extracts them.
-    Shards are deleted after use, so that only a few are on disk at once. Only one epoch is possible."""
+    Shards are deleted after use. Only one epoch is possible."""
     stream_shards: int = at_least(1, default=16)
     """With `stream`: number of shards per window. Documents are shuffled within a window. At most three windows are on
     disk."""
     loss_chunk_rows: int = at_least(1, default=1536)
-    """Maximum number of rows in one block of logits [rows, V]. A block has one row per target token and depth."""
+    """Maximum number of rows in one block of logits [rows, V]. A block holds at least one draft position, with a row
+    per depth. With `dflash`, a block holds rows of one depth only."""
     compile: bool | None = None
     """Use torch.compile for the elementwise operations of the step. Compiling takes about half a minute at the start.
     null compiles on GPUs only. Computing the loss reads and writes about 9 bytes of memory per logit with compilation,
@@ -75,15 +76,17 @@ class TrainConfig:
     profile: bool = False
     """Write a trace of three steps to `run_dir/train/trace_<rank>.json`, for chrome://tracing or Perfetto."""
     log_every: int = at_least(1, default=10)
-    """Number of steps between lines of metrics.jsonl."""
+    """Number of steps between lines of metrics.jsonl. The steps of `validate_every` and `save_every` and the last step
+    get a line too."""
     validate_every: int = at_least(0, default=0)
     """Number of steps between measurements of acceptance; 0 measures at the end only. With `validation_prompts=0`
     nothing is measured; a value above 0 then keeps the heads of these steps and of the last step in
     `run_dir/train/heads`, where each takes as much disk space as an export."""
     validation_prompts: int = at_least(0, default=32)
-    """Maximum number of prompts to measure acceptance on, from the quarter of the held-out files or conversations that
-    reports leave out. 0 measures nothing during training, for a target that does not fit in memory together with the
-    head. `best` is then the newest head until `eval.choose_head` has measured the heads that `validate_every` keeps."""
+    """Maximum number of prompts to measure acceptance on. They come from about a quarter of the held-out files or
+    questions; `eval.acceptance` measures on the others. 0 measures nothing during training, for a target that does not
+    fit in memory together with the head. `best` is then the newest head until `eval.choose_head` has measured the heads
+    that `validate_every` keeps."""
     validation_new_tokens: int = at_least(1, default=64)
     save_every: int = at_least(0, default=0)
     """Number of steps between checkpoints; 0 saves only at the end and when a signal stops the run. With `stream`, a

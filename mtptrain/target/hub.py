@@ -104,7 +104,7 @@ def weight_files(target_dir: Path) -> list[Path]:
     """Returns the safetensors files of a checkpoint, single or sharded.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: there are none, or one that the index names is missing.
         ValueError: the index of a sharded checkpoint is damaged, names files outside its directory, or is next to an
             unsharded checkpoint.
     """
@@ -147,9 +147,10 @@ _SAMPLES_PER_TENSOR, _SAMPLE_BYTES = 8, 4096
 
 
 def weights_fingerprint(target_dir: Path) -> str:
-    """Returns a hash of every safetensors header and of eight samples of each tensor: fast for any checkpoint.
+    """Returns a hash of every safetensors header and of eight samples of each tensor, each of at most 4 KiB.
 
     Raises:
+        FileNotFoundError: a weight file is missing.
         ValueError: a file is damaged or incomplete.
     """
     digest = hashlib.sha256()

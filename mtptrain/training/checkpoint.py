@@ -3,7 +3,7 @@
 `checkpoints/step_00000100/state.safetensors` holds each weight and its two Adam moments as unpartitioned fp32 tensors,
 for any number of ranks and any ZeRO stage. Rank 0 writes `complete.json` last, with the size and sha256 of the
 state. A checkpoint without that file is ignored. If the state does not match `complete.json`, the checkpoint is torn,
-and the run resumes from the previous one. The head with the best acceptance is in `best/` and is never deleted.
+and the run resumes from the newest whole one. The best head is kept in `best/`, whichever checkpoints are removed.
 """
 
 import json
@@ -88,7 +88,8 @@ def describe_file(path: Path) -> dict[str, object]:
 def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
     """Returns the newest whole checkpoint, the same on all ranks, or None if there is no checkpoint.
 
-    Rank 0 verifies the checkpoints, newest first. It warns about each torn one, and renames it so that it is ignored.
+    Rank 0 verifies the checkpoints, newest first, until one is whole. It warns about each torn one, and renames it so
+    that it is ignored.
 
     Raises:
         RuntimeError: every checkpoint is torn.
@@ -181,7 +182,7 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
         if held != wanted:
             raise RuntimeError(
                 f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; "
-                "remove the folder to resume from an older checkpoint, or from step 0 if there is none"
+                f"remove {folder} to resume from an older checkpoint, or from step 0 if there is none"
             )
         rng, step, best = (file.get_tensor(name) for name in RUN)
         torch.set_rng_state(rng)

@@ -46,7 +46,8 @@ def check_deepspeed(config: dict[str, Any]) -> None:
     for name in ("zero_optimization", "bf16", "fp16", "data_types"):
         if not isinstance(config.get(name, {}), dict):
             raise ValueError(
-                f"deepspeed.{name}: must be a section of settings, but is {config[name]!r}; set deepspeed=zero1"
+                f"deepspeed.{name}: must be a section of settings, but is {config[name]!r}; remove it and set "
+                "deepspeed=zero1"
             )
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
@@ -62,8 +63,8 @@ def check_deepspeed(config: dict[str, Any]) -> None:
         )
     if config.get("fp16", {}).get("enabled"):
         raise ValueError(
-            "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; set "
-            "deepspeed.bf16.enabled=true"
+            "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; remove it and set "
+            "deepspeed=zero1"
         )
     for name, why in REFUSED_ZERO_SETTINGS.items():
         if zero.get(name):
@@ -72,8 +73,8 @@ def check_deepspeed(config: dict[str, Any]) -> None:
             )
     if stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
         raise ValueError(
-            "deepspeed.data_types.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: DeepSpeed supports it "
-            "only with ZeRO 2 if the trainer computes the gradient norm; set deepspeed=zero2"
+            "deepspeed.data_types.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: the trainer computes "
+            "the gradient norm, and DeepSpeed then supports fp32 only with ZeRO 2; set deepspeed=zero2"
         )
     for name in SET_BY_TRAINER:
         if name in config:
@@ -148,7 +149,8 @@ def build_engine(
 def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = True) -> dict[str, Any]:
     """Returns DeepSpeed's config, changed to accumulate the gradients of several micro-batches in fp32 on each rank.
 
-    It is returned unchanged for fp32 weights, which do not need this, and for ZeRO 1, which does not support it.
+    The config is returned unchanged for one micro-batch and for fp32 weights, which do not need this, and for ZeRO 1,
+    which does not support it.
 
     Args:
         config: DeepSpeed's config.

@@ -46,7 +46,7 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
-        query: torch.Tensor,  # [M, heads, head_dim]
+        query: torch.Tensor,  # folded: [M, R * heads, head_dim]
         key: torch.Tensor,  # [N, kv heads, head_dim]
         value: torch.Tensor,
         block_key: torch.Tensor,  # [T + 1, M, kv heads, head_dim]

@@ -394,7 +394,7 @@ def test_streaming_is_planned_and_offered_where_the_store_does_not_fit(
     assert not [warning for warning in plan_warnings(small, streamed) if "must be free" in warning]
     assert ("streamed", "0.0798 GB at a time") in plan_rows(small, streamed)
     plain = config_for(*FITTING, "prompts.max_train_tokens=1_000_000", *WINDOWS)
-    assert "train.stream=true (0.0798 GB at a time, one epoch)" in warnings_for(
+    assert "train.stream=true train.epochs=1 (0.0798 GB at a time)" in warnings_for(
         make_plan(plain, free_bytes=100_000_000), plain
     )
 

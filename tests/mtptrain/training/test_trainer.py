@@ -102,7 +102,7 @@ def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
             {"bf16": {"enabled": True}},
             r"deepspeed\.zero_optimization\.stage: must be 1 or 2 with bf16, but is 0: .* set deepspeed=zero1",
         ),
-        ({"fp16": {"enabled": True}}, r"deepspeed\.fp16\.enabled: must be false, but is true: .* set deepspeed\.bf16"),
+        ({"fp16": {"enabled": True}}, r"deepspeed\.fp16\.enabled: must be false, but is true: .* set deepspeed=zero1"),
         (
             {"gradient_clipping": 0.5},
             r"deepspeed\.gradient_clipping: must not be set, but is 0\.5: the trainer sets it",
