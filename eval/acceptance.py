@@ -13,6 +13,7 @@ head combined with prompt lookup) and the head at other temperatures.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def main(cfg: DictConfig) -> None:
 
     candidates = candidates_of(settings, found, target, model, ranks.rank)
     tokenizer = load_tokenizer(target_dir)
-    measured = Measurement(settings, target, tokenizer, prompts, ranks).run(candidates)
+    longest = longest_prompt(target, [found.head, model], settings)
+    measured = Measurement(settings, target, tokenizer, prompts, ranks, longest).run(candidates)
     held_out = held_out_losses_of(config, found, target, prompts, measured["head"], ranks)
     if ranks.is_first:
         write_provenance(output_dir, config)
@@ -103,6 +105,14 @@ def main(cfg: DictConfig) -> None:
             track_report(output_dir, config, figures, files)
         if not found.is_trained:
             print(f"head: {found.directory}, unchanged from head.init_from; this run has not trained a head")
+
+
+def longest_prompt(target: Target, heads: Sequence[Head | None], settings: AcceptanceConfig) -> int:
+    """Returns the largest number of prompt tokens whose answer and drafts fit the contexts of target and heads."""
+    new_tokens, num_drafts = settings.max_new_tokens, settings.num_speculative_tokens
+    contexts = [head.context_tokens for head in heads if head is not None and head.context_tokens is not None]
+    longest_of_target = target.config.max_position_embeddings - max(new_tokens, num_drafts)
+    return min([longest_of_target, *(context - new_tokens - num_drafts for context in contexts)])
 
 
 def held_out_losses_of(

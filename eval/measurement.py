@@ -151,6 +151,7 @@ class Measurement:
         tokenizer: PreTrainedTokenizerBase | None,
         prompts: Prompts,
         ranks: Ranks,
+        longest_prompt: int,
     ) -> None:
         self.settings = settings
         self.target = target
@@ -158,6 +159,8 @@ class Measurement:
         """Renders the later turns of conversations; None if no prompt is a conversation."""
         self.prompts = prompts
         self.ranks = ranks
+        self.longest_prompt = longest_prompt
+        """A conversation ends before the turn whose prompt would have more tokens."""
 
     def run(self, candidates: dict[str, Candidate]) -> dict[str, Measured]:
         """Decode this rank's prompts with every candidate, and gather the answers of all ranks."""
@@ -212,8 +215,9 @@ class Measurement:
             for prompt_id in share.waiting
             if turn < len(self.prompts.turns.get(prompt_id, []))
         }
-        context_tokens = self.target.config.max_position_embeddings - self.settings.max_new_tokens
-        share.waiting = {prompt_id: prompt for prompt_id, prompt in following.items() if len(prompt) <= context_tokens}
+        share.waiting = {
+            prompt_id: prompt for prompt_id, prompt in following.items() if len(prompt) <= self.longest_prompt
+        }
         share.num_cut += len(following) - len(share.waiting)
 
     def _next_prompt(self, share: Share, prompt_id: str, turn: int) -> list[int]:

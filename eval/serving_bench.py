@@ -229,7 +229,8 @@ def server_arguments(bench: Bench, num_drafts: int) -> list[str]:
     arguments += ["--tensor-parallel-size", str(config.serving.tensor_parallel_size)]
     if not torch.cuda.is_available():  # on a CPU, vLLM would otherwise take nearly all of the machine's memory
         num_sequences = 2 * max(config.serving_bench.concurrency)
-        size = cache_bytes(read_target_config(bench.target_dir), bench.context_tokens, num_sequences)
+        target_config = read_target_config(bench.target_dir)
+        size = cache_bytes(target_config, bench.head_dir, bench.context_tokens, num_sequences)
         arguments += ["--kv-cache-memory-bytes", str(size)]
     if bench.facts["hf_overrides"] is not None:
         arguments += ["--hf-overrides", json.dumps(bench.facts["hf_overrides"])]

@@ -125,7 +125,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
         max_model_len=needed_tokens,
         kv_cache_memory_bytes=None
         if has_gpu
-        else cache_bytes(read_target_config(target_dir), needed_tokens, CACHED_SEQUENCES),
+        else cache_bytes(read_target_config(target_dir), head_dir, needed_tokens, CACHED_SEQUENCES),
         tensor_parallel_size=serving.tensor_parallel_size,
         device_type="cuda" if has_gpu else "cpu",
     )
@@ -248,7 +248,8 @@ def explain(
     """
     target, loaded = load_pair(config, target_dir)
     divergence = first_answer_divergence(target, prompts, comparison.ours.plain, comparison.theirs.tokens)
-    if divergence is not None or comparison.theirs.accepted_by_round is None:
+    our_answers_are_plain = comparison.num_plain[0] == len(comparison.ours.plain)
+    if divergence is not None or comparison.theirs.accepted_by_round is None or not our_answers_are_plain:
         return divergence
     depths = config.acceptance.num_speculative_tokens
     return first_draft_divergence(
@@ -264,9 +265,10 @@ def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Dive
     )
     if divergence is not None:
         first = f"The first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}"
+    problem = f"they differ in {', '.join(unequal)}" if unequal else "neither gives all of these answers"
     return (
-        f"serving check: vLLM {comparison.theirs.version} must have our counters and the answers of plain greedy "
-        f"decoding, but differs in {', '.join(unequal) or 'its answers'}. {first}. In float32, a difference of "
+        f"serving check: mtptrain and vLLM {comparison.theirs.version} must have equal counters and give the answers "
+        f"of plain greedy decoding, but {problem}. {first}. In float32, a difference of "
         "logits below 1e-3 is rounding. Otherwise export the head again; a server must be idle and be started with "
         "--no-enable-chunked-prefill"
     )

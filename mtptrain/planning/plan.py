@@ -254,12 +254,13 @@ def micro_batch_costs(
 ) -> StepCosts:
     """Returns the costs of one full micro-batch of documents of this length."""
     size, dtype, is_compiled = config.train.batch_tokens, _train_dtype(config), config.train.compile
-    length = max(1, min(document_tokens, size))
+    length = min(max(2, document_tokens), size)
+    remainder = size % length
     micro_batch = MicroBatch(
         head=config.head,
         target_config=target_config,
         dtype=dtype,
-        lengths=[length] * (size // length) + [size % length] * (size % length > 0),
+        lengths=[length] * (size // length) + [remainder] * (remainder > 1),  # one token has no draft position
         supervised_share=workload.supervised_tokens / max(1, workload.tokens),
         loss_chunk_rows=config.train.loss_chunk_rows,
         activation_checkpointing=config.train.activation_checkpointing,

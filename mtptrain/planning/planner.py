@@ -61,7 +61,10 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
     return [
         ("documents", _describe_workload(plan, config)),
         ("hidden states", f"{sizes.pop(chosen)}; " + "; ".join(sizes.values())),
-        *([("streamed", f"{_gb(streamed_bytes(plan, config))} at a time")] * config.train.stream),
+        *(
+            [("streamed", f"{_gb(streamed_bytes(plan, config, config.hidden_states.store_dtype))} at a time")]
+            * config.train.stream
+        ),
         *(
             [("scratch", f"{plan.scratch_bytes_per_token:,} bytes/token in vLLM's files, deleted after each shard")]
             * is_vllm
@@ -132,12 +135,12 @@ def plan_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
 
 
 def _disk_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
-    streamed = streamed_bytes(plan, config)
+    streamed = streamed_bytes(plan, config, config.hidden_states.store_dtype)
     size = streamed if config.train.stream else plan.store_bytes[config.hidden_states.store_dtype]
     if size <= plan.free_bytes:
         return []
-    can_use_fp8 = config.hidden_states.store_dtype is not StoreDtype.fp8
-    smaller = f"hidden_states.store_dtype=fp8 ({_gb(plan.store_bytes[StoreDtype.fp8])}), " if can_use_fp8 else ""
+    fp8 = streamed_bytes(plan, config, StoreDtype.fp8) if config.train.stream else plan.store_bytes[StoreDtype.fp8]
+    smaller = f"hidden_states.store_dtype=fp8 ({_gb(fp8)}), " if fp8 <= plan.free_bytes else ""
     if streamed <= plan.free_bytes:
         smaller += f"train.stream=true train.epochs=1 ({_gb(streamed)} at a time), "
     elif config.train.stream:
@@ -148,11 +151,10 @@ def _disk_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     ]
 
 
-def streamed_bytes(plan: Plan, config: PipelineConfig) -> int:
-    """Returns the peak size of the store with `train.stream`: the size of its open windows."""
-    settings = config.hidden_states
-    window_tokens = OPEN_WINDOWS * config.train.stream_shards * settings.shard_tokens
-    return min(plan.store_bytes[settings.store_dtype], window_tokens * plan.bytes_per_token[settings.store_dtype])
+def streamed_bytes(plan: Plan, config: PipelineConfig, dtype: StoreDtype) -> int:
+    """Returns the peak size of a store of this dtype with `train.stream`: the size of its open windows."""
+    window_tokens = OPEN_WINDOWS * config.train.stream_shards * config.hidden_states.shard_tokens
+    return min(plan.store_bytes[dtype], window_tokens * plan.bytes_per_token[dtype])
 
 
 def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:

@@ -1,5 +1,7 @@
 """Reads an export's `serving.json`, and turns it into settings of the engine that serves the export."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +51,17 @@ def speculative_config(facts: dict[str, Any], head_dir: Path, num_speculative_to
     }
 
 
-def cache_bytes(target: PreTrainedConfig, max_model_len: int, num_sequences: int) -> int:
-    """Returns enough bytes for a float32 KV cache of the target's layers, and of two such layers for the head.
+def cache_bytes(target: PreTrainedConfig, head_dir: Path, max_model_len: int, num_sequences: int) -> int:
+    """Returns enough bytes for a float32 KV cache of the target's layers and of the exported head's.
 
-    Each sequence has room for one more block, because the engine's blocks may hold up to 128 tokens.
+    A head gets at least two layers of the target's size. Each sequence has room for one more block, because the
+    engine's blocks may hold up to 128 tokens.
     """
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    token_bytes = 2 * 4 * (target.num_hidden_layers + 2) * target.num_key_value_heads * head_dim
+    own = json.loads((head_dir / "config.json").read_text())
+    names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+    head_values = math.prod(own.get(name) or 0 for name in names)
+    layer_values = target.num_key_value_heads * (
+        getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    )
+    token_bytes = 2 * 4 * (target.num_hidden_layers * layer_values + max(2 * layer_values, head_values))
     return num_sequences * (max_model_len + 128) * token_bytes + (64 << 20)

@@ -135,8 +135,11 @@ class VllmServer:
             response = self._client.get(url) if content is None else self._client.post(url, json=content)
             return response.raise_for_status().content
         except httpx.HTTPStatusError as error:
-            raise self._not_vllm(
-                path, f"answers {error.response.status_code}: {_shown(error.response.content)}"
+            reason = f"answers {error.response.status_code}: {_shown(error.response.content)}"
+            if content is None:
+                raise self._not_vllm(path, reason) from error
+            raise ValueError(
+                f"serving.url: must answer every prompt, but {url} {reason}; see the server's log"
             ) from error
         except (httpx.TransportError, httpx.InvalidURL, OverflowError, UnicodeError) as error:
             raise ConnectionError(

@@ -69,9 +69,10 @@ def config_dir(path: str, revision: str | None = None, setting: str = "target.pa
 
 def unknown_target(path: str, answer: Exception, advice: str, setting: str = "target.path") -> FileNotFoundError:
     """Returns the error for a `path` that is not a directory and for which the hub raised `answer`."""
+    reason = (str(answer).splitlines() or [type(answer).__name__])[0]
     return FileNotFoundError(
         f"{setting}: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub "
-        f"answered: {str(answer).splitlines()[0]}; correct the path or {advice}"
+        f"answered: {reason}; correct the path or {advice}"
     )
 
 

@@ -301,7 +301,7 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"other\.json: must be a report\.json of eval\.acceptance, but is not one, or has an older"
     ):
         compare.read_reports([tmp_path / "other.json"])
-    with pytest.raises(FileNotFoundError, match=r"must be a report\.json of eval\.acceptance, but does not"):
+    with pytest.raises(FileNotFoundError, match=r"must be a report\.json of eval\.acceptance, but is not a file"):
         compare.read_reports([tmp_path / "none.json"])
 
 

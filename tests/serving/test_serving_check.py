@@ -97,8 +97,8 @@ def test_an_export_that_is_not_the_head_ends_with_status_1_and_the_first_draft_t
     result = check(run, tmp_path, f"serving.head_dir={wrong_export}")
     assert result.returncode == 1
     assert (
-        "serving check: vLLM 0.32.0 must have our counters and the answers of plain greedy decoding, but differs in"
-        in result.stderr
+        "serving check: mtptrain and vLLM 0.32.0 must have equal counters and give the answers of plain greedy "
+        "decoding, but they differ in" in result.stderr
     )
     report = json.loads((tmp_path / "report.json").read_text())
     assert not report["is_equal"] and report["first_divergence"]["what"] == "draft"

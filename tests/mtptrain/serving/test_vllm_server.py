@@ -162,6 +162,17 @@ def test_an_address_where_nothing_answers_is_refused(fake: FakeServer) -> None:
         VllmServer(url)
 
 
+def test_a_server_that_fails_while_it_answers_is_not_taken_for_another_program(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = VllmServer(address(fake))
+    monkeypatch.setattr(Handler, "do_POST", lambda self: self.send_error(500))
+    with pytest.raises(
+        ValueError, match=r"serving\.url: must answer every prompt, but \S+ answers 500: .*; see the ser"
+    ):
+        server.generate([[1]], 4, [7])
+
+
 def test_a_server_that_is_not_vllm_is_refused(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handler, "do_GET", lambda self: self.send_error(404))
     with pytest.raises(ValueError, match=r"serving\.url: must be a vLLM server, but http://\S+/version answers 404"):
