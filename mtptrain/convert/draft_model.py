@@ -133,7 +133,7 @@ def _padded(table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
-    """Check that a language model has the target's tokenizer, and an embedding for every token of it.
+    """Check that a language model has the target's tokenizer, and an embedding for each of its tokens.
 
     If the model or the target has no tokenizer files, it suffices that their vocabularies have the same size.
 

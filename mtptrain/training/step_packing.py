@@ -37,7 +37,7 @@ PAIR_COST = 1 / 32_768
 
 @dataclass(frozen=True)
 class Anchors:
-    """Draws at random which draft positions of a document a step uses, for heads that do not use all of them."""
+    """Samples the draft positions of a document for one step, for heads that do not use all of them."""
 
     per_document: int
     seed: tuple[int, ...]
