@@ -116,7 +116,7 @@ def refuse_dashes(unknown: Sequence[str]) -> None:
 
 
 def program_name() -> str:
-    """Returns the started module's name in a checkout, such as `eval.study` for the wheel's `mtptrain.eval.study`."""
+    """Returns the name of the started module as in a checkout: `eval.study` for the wheel's `mtptrain.eval.study`."""
     spec = sys.modules["__main__"].__spec__
     name = Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")
     return re.sub(r"^mtptrain\.(data_prep|eval)\b", r"\1", name)

@@ -1,1 +1,1 @@
-"""Converts heads to the formats of engines, and from those of published checkpoints."""
+"""Converts heads to the formats of engines, and published checkpoints to heads."""

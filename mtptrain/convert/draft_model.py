@@ -41,8 +41,9 @@ def load_draft_model(
         setting: name of the setting, for error messages.
 
     Raises:
-        FileNotFoundError: `path` is neither a model directory nor a hub name.
-        ValueError: `path` does not hold a language model with the target's tokenizer.
+        FileNotFoundError: `path` is neither a model directory nor a hub name, or the model has no weights.
+        ValueError: `path` does not hold a language model with the target's tokenizer, or its weights do not match its
+            config.
     """
     published_config(path, read_target_config(target_dir), setting)
     config = DraftModelHead.Config(init_from=path)
@@ -58,7 +59,7 @@ def initial_weights(
     """Returns the directory of `init_from` and its weights, padded to the target's vocabulary.
 
     Raises:
-        FileNotFoundError: `init_from` is neither a model directory nor a hub name.
+        FileNotFoundError: `init_from` is neither a model directory nor a hub name, or the model has no weights.
         ValueError: the tokenizer is not the target's, or the tensors are not those that the model's config describes.
     """
     assert config.init_from is not None
@@ -87,7 +88,7 @@ def initial_weights(
 
 
 def check_start(config: HeadConfig, target_dir: Path) -> None:
-    """Check, before any long work, that the language model in `head.init_from` has the target's tokenizer.
+    """Check the tokenizer and weights of the language model in `head.init_from` before any long work.
 
     Other heads, and draft models of other runs, are not checked here.
 
@@ -132,7 +133,7 @@ def _padded(table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
-    """Check that a language model has the target's tokenizer, and an embedding for every token of it.
+    """Check that a language model has the target's tokenizer, and an embedding for each of its tokens.
 
     If the model or the target has no tokenizer files, it suffices that their vocabularies have the same size.
 
@@ -162,7 +163,7 @@ def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
 
 
 def start_from_target_model(head: DraftModelHead, target_dir: Path) -> None:
-    """Copy the target's first layers into a draft model of its width; call `project_embeddings` if it is narrower."""
+    """Copy the target's first layers into a draft model, or call `project_embeddings` if the model is narrower."""
     if head.config.hidden_size < read_target_config(target_dir).hidden_size:
         project_embeddings(head, target_dir)
     else:
@@ -171,10 +172,11 @@ def start_from_target_model(head: DraftModelHead, target_dir: Path) -> None:
 
 @torch.no_grad()
 def project_embeddings(head: DraftModelHead, target_dir: Path) -> None:
-    """Start the embeddings and the output layer of a narrower draft model as projections of the target's.
+    """Set the embeddings and the output layer of a narrower draft model to projections of the target's.
 
-    Each table keeps its principal components, as many as the model is wide, at the scale of the random weights. The
-    layers stay random.
+    Each table is projected onto its first principal components, as many as the model's hidden size, and scaled to the
+    standard deviation of random weights. If the two are tied, the output layer's projection is used. The decoder layers
+    stay random.
     """
     parts, size = load_frozen_parts(target_dir), head.config.hidden_size
     # The target multiplies its states by the weight of its final norm before lm_head. The draft model's own norm starts
@@ -188,9 +190,10 @@ def project_embeddings(head: DraftModelHead, target_dir: Path) -> None:
 
 
 def principal_components(table: torch.Tensor, size: int, scale: float) -> torch.Tensor:
-    """Returns the rows of a table [V, H] in the basis of its first principal components [V, size].
+    """Returns the rows of a table [V, H], minus their mean, in the basis of its first principal components [V, size].
 
-    The standard deviation of all entries is `scale`. Subtracting the mean row changes no softmax.
+    The standard deviation of all returned entries is `scale`. Without its mean row, an output layer gives the same
+    softmax.
     """
     centred = table - table.mean(0)
     directions = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -size:]  # ascending eigenvalues
@@ -203,7 +206,8 @@ def copy_first_layers(head: DraftModelHead, target_dir: Path) -> None:
     """Copy the target's embeddings, first decoder layers, final norm and lm_head into a draft model.
 
     Raises:
-        ValueError: the draft model differs from the target in family or sizes, or has more layers.
+        ValueError: the draft model differs from the target in family or sizes, or has more layers, or a tensor of the
+            target is quantised.
     """
     target = read_target_config(target_dir)
     ours, theirs = ({name: getattr(each, name, None) for name in COPIED_SIZES} for each in (head.config, target))

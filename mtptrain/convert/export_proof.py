@@ -18,7 +18,7 @@ from mtptrain.target.model import TargetStates, Verified
 from mtptrain.training.batches import pack_states
 
 PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
-"""K is DRAFTS, except for heads that are bound to their depths, which draft as many tokens as they have depths."""
+"""K is DRAFTS, or T for a head with `is_bound_to_depths`."""
 TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
 """Number of tokens of each document whose states the heads read. The drafts also read the token after them."""
 

@@ -87,7 +87,7 @@ class VllmMimo(MimoLayer):
 
 
 def swap_halves(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a projection [H, 2H] with the columns of embedding [H, :H] and hidden state [H, H:] swapped."""
+    """Returns a projection [H, 2H] with its first H and last H columns (embedding and hidden state) swapped."""
     return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 

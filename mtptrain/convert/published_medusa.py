@@ -1,7 +1,7 @@
 """Reads published Medusa heads in vLLM's layout, or in that of FasterDecoding, the project of Medusa's authors.
 
-Published heads may have an lm_head per depth. Our heads use the target's lm_head instead, and published ones are only
-compared with the target's.
+Published heads may have an lm_head per depth. Our heads use the target's lm_head instead; a published lm_head is only
+compared with it.
 """
 
 import re

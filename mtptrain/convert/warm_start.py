@@ -1,4 +1,4 @@
-"""Gives a head its initial weights: those of `head.init_from`, or with `head.start_from_target` the target's own.
+"""Gives a head its initial weights, from `head.init_from` or, with `head.start_from_target`, from the target.
 
 Training starts from these weights. The weights of `head.init_from` must fit the head of the config;
 `mtptrain.convert.published_heads` lists the formats that can be read. If a run has no trained head, acceptance and
@@ -88,15 +88,15 @@ SOURCES = {
 def start_from_target(head: Head, target_dir: Path) -> None:
     """Copy the target's last decoder layer and final norm into a random head, where their shapes agree.
 
-    The first columns of some projections of head `eagle3` read the embedding and stay random. The random weights of
-    `fc` or `eh_proj` are halved, and the identity is added to the columns for the hidden state (in `eagle3`, for the
-    last captured stream), so that the layer reads the target's states.
+    In head `eagle3`, the first columns of the query, key and value projections read the embedding and stay random. The
+    random weights of `fc` or `eh_proj` are halved, and the identity is added to the columns for the hidden state (in
+    `eagle3`, for the last captured stream), so that the layer reads the target's states.
 
-    Head `draft_model` becomes a copy of the target's first layers instead.
+    Head `draft_model` starts from other weights of the target: see `start_from_target_model`.
 
     Raises:
-        ValueError: no projection of the target's layer has the shape of the head's, or the head has neither `fc` nor
-            `eh_proj`.
+        ValueError: no projection of the target's layer has the shape of the head's, the head has neither `fc` nor
+            `eh_proj`, a tensor of the target is quantised, or a draft model differs from the target.
     """
     if isinstance(head, DraftModelHead):
         start_from_target_model(head, target_dir)

@@ -28,8 +28,8 @@ class LayerConfig(HeadConfig):
     """Settings that all heads with decoder layers share, except `draft_model`."""
 
     num_attention_heads: int | None = None
-    """Number of attention heads. null takes the target's, or another number if hidden size / number would not
-    be 64 or 128."""
+    """null takes the target's number if hidden size / number is then 64 or 128; otherwise hidden size / 128, or
+    hidden size / 64 if 128 does not divide the hidden size."""
     num_key_value_heads: int | None = None
     """null takes the target's number, or one per attention head if that number does not divide the attention heads."""
     intermediate_size: int | None = None

@@ -108,7 +108,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def document_checksum(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Returns the XXH3-128 of a document's tensors, which are on the CPU.
+    """Returns the XXH3-128 of a document's tensors.
 
     The checksum detects damage, not deliberate changes. It is ten times as fast as SHA-256, which makes it cheap enough
     to check every read.

@@ -52,7 +52,7 @@ def shard_windows(num_shards: int, window_shards: int, seed: int) -> list[list[i
 
 
 def document_order(windows: Sequence[Sequence[int]], shards: Sequence[range], seed: int) -> NDArray[np.int64]:
-    """Returns the indices of all documents [D], window by window, shuffled within each window."""
+    """Returns the indices i64[documents] of all documents, window by window, shuffled within each window."""
     generator = np.random.default_rng([seed, DOCUMENT_ORDER])
     return np.concatenate(
         [generator.permutation(np.concatenate([shards[shard] for shard in window])) for window in windows]
@@ -216,7 +216,7 @@ class Releases:
     """Releases the windows of a store once no later step reads them."""
 
     def __init__(self, store: StreamedStore, steps: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Find the first and the last step of every window.
+        """Find the first and the last step that read each window.
 
         Args:
             store: the store that the steps read.
@@ -269,7 +269,7 @@ class Releases:
         return stopped_by
 
     def num_unread(self, step: int) -> int:
-        """Returns how many windows, counted from the first, no step reads any more once `step` steps are done."""
+        """Returns the number of windows, counted from the first, that no step after the first `step` steps reads."""
         return int(np.searchsorted(self._unread_after, step, side="right"))
 
     def is_due(self, step: int) -> bool:
@@ -290,7 +290,7 @@ class Releases:
 
 
 def _window_of_documents(store: StreamedStore) -> NDArray[np.int64]:
-    """Returns the index of each document's window [D]."""
+    """Returns the index of each document's window i64[documents]."""
     windows = np.empty(store.num_documents, np.int64)
     for number, window in enumerate(store.windows):
         for shard in window:

@@ -33,7 +33,7 @@ class TargetCosts:
     attention_flops: int
     """FLOPs of attention for each pair of a query token and a key token, over all layers."""
     traffic_bytes_per_token: int
-    """Bytes that elementwise kernels of the decoder layers read and write in bf16."""
+    """Bytes that elementwise kernels of the decoder layers read and write per token, in bf16."""
 
     def flops_per_token(self, document_tokens: float) -> float:
         """Returns 2 FLOPs per active parameter, plus causal attention over half a document on average.
@@ -116,7 +116,7 @@ class MicroBatch:
 
 
 def step_costs(micro_batch: MicroBatch, is_compiled: bool = False) -> StepCosts:
-    """Runs a training step on tensors without data, and returns its costs. In bf16, it runs the same code as on a GPU.
+    """Runs a training step on fake tensors, and returns its costs. In bf16, it runs the same code as on a GPU.
 
     Args:
         micro_batch: the documents and settings of the step.

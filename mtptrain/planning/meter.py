@@ -52,7 +52,7 @@ class Meter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = Counter[str]()
-        """Peak memory of operator outputs and of tensors passed to `hold`, by device."""
+        """Peak memory of operator outputs, tensors passed to `hold` and flash attention's scratch, by device."""
         self.matmul_flops = 0
         self.matmul_bytes = 0
         self.attention_flops = 0

@@ -74,7 +74,8 @@ def first_draft_divergence(
 ) -> Divergence | None:
     """Returns the first draft that only one side accepted. All answers must be equal.
 
-    Returns None if every count is equal, or if the rounds of a prompt cannot be paired before a difference is found.
+    Returns None if all counts are equal, if they differ only past the end of an answer, or if one side runs out of
+    rounds before a difference is found.
 
     Args:
         target: the target.

@@ -173,6 +173,8 @@ class VllmProcess:
         """Returns greedy answers to prompts of token ids, and how much the counters grew.
 
         Raises:
+            FileNotFoundError: the interpreter does not exist.
+            ValueError: vLLM is not installed for it.
             RuntimeError: the engine failed.
         """
         job = GenerateJob(

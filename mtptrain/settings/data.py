@@ -62,7 +62,7 @@ class PromptsConfig:
     pattern: str = "*"
     """`text_files`: glob for file names."""
     exclude: list[str] = field(default_factory=list)
-    """`text_files`: globs for paths to skip. A glob is compared with the path relative to its directory in `paths`."""
+    """`text_files`: globs for paths to skip. Each is matched with a path relative to the directory in `paths`."""
     schema: ConversationSchema = ConversationSchema.auto
     split: str = "train"
     """`conversations`: name of the split to read from hub datasets."""
@@ -133,8 +133,8 @@ class HiddenStatesConfig:
     tensor_parallel_size: int = at_least(1, default=1)
     """`vllm`: number of GPUs per engine; each rank starts its own engine."""
     kv_cache_memory_bytes: int | None = None
-    """`vllm`: the engine's setting of the same name. null lets the engine choose on a GPU, and takes what two
-    batches need on a CPU."""
+    """`vllm`: the engine's setting of the same name. With null, the engine chooses on a GPU; on a CPU, it gets what
+    two batches need."""
     scratch_dir: str | None = None
     """`vllm`: directory where the engine first writes the states of up to two shards per rank. `/dev/shm` saves
     disk traffic; null creates a directory inside the store."""

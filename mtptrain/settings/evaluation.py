@@ -213,10 +213,11 @@ class BenchConfig:
     """Settings of the eval.bench programs, which alternate between the candidates within one run."""
 
     target: str | None = None
-    """`8b` measures random weights with the dimensions of an 8B Llama; eval.bench.train also knows `70b`. null measures
-    the recipe's target, or in eval.bench.train the targets of `hidden_sizes`."""
+    """In eval.bench.extraction and eval.bench.train: `8b` measures random weights with the dimensions of an 8B Llama;
+    eval.bench.train also knows `70b`. null measures the recipe's target, or in eval.bench.train the targets of
+    `hidden_sizes`."""
     documents: int = at_least(1, default=64)
-    """Number of documents, which consist of random tokens and have log-normal lengths."""
+    """Number of documents of random tokens in eval.bench.extraction. Their lengths are log-normal."""
     median_tokens: int = at_least(1, default=250)
     max_tokens: int = at_least(1, default=2000)
     repeats: int = at_least(1, default=3)
@@ -241,9 +242,9 @@ class BenchConfig:
     longest_tokens: int = at_least(1024, default=32_768)
     """Length in tokens of the longest document for which eval.bench.train measures time and memory."""
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32], metadata=each_at_least(1))
-    """Prompts that eval.bench.decode decodes together."""
+    """Numbers of prompts that eval.bench.decode decodes together."""
     draft_depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata=each_at_least(1))
-    """Values of K in eval.bench.decode."""
+    """Values of K in eval.bench.decode and eval.bench.heads."""
     decode_prompts: int = at_least(1, default=32)
     """Number of prompts that eval.bench.decode measures; its prediction uses as many other prompts."""
     out: str | None = None

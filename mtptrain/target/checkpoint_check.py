@@ -22,7 +22,8 @@ def check_weights(target_dir: Path) -> None:
 
     Raises:
         FileNotFoundError: the target has no weights.
-        ValueError: a file is damaged, or a dtype, a shape or the number of layers does not match the config.
+        ValueError: a file is damaged, transformers cannot build a model with the config, or a dtype, a shape or the
+            number of layers does not match the config.
     """
     config = read_target_config(target_dir)
     tensors = {
@@ -72,7 +73,7 @@ def _expected_shapes(target_dir: Path, config: PreTrainedConfig) -> dict[str, tu
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # the model's code asserts, imports kernels and computes with what the config says
+    except Exception as error:  # with a wrong config, the model's code may raise anything
         raise ValueError(
             f"{target_dir / 'config.json'}: must describe a model that transformers can build, but transformers "
             f"reports {one_line(error)}; {DOWNLOAD_AGAIN}"

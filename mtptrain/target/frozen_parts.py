@@ -73,6 +73,7 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     """Read only the embeddings, final norm and lm_head from the target's safetensors files.
 
     Raises:
+        FileNotFoundError: the target has no weights.
         ValueError: a tensor is missing or quantised, the weights do not match the config, or the family is not
             supported.
     """
@@ -92,6 +93,7 @@ def refuse_quantised_parts(target_dir: Path) -> None:
     """Refuse a checkpoint with quantised embeddings, final norm or lm_head. Reads only the headers of its files.
 
     Raises:
+        FileNotFoundError: the target has no weights.
         ValueError: one of these tensors is quantised.
     """
     _refuse_quantised(target_dir, tuple(name.removesuffix("weight") for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD)))
@@ -116,6 +118,7 @@ def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
     For families whose norms multiply by 1 + weight, the returned norm weights include the 1.
 
     Raises:
+        FileNotFoundError: the target has no weights.
         ValueError: a tensor is quantised, or the family is not supported.
     """
     config = read_target_config(target_dir)

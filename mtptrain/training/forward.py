@@ -31,7 +31,7 @@ def training_losses(
         scale: weight of each depth's sum in the loss [T].
         settings: which loss to compute, and how.
         clock: accumulates the seconds of the phases `forward` and `loss`.
-        call_head: called in place of the head, for example the engine that wraps it.
+        call_head: called in place of the head, for example the DeepSpeed engine that wraps it.
     """
     with clock.phase("forward"):
         # 1. A row's target token is the one after it: the target's state there gives the distribution that depth 0

@@ -115,7 +115,7 @@ class StepMeter:
         self._step_ended = time.perf_counter()
 
     def read(self, ranks: Ranks) -> dict[str, float]:
-        """Sums over all ranks what was measured since the last call, then restarts.
+        """Sums the measurements since the last restart over all ranks, then restarts.
 
         Returns:
             `tokens` of whole documents and `tokens_per_s`; `supervised_tokens_per_s`, the number of draft positions per
@@ -151,7 +151,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class Tracer:
-    """Writes a trace of the sixth, seventh and eighth step, if `path` is not None."""
+    """Writes a trace of the sixth, seventh and eighth step of this process, if `path` is not None."""
 
     def __init__(self, path: Path | None) -> None:
         self._profiler = None

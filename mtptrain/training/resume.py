@@ -52,7 +52,7 @@ def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict
 
 
 def _data_facts(store: HiddenStore) -> dict[str, object]:
-    """Returns what identifies the documents of the store and the order in which they are trained on."""
+    """Returns facts that identify the documents of the store and the order of training on them."""
     if isinstance(store, StreamedStore):
         return {
             "the sha256 of the hidden states' plan": file_sha256(store.directory / PLAN),

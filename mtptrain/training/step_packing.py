@@ -37,7 +37,7 @@ PAIR_COST = 1 / 32_768
 
 @dataclass(frozen=True)
 class Anchors:
-    """Draws at random which draft positions of a document a step uses, for heads that do not use all of them."""
+    """Samples the draft positions of a document for one step, for heads that do not use all of them."""
 
     per_document: int
     seed: tuple[int, ...]
@@ -50,7 +50,7 @@ class Anchors:
 
 
 def document_costs(store: HiddenStore, most_drafts: float = math.inf) -> NDArray[np.float64]:
-    """Returns the training cost of each document [D]: 1 per row that drafts, plus attention and keys; 0 if none drafts.
+    """Returns the training cost of each document: 1 per row that drafts, plus attention and keys; 0 if no row drafts.
 
     Args:
         store: the documents.
@@ -62,7 +62,7 @@ def document_costs(store: HiddenStore, most_drafts: float = math.inf) -> NDArray
 def shard_costs(
     loss_mask: NDArray[np.uint8], offsets: NDArray[np.int64], most_drafts: float = math.inf
 ) -> NDArray[np.float64]:
-    """Returns the costs [D] of documents with concatenated loss masks [N], where document i begins at `offsets[i]`.
+    """Returns the costs of documents with concatenated loss masks [N], where document i begins at `offsets[i]`.
 
     The computation is vectorised over documents, because a store may have millions.
     """
@@ -103,8 +103,8 @@ def pack_documents(
     first. Documents with cost 0 are left out. So is the last step if one of its micro-batches stays empty.
 
     Args:
-        lengths: number of tokens of each document [D].
-        costs: cost of each document [D].
+        lengths: number of tokens of each document.
+        costs: cost of each document.
         batch_tokens: maximum number of tokens in one micro-batch.
         micro_batches: number of micro-batches of a step.
         order: document indices in the order in which they are taken.

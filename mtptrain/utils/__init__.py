@@ -1,1 +1,1 @@
-"""Ranks, clocks, compiled functions and files."""
+"""Ranks, clocks, CPU features, compiled functions, files, errors and bounds of settings."""

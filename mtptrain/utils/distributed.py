@@ -88,7 +88,7 @@ class StopSignal:
         self._received = number
 
     def agreed(self) -> signal.Signals | None:
-        """Return a signal that any rank received, or None; equal on all ranks. All ranks must call this together."""
+        """Return a signal that some rank received, or None; the same on all ranks. All ranks must call it together."""
         received = torch.tensor([self._received])
         if self._has_others:  # on the CPU, so that it does not wait for work queued on the GPU
             dist.all_reduce(received, dist.ReduceOp.MAX, group=_waiting_group)

@@ -63,7 +63,7 @@ def _is_seed(value: int) -> bool:
 
 
 def directory_path(*, default: T) -> T:
-    """Declare the path of a directory that exists or can be created; None is allowed."""
+    """Declare the path of a directory, which need not exist, or None. Empty paths, files and the root are refused."""
     return _bounded(
         lambda path: path is None or (path.strip() != "" and not Path(path).is_file() and not _is_root(path)),
         "name a directory",

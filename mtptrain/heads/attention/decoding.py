@@ -1,4 +1,4 @@
-"""Computes the attention of a head with one decoder layer during decoding, over cached keys and values."""
+"""Computes attention over cached keys and values, for decoding with a head of one decoder layer."""
 
 import torch
 import torch.nn.functional as F

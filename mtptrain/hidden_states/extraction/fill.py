@@ -23,7 +23,7 @@ class Streams(Protocol):
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         """Yields an iterator for each shard in order.
 
-        A shard's iterator yields the index of each prompt in the shard and its states [n, L + 1, H], in any order: the
+        A shard's iterator yields, in any order, the index of each prompt in the shard and its states [n, L + 1, H]: the
         captured layers, then the state before the final norm. The caller must exhaust one iterator before it requests
         the next.
         """
