@@ -1,10 +1,10 @@
 """Defines the format of stage 2's output and reads it; mtptrain/hidden_states/writer.py writes it.
 
 `run_dir/hidden_states/` holds `shard_00000.safetensors`, ... and `manifest.json`, which is written last and identifies
-the target, prompts and settings of the states. A shard holds `input_ids` i32[N], `loss_mask` u8[N], `document_offsets`
-i64[D+1], `document_ids` i64[D], `document_checksums` u8[D, 16], `hidden_states` bf16[N, H] (after the last decoder
-layer, before the final norm) and, for heads that capture layers, `aux_hidden_states` bf16[N, L, H]. With store dtype
-fp8, both are e4m3; with fp8_aux, only `aux_hidden_states` is. `hidden_states_scales` f32[N] and
+the target, prompts and settings of the states. A shard of `documents` documents and N tokens holds `input_ids` i32[N],
+`loss_mask` u8[N], `document_offsets` i64[documents + 1], `document_ids` i64[documents], `document_checksums`
+u8[documents, 16], `hidden_states` bf16[N, H] (after the last decoder layer, before the final norm) and, for heads that
+capture layers, `aux_hidden_states` bf16[N, L, H]. With store dtype fp8, both are e4m3; with fp8_aux, only `aux_hidden_states` is. `hidden_states_scales` f32[N] and
 `aux_hidden_states_scales` f32[N, L] hold the scales of e4m3 values (`fp8.py`). While the store is being filled, it
 holds `plan.json` instead of a manifest, and a record `shard_*.json` for each finished shard. Both are deleted once the
 manifest is written.
@@ -142,12 +142,12 @@ class HiddenStore:
 
     @cached_property
     def document_lengths(self) -> NDArray[np.int64]:
-        """The number of tokens in each document [D]."""
+        """The number of tokens in each document, i64[documents]."""
         return np.concatenate([np.diff(shard["document_offsets"].numpy()) for shard in self._shards()])
 
     @cached_property
     def document_ids(self) -> NDArray[np.int64]:
-        """Each document's line in stage 1's documents.jsonl [D]."""
+        """Each document's line in stage 1's documents.jsonl, i64[documents]."""
         return np.concatenate([shard["document_ids"].numpy() for shard in self._shards()])
 
     def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:

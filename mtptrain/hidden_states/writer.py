@@ -49,7 +49,7 @@ def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
     """Returns the indices of the documents in each shard. They do not depend on the number of ranks.
 
     Args:
-        lengths: number of tokens in each document [D].
+        lengths: number of tokens in each document, i64[documents].
         shard_tokens: a shard ends with the document that reaches this many tokens; at least 1.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths)])
