@@ -4,10 +4,10 @@
 the target, prompts and settings of the states. A shard of `documents` documents and N tokens holds `input_ids` i32[N],
 `loss_mask` u8[N], `document_offsets` i64[documents + 1], `document_ids` i64[documents], `document_checksums`
 u8[documents, 16], `hidden_states` bf16[N, H] (after the last decoder layer, before the final norm) and, for heads that
-capture layers, `aux_hidden_states` bf16[N, L, H]. With store dtype fp8, both are e4m3; with fp8_aux, only `aux_hidden_states` is. `hidden_states_scales` f32[N] and
-`aux_hidden_states_scales` f32[N, L] hold the scales of e4m3 values (`fp8.py`). While the store is being filled, it
-holds `plan.json` instead of a manifest, and a record `shard_*.json` for each finished shard. Both are deleted once the
-manifest is written.
+capture layers, `aux_hidden_states` bf16[N, L, H]. With store dtype fp8, both are e4m3; with fp8_aux, only
+`aux_hidden_states` is. `hidden_states_scales` f32[N] and `aux_hidden_states_scales` f32[N, L] hold the scales of e4m3
+values (`fp8.py`). While the store is being filled, it holds `plan.json` instead of a manifest, and a record
+`shard_*.json` for each finished shard. Both are deleted once the manifest is written.
 
 Three checks detect damage. Mapping a shard compares its length, and the checksum of its header, tables and loss mask,
 with the manifest. Reading a document compares its checksum. `verify` compares the sha256 of every shard.
