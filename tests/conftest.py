@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# The tests are for the CPU, on machines with GPUs too: torch would take what DeepSpeed is told to leave.
+# Tests run on the CPU even where there are GPUs. DS_ACCELERATOR is for DeepSpeed alone; torch needs its own variable.
 os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 import tests.cuda.guard  # noqa: F401 - must come before torch
 
@@ -34,7 +34,7 @@ from mtptrain.target.model import Target
 from tests.programs import run_ranks
 from tests.slow import is_slow
 
-# A shell lets the programs that it starts in the background ignore Ctrl-C, which tests send to themselves.
+# A shell makes its background programs ignore Ctrl-C, but some tests send Ctrl-C to themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -163,7 +163,7 @@ def make_target(
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # a norm that is left out must show
+            if "norm" in name:  # so that the results change if a norm is left out
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
     make_tokenizer(chat_template).save_pretrained(directory)
@@ -183,7 +183,7 @@ PLAIN = ("train.compile=false", "head.start_from_target=false")
 
 
 def make_config(*overrides: str) -> PipelineConfig:
-    """The quickstart recipe with overrides, as a program sees it; its run folder is not there."""
+    """The quickstart recipe with overrides, as a program sees it; its run folder does not exist."""
     with initialize_config_dir(RECIPES, version_base="1.3"):
         return load_config(compose("pipeline", ["recipe=quickstart", "run_dir=not_there", *PLAIN, *overrides]))
 
@@ -204,8 +204,7 @@ def config_for(tmp_path: Path, tiny_target: Path) -> Callable[..., PipelineConfi
 
 
 def program_command(module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> list[str]:
-    """The command line of a program with a recipe of the demo target, through torchrun where several ranks are asked
-    for."""
+    """The command line of a program with a recipe of the demo target; torchrun starts it if there are several ranks."""
     launcher = [sys.executable, "-m"]
     if num_ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
@@ -220,7 +219,7 @@ def run_program(
 
 
 def write_text_files(directory: Path, num_files: int = 40, num_lines: int = 30) -> Path:
-    """Source-like files that differ, with words that come again."""
+    """Write files that look like source code: all different, with recurring words."""
     generator = random.Random(0)
     names = [f"{verb}_{noun}" for verb in ("read", "write", "open") for noun in ("file", "line", "row", "table")]
     directory.mkdir(parents=True, exist_ok=True)
@@ -268,7 +267,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tup
 
 @pytest.fixture
 def fresh_run(tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
-    """A copy of `tiny_run` of one's own: its folder, and every override, run_dir included."""
+    """A copy of `tiny_run` for one test alone: its folder, and every override, run_dir included."""
     run_dir, overrides = tiny_run
     shutil.copytree(run_dir, tmp_path / "run")
     return tmp_path / "run", (f"run_dir={tmp_path}/run", *overrides)

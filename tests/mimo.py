@@ -1,4 +1,4 @@
-"""Tiny MiMo targets with an MTP layer of their own, as `make_target` cannot write them."""
+"""Tiny MiMo targets with an MTP layer of their own, which `make_target` cannot write."""
 
 import json
 from pathlib import Path

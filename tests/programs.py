@@ -31,8 +31,7 @@ FORKED.set_forkserver_preload(
 
 
 def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module` to its end, as each of several ranks where they are asked for: the others end with the
-    first that fails.
+    """Run `python -m module` to its end, in `num_ranks` processes. If one fails, the others are ended.
 
     Returns:
         The first exit code that is not 0, and what all ranks printed.
@@ -64,7 +63,7 @@ def ranks_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def run_module(module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
-    """In a process of its own: `python -m module arguments`."""
+    """Run `python -m module arguments`. The caller starts it in a process of its own."""
     for descriptor, path in ((1, stdout), (2, stderr)):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, descriptor)
@@ -84,8 +83,7 @@ def run_module(module: str, arguments: list[str], environment: dict[str, str], s
 
 
 def wait_for(processes: list[BaseProcess]) -> list[int] | None:
-    """Exit codes of all, once they have ended; those that go on when one has failed are ended. None where the time is
-    up."""
+    """Wait for all processes, ending the others if one fails. Returns their exit codes, or None after `TIMEOUT_S`."""
     deadline = time.monotonic() + TIMEOUT_S
     while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
         if time.monotonic() > deadline:
@@ -93,7 +91,7 @@ def wait_for(processes: list[BaseProcess]) -> list[int] | None:
             return None
         time.sleep(0.01)
     for process in processes:
-        process.join(20)  # they may say something of their own
+        process.join(20)  # the others may still report errors of their own
     end(processes)
     return [process.exitcode or 0 for process in processes]
 

@@ -42,7 +42,7 @@ class PublishedTarget:
     """One target."""
 
     name: str
-    """On the hub."""
+    """The name on the hub."""
     model_type: str
     num_parameters: float
     """As published, to three digits."""

@@ -1,4 +1,4 @@
-"""Arrows point one way: data_prep -> mtptrain <- eval; programs are started, never imported; third parties are
+"""Imports point one way, data_prep -> mtptrain <- eval; programs are started, never imported; third-party imports are
 declared."""
 
 import ast
@@ -17,7 +17,7 @@ import pytest
 from tests.slow import SLOW
 
 ROOT = Path(__file__).parents[1]
-ROOMS = (
+PARTS = (
     *(
         "utils",
         "target",
@@ -32,7 +32,7 @@ ROOMS = (
     ),
     *("hidden_states", "training", "convert", "planning", "train", "export", "__main__"),
 )
-"""The rooms of `mtptrain/`; each imports from those to its left alone."""
+"""The parts of `mtptrain/`; each imports only from those before it."""
 MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 14, 350, 60
 FORBIDDEN = {
     "mtptrain": {"data_prep", "eval", "tests"},
@@ -69,7 +69,7 @@ def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def import_violations(root: Path) -> list[str]:
-    """What breaks the arrows, as `path:line: what`."""
+    """Imports in a forbidden direction and imports of programs, as `path:line: what`."""
     all_modules = modules(root)
     programs = {name for name, path in all_modules.items() if IS_PROGRAM.search(path.read_text())}
     violations = []
@@ -92,16 +92,16 @@ def test_imports_point_one_way_and_programs_are_never_imported() -> None:
 
 
 def upward_imports(root: Path) -> list[str]:
-    """Imports of a room of `mtptrain/` from one that is not before it in `ROOMS`, as `path:line: what`."""
+    """Imports of a part of `mtptrain/` from one after it in `PARTS`, as `path:line: what`."""
     found = []
     for name, path in modules(root).items():
-        package, room = [*name.split("."), ""][:2]
-        if package != "mtptrain" or not room:
+        package, part = [*name.split("."), ""][:2]
+        if package != "mtptrain" or not part:
             continue
         for line, imported in imports(name, path):
             package, other = [*imported.split("."), ""][:2]
-            if package == "mtptrain" and other in ROOMS and ROOMS.index(other) > ROOMS.index(room):
-                found.append(f"{path.relative_to(root)}:{line}: {room} must not import {other}")
+            if package == "mtptrain" and other in PARTS and PARTS.index(other) > PARTS.index(part):
+                found.append(f"{path.relative_to(root)}:{line}: {part} must not import {other}")
     return list(dict.fromkeys(found))
 
 
@@ -120,7 +120,7 @@ def circles(root: Path) -> list[list[str]]:
 
 
 def test_no_import_of_mtptrain_runs_upward_or_in_a_circle() -> None:
-    assert {name.split(".")[1] for name in modules(ROOT) if name.startswith("mtptrain.")} == set(ROOMS)
+    assert {name.split(".")[1] for name in modules(ROOT) if name.startswith("mtptrain.")} == set(PARTS)
     assert upward_imports(ROOT) == []
     assert circles(ROOT) == []
 

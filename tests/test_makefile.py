@@ -13,7 +13,7 @@ NVIDIA_SMI = "#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3'\n"
 
 
 def commands(target: str, tools: Path, *, has_gpus: bool, **variables: str) -> str:
-    """The commands of a target where the tools found on PATH are those of a folder, with or without `nvidia-smi`."""
+    """The commands of a target if PATH has only a folder of tools, with or without `nvidia-smi`."""
     if has_gpus:
         (tools / "nvidia-smi").write_text(NVIDIA_SMI)
         (tools / "nvidia-smi").chmod(0o755)

@@ -18,7 +18,7 @@ WHERE = "import mtptrain, mtptrain.config as config; print(mtptrain.__file__, co
 
 
 def run(*command: str | Path, cwd: Path, pythonpath: Path | None = None) -> str:
-    """Run a command to its end, without this checkout on its path; its standard output."""
+    """Run a command to its end, without this checkout on its path; returns its standard output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if pythonpath:
         environment["PYTHONPATH"] = str(pythonpath)

@@ -17,7 +17,7 @@ Run = tuple[Path, tuple[str, ...]]
 
 @pytest.fixture(scope="module")
 def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run with all five stages done; stages 4 and 5 with their console output kept."""
+    """A run with all five stages done; the console output of stages 3 to 5 is kept beside it."""
     import shutil
 
     directory = tmp_path_factory.mktemp("pipeline")
@@ -78,7 +78,8 @@ def test_the_export_holds_the_trained_weights_and_its_launch_command(finished: R
 
 
 def without_times(path: Path) -> dict[str, object]:
-    """Of a report, what depends on prompts and settings alone; sums of probabilities round with the batches."""
+    """The part of a report that depends on prompts and settings alone. `quality` does not: its sums of probabilities
+    round differently with other batches."""
     report = json.loads(path.read_text())
     return {
         name: figures

@@ -31,7 +31,7 @@ HEAD_CASES = [(target, head) for target in PUBLISHED_TARGETS for head in HEADS]
 CASES = [*HEAD_CASES, ("llama3_3_70b", "draft_1b")]
 SERVER = "http://localhost:8000/v1"
 NODE_DISK_BYTES = 28 * 10**12
-"""Of the local disks of a usual node with 8 GPUs; a plan should take half of it at most."""
+"""The size of the local disks of a usual node with 8 GPUs; a plan should take half of it at most."""
 BEGIN, END = (
     "# Commands, and the plan at the target's published sizes, written by tests/test_recipe_plans.py:",
     "# End of the plan.",
@@ -158,7 +158,7 @@ def make_header(recipe: str, target: str, config: PipelineConfig, plan: Plan) ->
 
 
 def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> list[str]:
-    """Those of the whole run, in order."""
+    """The commands of the whole run, in order."""
     num_gpus, settings = config.planner.num_gpus, config.hidden_states
     engines = num_gpus // settings.tensor_parallel_size
     extracting = engines if settings.backend is Backend.vllm else 1 if plan.is_spread else num_gpus

@@ -23,7 +23,7 @@ H100 = SimpleNamespace(
 
 
 class FakeEvent:
-    """An event that has always happened: `PhaseClock` records them around each phase."""
+    """An event that is always complete. `PhaseClock` records events around each phase."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         pass
@@ -65,8 +65,8 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
 def place(
     module: nn.Module, device: str | dict[str, str] = "cuda:0", dtype: torch.dtype | None = torch.bfloat16
 ) -> nn.Module:
-    """Replace the weights of a module by fake ones on a device, or on that of the longest prefix of their module's
-    name.
+    """Replace the weights of a module with fake ones on `device`, which may be a dict from prefixes of module names to
+    devices; the longest prefix decides.
 
     `Module.to` moves data and cannot be used; buffers keep their dtype, and so do weights where `dtype` is None.
     """

@@ -1,9 +1,8 @@
 """Compiles what `train.compile` fuses for an H100, on a machine without a GPU.
 
 A training step runs on fake CUDA tensors. Inductor writes a Triton kernel for each fused function of it, forward and
-backward, and Triton's NVIDIA backend turns these into machine code, which nothing runs. This is a program of its own
-because it changes torch and
-Triton for good:
+backward, and Triton's NVIDIA backend turns these into machine code, which is never run. This is a program of its own
+because it changes torch and Triton for good:
 
     python -m tests.cuda.inductor mtp null kl    # a head, its draft vocabulary, a loss; prints kernels as JSON
 """
@@ -72,7 +71,7 @@ TARGET = LlamaConfig(
     rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
 )
 LENGTHS, SPANS = [2048] * 4, [(document, 1024, 1023) for document in range(4)]
-"""Documents of which the second half is taught: with prompts, so that attention has two parts to merge."""
+"""Documents whose second half is trained on. The first half is a prompt, so that attention has two parts to merge."""
 
 
 def pretend_an_h100() -> None:

@@ -1,10 +1,10 @@
-"""What is known of a Triton kernel from its source: the memory traffic that it causes."""
+"""Counts the memory traffic of a Triton kernel from its source."""
 
 import re
 from dataclasses import dataclass
 
 NUM_DEPTHS, VOCAB_SIZE, HIDDEN_SIZE = 3, 128_256, 4096
-"""Of the step that `tests.cuda.inductor` compiles: an 8B Llama's."""
+"""The sizes of the step that `tests.cuda.inductor` compiles, for an 8B Llama."""
 BYTES = {"fp32": 4, "bf16": 2, "i64": 8, "i32": 4, "i1": 1, "u8": 1}
 
 
@@ -17,15 +17,15 @@ class Kernel:
     is_backward: bool
     source: str
     bytes_per_element: int
-    """Read and written for each element of the rows that the kernel goes over; what a row or a column shares is left
-    out."""
+    """Bytes read and written for each element of the rows that the kernel processes. Values shared by a whole row or
+    column are not counted."""
     target: str = ""
     """The architecture that its PTX names."""
     cubin_bytes: int = 0
 
 
 def bytes_per_element(source: str) -> int:
-    """Counts the loads and stores of a kernel whose address names both a row and a place in it, or was itself loaded.
+    """Counts the bytes of the loads and stores whose address depends on both a row and a place in it, or was loaded.
 
     A load in each of two loops over a row counts twice. In a reduction rows are `x` and places `r0_`; a pointwise
     kernel has one index.

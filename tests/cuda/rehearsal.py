@@ -30,7 +30,7 @@ class GpuRanks(Ranks):
 
 
 class PlainEngine:
-    """What DeepSpeed's engine is to the trainer, without its optimizer: gradients stay where autograd leaves them."""
+    """Stands in for DeepSpeed's engine, without an optimizer: gradients stay where autograd leaves them."""
 
     def __init__(self, module: Head) -> None:
         self.module = module
@@ -72,7 +72,7 @@ def answers(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarray], depths: int) -> Batch:
-    """As `make_batch` packs documents with these masks, with states on the CPU that have no data."""
+    """The batch that `make_batch` packs from documents with these masks, with states on the CPU that have no data."""
     spans, used, rows = [], [], []
     for document, mask in enumerate(loss_masks):
         first_rows, counts = draft_spans(mask)

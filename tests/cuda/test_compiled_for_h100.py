@@ -99,13 +99,13 @@ def test_functions_with_gradients_are_compiled_backward_too(kernels: dict[str, l
 
 
 def bytes_of(kernels: list[Kernel], function: str) -> int:
-    """For each element of the matrix of logits that a function of the loss goes over."""
+    """Returns the bytes that a function of the loss moves for each element of its matrix of logits."""
     return sum(kernel.bytes_per_element for kernel in kernels if kernel.function == function)
 
 
 def test_the_loss_moves_at_most_12_bytes_for_each_drafted_logit(kernels: dict[str, list[Kernel]]) -> None:
-    """In bf16 drafts' logits are read twice, the teacher's once at each depth and once before all, and the gradient is
-    written.
+    """In bf16, the drafts' logits are read twice, the teacher's once at each depth and once before all depths, and the
+    gradient is written once.
 
     Around them a row's states and their gradients are zeroed, copied and scaled: 16 bytes for each of H values, 0.5 for
     each logit.
@@ -115,11 +115,8 @@ def test_the_loss_moves_at_most_12_bytes_for_each_drafted_logit(kernels: dict[st
     assert at_depths + before / NUM_DEPTHS + 16 * HIDDEN_SIZE / VOCAB_SIZE < 12
 
 
-def test_the_lk_loss_moves_12_bytes_for_each_drafted_logit_and_reads_the_teacher_once(
-    kernels: dict[str, list[Kernel]],
-) -> None:
-    """Its gradient needs sums over the row that need the row's softmax: logits are read three times, the teacher's
-    twice."""
+def test_the_lk_loss_moves_12_bytes_for_each_drafted_logit(kernels: dict[str, list[Kernel]]) -> None:
+    """Its gradient needs sums over the row's softmax: drafts' logits are read three times, and the teacher's twice."""
     assert bytes_of(kernels["eagle3"], "_rows_and_grad") == 3 * 2 + 2 * 2 + 2
 
 
@@ -129,7 +126,7 @@ def test_the_cross_entropy_moves_no_more_bytes_than_the_kl(tmp_path: Path) -> No
 
 
 def test_every_loss_moves_at_most_12_bytes_for_each_logit_that_is_computed(kernels: dict[str, list[Kernel]]) -> None:
-    """Logits are those of all depths over the head's vocabulary and the teacher's over the target's."""
+    """The logits are the drafts' at all depths, over the head's vocabulary, and the teacher's over the target's."""
     for name, (_, draft_vocab_size, _) in CASES.items():
         drafted = NUM_DEPTHS * (draft_vocab_size or VOCAB_SIZE)
         gathered = bytes_of(kernels[name], "_own_logits") * (draft_vocab_size or 0)

@@ -1,4 +1,4 @@
-"""The devices that all other rehearsals stand on, and what the meter counts there."""
+"""The fake devices that all other rehearsals use, and what the meter counts on them."""
 
 import pytest
 import torch

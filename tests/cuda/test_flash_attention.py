@@ -21,7 +21,7 @@ def segments(cum_q: torch.Tensor, cum_k: torch.Tensor) -> Iterator[tuple[slice, 
 
 
 def scores_of(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """[heads, Q, S]; the last query sees every key, each one before it a key less."""
+    """Returns scores [heads, Q, S]. If causal, the last query sees every key, and each query before it one key less."""
     scores = torch.einsum("qhd,khd->hqk", query, of_each_head(key)) * HEAD_DIM**-0.5
     if is_causal:
         seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(key) - len(query))
@@ -113,7 +113,7 @@ def test_the_cuda_branch_is_the_cpu_branch(case: str, num_own: int) -> None:
 
 
 def results(packing: Packing, num_own: int) -> list[torch.Tensor]:
-    """Output, and gradients of everything that goes in."""
+    """Returns the output, and the gradients of all inputs."""
     generator = torch.Generator().manual_seed(1)
 
     def random(rows: int, heads: int) -> torch.Tensor:
@@ -136,8 +136,8 @@ SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp dropout_p "
     "is_causal",
 }
-"""Positional arguments of the private operators that we call. A torch that changes them must be looked at before it is
-allowed."""
+"""Positional arguments of the private operators that we call. Review our calls before allowing a torch that changes
+them."""
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -1,4 +1,4 @@
-"""A target whose layers are on two GPUs: all that drafting and verification touch, on fake tensors."""
+"""Drafting and verification with a target whose layers are on two GPUs, on fake tensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,9 +84,9 @@ def drafter_of(kind: str, head: Head, target: Target) -> Drafter:
 
 @dataclass
 class Answers(TorchDispatchMode):
-    """Answers where the host reads a value, which fake tensors do not have.
+    """Supplies the values that the host reads, because fake tensors have none.
 
-    Decoding asks for numbers, slots and tokens, and for one truth value a round, whether any sequence goes on.
+    Decoding reads numbers, slots and tokens, and one truth value per round: whether any sequence goes on.
     """
 
     rounds_left: int
@@ -123,7 +123,7 @@ def rounds_of(kind: str, head: Head, target: Target) -> list[Round]:
         if quality is not None:
             quality(seen)
 
-    # The hybrid also asks in each round whether the text answers all sequences: yes in one, no in the next.
+    # The hybrid also asks in each round whether prompt lookup drafts for all sequences; the answer here is always yes.
     with Answers(2 * NUM_ROUNDS if kind == "hybrid" else NUM_ROUNDS):
         speculate(
             target,
@@ -192,7 +192,7 @@ def test_slot_indices_are_copied_to_another_device_once_in_a_forward() -> None:
         assert meter.num_calls["_to_copy"] == 2  # slots, and positions
 
 
-def test_a_tied_table_is_not_copied_and_an_untied_one_is_moved_once() -> None:
+def test_a_tied_table_is_not_copied_and_an_untied_one_is_moved() -> None:
     with rehearsal():
         tied, untied = spread_target(is_tied=True), spread_target(is_tied=False)
         assert tied.parts.lm_head is tied.parts.embed_tokens

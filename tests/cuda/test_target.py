@@ -23,7 +23,7 @@ from tests.published_targets import PUBLISHED_TARGETS
 DEVICE = "cuda:0"
 LENGTHS = (300, 300, 40)
 PUBLISHED = ("llama3_1_8b", "llama3_3_70b", "qwen3_30b_a3b", "deepseek_v2_lite")
-"""At their published widths, with two layers."""
+"""Targets that are extracted from at their published widths, with two layers."""
 
 
 def placed_target(config: PreTrainedConfig) -> Target:
@@ -95,7 +95,7 @@ def test_published_sizes_are_extracted(name: str) -> None:
 
 
 class OpenCache(PositionCache):
-    """A cache whose slots in use are known to the host: a fake tensor cannot say which is the highest."""
+    """A cache that takes all its slots as used, because a fake tensor cannot tell the host the highest used one."""
 
     def begin(self, positions: torch.Tensor, tree: Any = None) -> torch.Tensor | None:
         with patch.object(torch.Tensor, "__int__", lambda _: self.num_slots - 1):
@@ -105,7 +105,8 @@ class OpenCache(PositionCache):
 @pytest.mark.parametrize("head_name", HEADS)
 @pytest.mark.parametrize("name", ["llama3_1_8b", "llama3_3_70b"])
 def test_target_and_head_decode_with_their_caches(head_name: str, name: str) -> None:
-    """The prompt, then drafts at two depths, at the target's own width; eagle3 reads the captured streams."""
+    """A prompt and a round are read, with drafts at two depths after each, at the target's own width; eagle3, peagle
+    and dflash read captured layers."""
     config = PUBLISHED_TARGETS[name].config()
     config.num_hidden_layers = 4
     captures = head_name in ("eagle3", "peagle", "dflash")

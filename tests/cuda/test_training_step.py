@@ -25,7 +25,7 @@ CHATS = [
     answers(900, [(300, 900)]),
     answers(500, [(1, 100), (101, 490)]),
 ]
-"""Documents of several answers, whose prompts give keys alone."""
+"""Documents of one to three answers, whose prompts provide only keys and values."""
 
 
 LLAMA_1B: dict[str, object] = {
@@ -119,7 +119,7 @@ def test_every_loss_gives_every_gradient_and_never_waits(kind: LossKind, draft_v
 def test_the_planned_step_is_the_step_that_runs(
     head: str, target: str, settings: dict[str, int], activation_checkpointing: bool
 ) -> None:
-    """Memory of activations and FLOPs, within 5 percent, where the loss has no part in the peak and where it has."""
+    """Activation memory, FLOPs and elementwise bytes agree within 5 percent, with and without the loss in the peak."""
     config = HEADS[head].Config(ttt_steps=3, **settings)
     target_config, train = (
         PUBLISHED_TARGETS[target].config(),
@@ -164,7 +164,8 @@ def zero_steps() -> list[dict[str, object]]:
 def test_deepspeed_steps_take_the_memory_that_is_planned_and_never_wait(
     index: int, zero_steps: list[dict[str, object]], tmp_path: Path
 ) -> None:
-    """At the recipe's own sizes, optimizer and gradients included; the target for validation is not in a step."""
+    """The sizes are the recipe's own, with optimizer and gradients. The plan's target for validation is subtracted,
+    because a step does not hold it."""
     (target, head, stage), step = RECIPES_WITH_ZERO[index], zero_steps[index]
     config = compose_recipe(f"{target}_{head}")
     PUBLISHED_TARGETS[target].config().save_pretrained(tmp_path)

@@ -1,8 +1,8 @@
 """Steps of recipes with DeepSpeed's own engine as rank 0 of 8, on fake CUDA tensors: prints what each takes as a line
 of JSON.
 
-A program, not a test: it joins a process group that does nothing, and has DeepSpeed believe in CUDA, which no other
-test must see.
+A program, not a test: it joins a process group that does nothing, and makes DeepSpeed believe that there is CUDA. No
+other test must see either.
 
     DS_ACCELERATOR=cuda python -m tests.cuda.zero_steps llama3_1_8b,mtp,zero1
 """

@@ -95,7 +95,7 @@ class Generated:
 
 
 def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
-    """Returns the demo target's tokenizer, with words of many bytes and the special tokens of the templates above."""
+    """Returns the demo target's tokenizer, with tokens of many bytes, and the special tokens of the templates above."""
     tokenizer = load_tokenizer(resolve_target(DEMO))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = template

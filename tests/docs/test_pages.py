@@ -125,7 +125,7 @@ def settings() -> dict[str, set[str]]:
 
 
 def prose_lines(page: str) -> Iterator[str]:
-    """Lines that are neither code, nor of a table of results, nor with a URL."""
+    """Yields the lines outside code blocks and tables of results that hold no URL."""
     for line in text_without_code(page).splitlines():
         if not (page.startswith("docs/results/") and line.startswith("|")) and "http" not in line:
             yield line

@@ -99,7 +99,7 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     shutil.rmtree(stage_dir / "checkpoints/step_00000021")
     run("mtptrain.train", *overrides, *settings, "train.max_steps=22")
     assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000022"]
-    assert facts(stage_dir / "best")["step"] == 15, "the choice measured no head that is gone"
+    assert facts(stage_dir / "best")["step"] == 15, "the choice still holds: every head that it measured is still there"
 
 
 def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best_head_into_account(

@@ -53,7 +53,7 @@ def test_figures_count_rounds_that_reach_a_position_and_active_sequences(tmp_pat
 def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap(
     filters: dict[str, float], tmp_path: Path
 ) -> None:
-    """The theorem of speculative sampling (arXiv 2211.17192), which also checks the acceptance rule."""
+    """This is the theorem of speculative sampling (arXiv 2211.17192), so the test also checks the acceptance rule."""
     directory = make_target(tmp_path / "target", vocab_size=12, eos_token_id=None, initializer_range=0.15)
     target = load_target(directory, torch.float32, torch.device("cpu"))
     torch.manual_seed(3)

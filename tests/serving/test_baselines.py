@@ -24,7 +24,7 @@ K = 3
 
 @pytest.fixture(scope="module")
 def small_model(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target without its last two layers, and with noise in what turns states into tokens."""
+    """The target without its last two layers, and with noise in its lm_head."""
     directory = tmp_path_factory.mktemp("small")
     model = AutoModelForCausalLM.from_pretrained(target_of("llama").directory, dtype=torch.float32)
     model.model.layers = model.model.layers[:-2]
@@ -39,8 +39,8 @@ def small_model(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def served(vllm_python: str, target_of: Callable[[str], OnDisk], small_model: Path) -> dict[str, EngineRun]:
-    """By vLLM's name of the method; a process each, for an engine with `draft_model` does not start behind one with
-    `ngram`."""
+    """Returns the runs by vLLM's name of the method. Each has its own process, because an engine with `draft_model`
+    does not start after one with `ngram`."""
     settings = {
         "ngram": {"num_speculative_tokens": K, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
         "draft_model": {"num_speculative_tokens": K, "model": str(small_model)},

@@ -24,7 +24,7 @@ CONTEXT_TOKENS, BATCH_TOKENS = 512, 200
 LAYERS = (2, 0, 1)
 """The last layer before the final norm, the embeddings and the one in between."""
 HEAD_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType({"llama": {"head_dim": 32}, "qwen2": {"head_dim": 32}})
-"""What vLLM has: a head of 32 at least on CPUs, and hidden_size / num_attention_heads for Qwen2."""
+"""Sizes that vLLM can run: attention heads of at least 32 on CPUs, and hidden_size / num_attention_heads for Qwen2."""
 REFUSED = {
     "deepseek_v2": "has multi-head latent attention",
     "gemma3_text": "has layers that vLLM cannot capture",

@@ -87,7 +87,7 @@ def test_in_bf16_the_acceptance_lengths_lie_within_2_percent(served: dict[str, S
 def test_in_bf16_the_first_divergence_is_one_of_near_logits(
     served: dict[str, Served], target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], case: Case
 ) -> None:
-    """The logits of the two tokens at stake lie within 5 % of their size, which rounding to 8 bits decides."""
+    """The logits of the two tokens differ by at most 5 % of their size, so rounding to 8 bits decides between them."""
     if not is_served_here(case):
         pytest.skip(NOT_HERE)
     ours, theirs = served[str(case)].ours, served[str(case)].theirs

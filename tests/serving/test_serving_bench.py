@@ -140,7 +140,7 @@ def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_co
     assert [sum(row["accepted_at"][i] for row in rows) for i in range(3)] == counts.accepted_at
     assert [row["speed_up"] for row in rows] == [None, None]
     assert rows[0]["drafted"] == 3 * rows[0]["rounds"], "one request: K = 3"
-    assert rows[1]["drafted"] < 2 * rows[1]["rounds"], "two requests: K = 1, but for the last of all"
+    assert rows[1]["drafted"] < 2 * rows[1]["rounds"], "two requests: K = 1, except while the last runs alone"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A store by vLLM: laid out as the other backend's, its states too, and the same bytes whatever was killed on the
+"""A store by vLLM has the layout and the states of the other backend's, and the same bytes whatever was killed on the
 way."""
 
 import os
@@ -21,7 +21,7 @@ SEPARATE = ("config.yaml", "provenance.json")
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> list[str]:
-    """A run folder with stage 1 done, and all that goes with it."""
+    """The overrides of a run folder with stage 1 done."""
     directory = tmp_path_factory.mktemp("vllm_store")
     target_dir = make_target(directory / "target", num_attention_heads=2, num_key_value_heads=2)
     files = write_text_files(directory / "files")

@@ -69,8 +69,8 @@ def assert_equal_bits(found: dict[int, torch.Tensor], wanted: dict[int, torch.Te
 def test_states_depend_on_their_shard_alone_and_two_shards_of_files_exist_at_most(
     target_dir: Path, vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # torchrun's own store and group are not the engine's
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # what a user wants for serving is not for extraction
+    # Extraction must ignore what a user sets for serving, and the variables of torchrun.
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
@@ -149,7 +149,7 @@ with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, 
 
 @pytest.fixture
 def forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine forks its workers, as vLLM does on GPUs unless told otherwise; on a CPU it always asks for `spawn`."""
+    """Makes an engine fork its workers, as vLLM does on GPUs by default; on a CPU it always asks for `spawn`."""
     (tmp_path / "sitecustomize.py").write_text(FORK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -216,7 +216,7 @@ def test_the_engine_ends_while_it_is_being_built_when_its_rank_is_killed(
             time.sleep(0.01)
         for pid in engine:
             if is_worker(pid):
-                os.kill(int(pid), signal.SIGSTOP)  # nor will they be, so that they cannot end by themselves
+                os.kill(int(pid), signal.SIGSTOP)  # nor ever will be: a stopped worker cannot end by itself
     wait_for_end(engine)
 
 
@@ -228,7 +228,7 @@ def shared_memory(pids: list[str]) -> set[Path]:
 
 
 def is_worker(pid: str) -> bool:
-    """Whether this process was forked by an engine's process: they have one command line."""
+    """Returns whether this process was forked by an engine's process: then both have the same command line."""
     try:
         parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
         return b"vllm_worker.py" in (command := command_line(pid)) and command == command_line(parent)
@@ -250,7 +250,7 @@ def wait_for_end(pids: list[str]) -> None:
 
 
 def children(pid: str) -> list[str]:
-    """Of a process, and theirs."""
+    """Returns the children of a process, and all of theirs."""
     found = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
     return found + [grandchild for child in found for grandchild in children(child)]
 

@@ -1,6 +1,6 @@
 """Prints what an installed vLLM for CPUs needs besides torch, one requirement a line; run by its own Python.
 
-torch is installed first and alone, so that pip takes the build for this machine; its companions for pictures and sound
+torch is installed first and alone, so that pip takes the build for this machine; its companions for images and audio
 are left out.
 """
 

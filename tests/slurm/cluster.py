@@ -3,8 +3,7 @@ Linux namespaces.
 
 Every node resolves its own host name to 127.0.1.1, as Debian's installer sets it up, and declares 8 GPUs. The folder of
 the cluster is the disk that all nodes share; `local/` inside it is a disk of each node's own. Nothing of this is
-visible to the rest of the machine,
-and all of it ends when the first process of a node is killed.
+visible to the rest of the machine, and all of it ends when the first process of a node is killed.
 """
 
 import ctypes
@@ -52,7 +51,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
 {settings}
 """
-# A job that is requeued waits for cred_expire seconds, of which 5 is the least.
+# A job that is requeued waits for cred_expire seconds; the minimum is 5.
 
 START_NODE = """
 hostname "$1"
@@ -181,9 +180,8 @@ class Slurm:
 
     def add_node(self, name: str) -> None:
         """Start a node that slurm.conf names, and connect it to the switch."""
-        wait_for(
-            lambda: not self.is_connected(name)
-        )  # of one that was killed, the kernel removes the link a little later
+        # The kernel removes the link of a killed node a little later.
+        wait_for(lambda: not self.is_connected(name))
         node = Node.start(name, self.directory, self.environment, "slurmd", "-D")
         self.nodes[name] = node
         self.controller.ip("link", "add", f"to_{name}", "type", "veth", "peer", "name", "eth0", "netns", str(node.init))

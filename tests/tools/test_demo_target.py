@@ -59,7 +59,7 @@ def test_its_published_held_out_loss_never_rises_with_position_and_is_at_most_2_
 def test_its_weights_still_have_the_published_loss_on_this_machines_library(
     target: Target, prompts: list[list[int]]
 ) -> None:
-    """Another Python has other files, so within a quarter; random weights are at ln 4096 = 8.3."""
+    """Another Python has other files, so a quarter plus half a nat is allowed; random weights have ln 4096 = 8.3."""
     total, count = 0.0, 0
     for prompt in prompts[50:]:
         logits = target.model(torch.tensor([prompt])).logits[0, :-1]

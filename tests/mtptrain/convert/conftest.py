@@ -34,7 +34,7 @@ def head_config(name: str, **settings: Any) -> HeadConfig:
 
 
 def random_head(config: HeadConfig, target: LlamaConfig) -> Head:
-    """Every weight different from every other, d2t included."""
+    """Builds a head with random weights that all differ, and a random d2t."""
     torch.manual_seed(0)
     head = build_head(config, target)
     with torch.no_grad():

@@ -1,5 +1,4 @@
-"""What every format keeps: nothing of the head is lost, and its config is the target's where an engine reads it
-there."""
+"""Every format keeps all of the head, and its config repeats the settings of the target that engines read there."""
 
 from pathlib import Path
 

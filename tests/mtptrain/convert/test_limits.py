@@ -1,4 +1,4 @@
-"""What is refused, with which reason and which way out."""
+"""An export that an engine would not serve correctly is refused, with the reason and a way out."""
 
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
@@ -128,7 +128,7 @@ def configured(model_type: str, **settings: object) -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize(("engine", "name", "head", "family", "target", "message"), REFUSED)
-def test_a_combination_that_no_engine_serves_is_refused_with_the_reason(
+def test_a_combination_that_the_engine_does_not_serve_is_refused_with_the_reason(
     engine: str, name: str, head: dict[str, object], family: str, target: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -136,7 +136,7 @@ def test_a_combination_that_no_engine_serves_is_refused_with_the_reason(
 
 
 def test_every_row_is_among_the_cases() -> None:
-    """Each row refuses the first case that gets as far as it, so a row without a case would leave this difference."""
+    """Every row must be the first one that some case violates."""
     provoked = set()
     for engine, name, head, family, target, _ in REFUSED:
         rows = [row for row in LIMITS if (row.engine, row.head) == (engine, name)]
@@ -166,7 +166,8 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     expected = {
         (engine, name, family) for engine in ("vllm", "sglang") for name in ("mtp", "eagle") for family in families
     }
-    expected |= {("sglang", "mtp", "mimo"), ("sglang", "eagle", "mimo")}  # vLLM: with the settings of MiMo's own layer
+    # For mimo, vLLM serves head mtp only with the settings of MiMo's own layer, and eagle not at all.
+    expected |= {("sglang", "mtp", "mimo"), ("sglang", "eagle", "mimo")}
     expected |= {
         (engine, name, family)
         for engine, name in (("vllm", "eagle3"), ("sglang", "eagle3"), ("vllm", "peagle"), ("vllm", "dflash"))

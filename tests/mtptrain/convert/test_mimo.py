@@ -129,7 +129,7 @@ def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path,
     assert load_target(tmp_path / "export", torch.float32, torch.device("cpu")).config.model_type == "mimo"
 
 
-def test_shards_without_mtp_tensors_are_links_and_one_of_them_alone_is_left_out(
+def test_shards_without_mtp_tensors_are_links_and_a_shard_of_mtp_tensors_alone_is_left_out(
     target: tuple[Path, Tensors], tmp_path: Path
 ) -> None:
     directory, _ = target

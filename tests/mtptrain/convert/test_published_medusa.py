@@ -37,7 +37,7 @@ def test_the_published_layout_is_read(tmp_path: Path, tiny_target: Path, prefix:
     assert_equal(load_init(str(tmp_path / "head"), CONFIG, tiny_target), state)
 
 
-def test_a_trained_lm_head_is_not_used_and_warned_of(tmp_path: Path, tiny_target: Path) -> None:
+def test_a_trained_lm_head_is_ignored_with_a_warning(tmp_path: Path, tiny_target: Path) -> None:
     state, lm_head = random_state(CONFIG, tiny_target), load_frozen_parts(tiny_target).lm_head
     publish(tmp_path / "head", state, [lm_head, lm_head * 2, lm_head])
     with pytest.warns(UserWarning, match=r"lm_heads\.1\.weight should equal the target's, which is used, but differs"):

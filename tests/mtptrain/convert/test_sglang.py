@@ -24,7 +24,7 @@ def test_mtp_has_the_tensors_of_mimo_mtp(target: LlamaConfig) -> None:
 
 
 def test_columns_of_the_hidden_state_come_first_in_mimo(target: LlamaConfig) -> None:
-    """Trap: embedding first everywhere but here."""
+    """Trap: in every other format the columns of the embedding come first."""
     form = format_for("sglang", head_config("mtp"), target)
     head = random_head(form.head, target)
     weight = form.tensors(head.state_dict())[MIMO + "input_proj.weight"]
@@ -87,7 +87,7 @@ def test_eagle3_is_vllms_directory_but_for_the_layer_ids(target: LlamaConfig, se
 def test_layer_ids_are_one_less_than_ours_and_left_out_where_they_are_the_default(
     model_type: str, layers: list[int] | None, ids: list[int] | None
 ) -> None:
-    """Trap: SGLang adds one to ids that are given, not to its defaults; its DeepSeek class only where the first is
+    """Trap: SGLang adds one to given ids, but not to its defaults. Its DeepSeek class does so only if the first id is
     1."""
     target = AutoConfig.for_model(
         model_type, num_hidden_layers=12, hidden_size=128, num_attention_heads=1, num_key_value_heads=1

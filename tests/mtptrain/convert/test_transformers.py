@@ -1,4 +1,4 @@
-"""The directory for transformers, generated from with `use_mtp` and compared with our own drafting."""
+"""The directory for transformers: its `generate` with `use_mtp` is compared with our own drafting."""
 
 import json
 import os
@@ -38,8 +38,8 @@ def test_mtp_is_one_more_layer_behind_the_targets_last() -> None:
 
 
 def guessing_pair(directory: Path, family: str) -> tuple[Target, Head]:
-    """A target whose next token depends on little but the last one, and a head that passes that one on: some drafts are
-    right."""
+    """Makes a target whose next token depends on little but the last token, and a head that mostly passes on the
+    embedding of that token, so that some drafts are right."""
     make_target(
         directory, family, tie_word_embeddings=False, **({"sliding_window": None} if family == "mistral" else {})
     )
@@ -67,7 +67,7 @@ def write(directory: Path, target_dir: Path, target: Target, head: Head) -> Form
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], **how: object) -> tuple[list[int], int]:
-    """The answer, and the forwards of the target that it took."""
+    """Returns the answer, and how many forwards of the target it took."""
     forwards = 0
 
     def count(*_: object) -> None:

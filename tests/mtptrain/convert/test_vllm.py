@@ -29,8 +29,8 @@ LAYER = {
 
 
 def test_mtp_has_the_tensors_of_deepseek_eagle(target: LlamaConfig) -> None:
-    """enorm, hnorm, fc, norm; query, key and value fused on disk already; no embeddings and no lm_head, which are
-    shared."""
+    """They are enorm, hnorm, fc, norm and a layer with query, key and value already fused on disk. There are no
+    embeddings and no lm_head, which are shared."""
     config = head_config("mtp")
     head = random_head(config, target)
     tensors = format_for("vllm", config, target).tensors(head.state_dict())
@@ -67,7 +67,7 @@ def test_mtp_is_a_dense_layer_without_latent_attention_in_a_class_for_deepseek(t
 
 
 def test_eagle_has_the_tensors_of_llama_eagle(target: LlamaConfig) -> None:
-    """One norm, before the MLP; the class replaces the input norm and has no other."""
+    """The only norm is before the MLP: the class removes the input norm and has no final norm."""
     form = format_for("vllm", head_config("eagle"), target)
     tensors = form.tensors(random_head(form.head, target).state_dict())
     layer = {f"layers.0.{name}": shape for name, shape in LAYER.items() if name != "input_layernorm.weight"}
@@ -97,7 +97,7 @@ def eagle3_layer() -> dict[str, list[int]]:
 def test_eagle3_has_the_tensors_of_llama_eagle3(
     target: LlamaConfig, settings: dict[str, object], more: dict[str, list[int]]
 ) -> None:
-    """Trap: vLLM refuses d2t and t2d beside a whole vocabulary."""
+    """Trap: vLLM refuses d2t and t2d if the head has the whole vocabulary."""
     form = format_for("vllm", head_config("eagle3", **settings), target)
     tensors = form.tensors(random_head(form.head, target).state_dict())
     assert shapes(tensors) == {**eagle3_layer(), "norm.weight": [64], **more}
@@ -140,7 +140,7 @@ def test_medusa_has_its_own_names_and_the_targets_lm_head_in_a_second_file(tmp_p
 
 
 def test_medusas_config_has_no_key_that_vllm_would_take_for_a_number_of_heads_or_layers(target: LlamaConfig) -> None:
-    """`MedusaConfig.from_pretrained` of vLLM 0.32 renames each of them."""
+    """Trap: `MedusaConfig.from_pretrained` of vLLM 0.32 renames every such key."""
     config = format_for("vllm", head_config("medusa", num_layers=2), target).config_json("bfloat16")
     counts = {key: value for key, value in config.items() if "num" in key and ("heads" in key or "layers" in key)}
     assert counts == {"num_heads": 4, "num_hidden_layers": 2}

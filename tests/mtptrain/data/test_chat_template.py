@@ -1,4 +1,4 @@
-"""Chat templates are programs of others: whatever they do, it ends in a prompt or in an error that names them."""
+"""A chat template is someone else's program: whatever it does, rendering ends in a prompt or an error that names it."""
 
 import signal
 

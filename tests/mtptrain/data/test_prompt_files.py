@@ -36,7 +36,7 @@ def test_the_file_has_the_types_of_the_format(tmp_path: Path) -> None:
     assert dtypes == {"input_ids": "int32", "loss_mask": "uint8", "document_offsets": "int64", "document_ids": "int64"}
 
 
-def test_no_documents_can_be_saved(tmp_path: Path) -> None:
+def test_a_split_without_documents_can_be_saved(tmp_path: Path) -> None:
     Documents.from_list([]).save(tmp_path / "train.safetensors")
     loaded = Documents.load(tmp_path / "train.safetensors")
     assert len(loaded) == 0

@@ -65,7 +65,7 @@ def test_intervals_contain_the_length_and_match_the_standard_error() -> None:
     assert intervals(alone) == found, "the same seed gives the same interval"
     twice = intervals([answers * 2 for answers in alone])
     assert twice is not None and twice.acceptance_length == pytest.approx((low, high)), (
-        "a conversation of two like answers tells no more than one"
+        "a conversation of two equal answers tells no more than one of a single answer"
     )
 
 

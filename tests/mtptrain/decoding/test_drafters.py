@@ -142,7 +142,7 @@ def test_drafts_and_counts_equal_those_of_a_loop_without_caches(
     found = speculate(
         target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=20, sampler=Sampler(), eos_token_ids=[4]
     )
-    assert sum(sum(generation.accepted_at) for generation in found) > 0, "nothing accepted shows little"
+    assert sum(sum(generation.accepted_at) for generation in found) > 0, "no draft is accepted, so little is shown"
     for row, (prompt, generation) in enumerate(zip(prompts, found, strict=True)):
         tokens, rounds, accepted_at, proposals = plain_speculation(target, head, prompt, depths, 20, {4})
         assert generation.tokens == tokens
@@ -274,7 +274,9 @@ def test_trees_equal_those_of_a_loop_without_caches(
     generations = speculate(
         target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=12, sampler=Sampler(), eos_token_ids=[4]
     )
-    assert sum(sum(generation.accepted_at) for generation in generations) > 0, "nothing accepted shows little"
+    assert sum(sum(generation.accepted_at) for generation in generations) > 0, (
+        "no draft is accepted, so little is shown"
+    )
     for index, (tokens, draft, row) in enumerate(drafter.found):
         if index // len(prompts) >= generations[row].rounds:
             continue  # the sequence had ended

@@ -1,4 +1,4 @@
-"""A head that drafts all tokens in one forward drafts what it was trained to, whatever rounds were before."""
+"""A head that drafts all tokens in one forward drafts as it does in training, whatever rounds came before."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""Attention of training by its definition, with plain masks over all rows of a document: the reference of the fast
-one."""
+"""Attention of training by its definition, with one mask over all rows and tokens: the reference for the fast one."""
 
 from collections.abc import Sequence
 

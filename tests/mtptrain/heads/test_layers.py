@@ -119,9 +119,9 @@ def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
     is_fused: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Scores range from 40, where one key of a row dominates, to so small that thousands of keys have equal weight. The
-    output would be off by 0.01 with one product, gradients by 0.015 with lse subtracted instead of the largest
-    score."""
+    """Scores range from 40, where one key of a row dominates, to values so small that thousands of keys have equal
+    weight. The output would be off by 0.01 if scores were computed only once, and gradients by 0.015 if the lse were
+    subtracted instead of the largest score."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
     monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
     generator, packing, num_tokens = torch.Generator().manual_seed(0), Packing.of(lengths, spans), sum(lengths)
@@ -157,7 +157,8 @@ def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16
 def test_attention_of_documents_of_several_blocks_equals_dense_attention(
     is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Documents of several blocks, of one row more than a block, equal ones in several batches, and with a prompt."""
+    """There is a document of several blocks, one of a block and a row, and three equal ones with prompts, which need
+    several batches."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
     monkeypatch.setattr(cpu_blocks, "BATCH_TOKENS", 300)
     generator = torch.Generator().manual_seed(0)
@@ -244,7 +245,7 @@ def test_what_belongs_to_tokens_is_split_into_rows_and_prompts(spans: list[tuple
 
 
 def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
-    """Sixty answers after one prompt, in bf16: sums in bf16 would be off by more than a hundredth."""
+    """One document has sixty answers, in bf16: sums in bf16 would be off by more than a hundredth."""
     generator, packing = torch.Generator().manual_seed(0), Packing.of([600], [(0, 10 * i + 5, 5) for i in range(60)])
 
     def make(*shape: int) -> torch.Tensor:
@@ -253,7 +254,7 @@ def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
     inputs, weights = [make(300, 4, 64), make(600, 2, 64), make(600, 2, 64)], make(300, 4, 64)
     found = in_bf16_and_fp32(inputs, weights, packing)
     for ours, exact in list(zip(*found, strict=True))[2:]:
-        first = slice(0, 100)  # of all answers' keys
+        first = slice(0, 100)  # keys that at least fifty answers read
         assert (ours[first] - exact[first]).norm() / exact[first].norm() < 6e-3
 
 

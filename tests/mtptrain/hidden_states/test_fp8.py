@@ -1,4 +1,4 @@
-"""Eight bits: what is lost is the fraction, never the size of a state."""
+"""Eight bits round the fraction of a state, but keep its magnitude."""
 
 import pytest
 import torch
@@ -25,9 +25,9 @@ def test_states_come_back_within_a_sixteenth_of_a_value_whatever_the_size_of_the
     values, scales = encode(states)
     assert values.dtype is FP8 and scales.shape == (300,)
     error = (decode(values, scales, torch.float32) - states).abs()
-    # half a unit of three bits; near zero, of the least normal value
+    # half a unit of the third fraction bit; near zero, that of the smallest normal value
     assert (error <= torch.maximum(states.abs() / 16, scales[:, None] * 2**-10)).all()
-    assert (error > states.abs() / 32).any(), "eight bits are not more"
+    assert (error > states.abs() / 32).any(), "eight bits hold no finer fraction"
 
 
 def test_rows_of_zeros_and_of_the_largest_floats_stay_what_they_are() -> None:

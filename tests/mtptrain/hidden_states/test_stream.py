@@ -57,7 +57,7 @@ def test_every_document_comes_once_window_after_window() -> None:
 
 
 class Observer:
-    """Counts the finished shards of a store, time and again, in a thread."""
+    """Counts the finished shards of a store again and again, in a thread."""
 
     def __init__(self, store_dir: Path) -> None:
         self.most, self._store_dir, self._stop = 0, store_dir, threading.Event()

@@ -76,8 +76,8 @@ def test_validation_is_planned_with_the_memory_that_decoding_takes(head: tuple[s
 
 
 def test_reading_a_prompt_takes_memory_in_proportion_to_its_length() -> None:
-    """A mask [B, 1, S, S] would take as much as all else at 8,192 tokens of so small a target, and four times that at
-    twice as many."""
+    """With so small a target, a mask [B, 1, S, S] would take as much memory as everything else at 8,192 tokens, and
+    four times that at 16,384."""
     small = llama(
         hidden_size=128,
         intermediate_size=256,
@@ -111,7 +111,7 @@ def test_the_cache_keeps_as_many_values_of_a_token_as_planned(family: str) -> No
 @pytest.mark.parametrize(
     ("overrides", "batch"),
     [
-        ((), (8, 32768)),  # more than 8 prompts of 16,384 would be
+        ((), (8, 32768)),  # the default acceptance.batch_tokens; 8 prompts would be more
         (("acceptance.batch_tokens=500000",), (8, 8 * 16384)),
         (("acceptance.batch_tokens=1000",), (8, 16384)),  # the longest prompt is alone
         (("train.validation_prompts=1",), (1, 16384)),

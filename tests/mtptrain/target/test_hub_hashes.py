@@ -13,7 +13,7 @@ NAME = "model.safetensors"
 
 
 def in_own_directory(target: Path) -> Path:
-    """As `hf download --local-dir` leaves it."""
+    """Lays the target out as `hf download --local-dir` does, and returns the file with its weights."""
     metadata = target / ".cache/huggingface/download" / f"{NAME}.metadata"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"{'a' * 40}\n{file_sha256(target / NAME)}\n1700000000.0\n")
@@ -21,7 +21,7 @@ def in_own_directory(target: Path) -> Path:
 
 
 def in_cache(target: Path) -> Path:
-    """As `snapshot_download` leaves it: a link to a blob."""
+    """Lays the target out as `snapshot_download` does, with a link to a blob, and returns the blob."""
     blob = target.parent / "blobs" / file_sha256(target / NAME)
     blob.parent.mkdir()
     shutil.move(target / NAME, blob)

@@ -1,5 +1,5 @@
-"""Alignment of packed batches (design: a draft counts only if tokens j-1-k .. j lie in one generated span), and their
-order."""
+"""Alignment of packed batches (a draft of token j at depth k counts only if tokens j-1-k to j lie in one generated
+span), and their order."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ DOCUMENTS = {
 
 
 USED = [6, 10, 0, 7]
-"""Tokens of each that a draft needs."""
+"""The number of tokens of each document that its drafts need."""
 
 
 def batch() -> Batch:
@@ -70,14 +70,14 @@ def test_exactly_the_drafts_that_serving_makes_count_and_each_reads_its_token() 
 
 
 def test_the_first_draft_of_an_answer_counts_and_the_one_before_does_not() -> None:
-    """Trap 6: an answer of tokens 3 .. 6 is drafted from row 2 on, since token 3 itself comes from the target's
+    """Trap: an answer of tokens 3 .. 6 is drafted from row 2 on, since token 3 itself comes from the target's
     prefill."""
     rows = sorted({t for i, t, k, _ in plain_drafts() if i == 2 and k == 0})
     assert rows == [2, 3, 4, 8]
 
 
-def test_a_draft_is_taught_where_the_row_so_many_later_has_its_first_teacher() -> None:
-    """What the loss relies on: depth k of row t is taught at t + 1 + k, and rows of a span lie behind each other."""
+def test_depth_k_of_a_row_has_the_teacher_of_depth_0_of_the_row_k_later() -> None:
+    """The loss relies on it: depth k of row t is taught by token t + 1 + k, and the rows of a span are consecutive."""
     made = batch()
     teachers = made.packing.rows + 1
     for k, row in made.is_draft.nonzero().tolist():
@@ -85,7 +85,7 @@ def test_a_draft_is_taught_where_the_row_so_many_later_has_its_first_teacher() -
 
 
 def test_only_tokens_that_a_draft_needs_are_packed() -> None:
-    """Up to the teacher of the last row; documents without a draft not at all."""
+    """A document is packed up to the teacher of its last row, and not at all if it has no draft."""
     made = batch()
     assert made.document_ids == (2, 4, 1) and made.document_tokens == 27
     assert [owners(made).count(i) for i in (1, 2, 4)] == [6, 10, 7]

@@ -144,7 +144,7 @@ def test_a_new_checkpoint_is_on_the_disk_before_an_old_one_is_removed(
 def test_training_goes_on_from_the_checkpoint_before_a_torn_one(
     tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path, num_ranks: int
 ) -> None:
-    """Two ranks go on from the same one: they end with the weights of a run that nothing has torn."""
+    """All ranks go on from the same checkpoint, and end with the weights of a run without a torn one."""
     shutil.copytree(tiny_run[0], tmp_path / "run")
     checkpoints = tmp_path / "run/train/checkpoints"
     settings = (f"run_dir={tmp_path}/run", *tiny_run[1], "train.max_steps=4", "train.save_every=2", *PLAIN_RUN)

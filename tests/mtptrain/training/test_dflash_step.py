@@ -1,4 +1,4 @@
-"""The step of head `dflash` against its plain formula, draft position by draft position, with all and with some."""
+"""The step of head `dflash` against its plain formula, with all draft positions and with some of them drawn."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def fast_step(
     loss: LossSettings,
     anchors: Anchors | None,
 ) -> tuple[torch.Tensor, list[float]]:
-    """As the trainer does it."""
+    """Computes `plain_step` as the trainer does."""
     batch, weights = make_batch(documents, depths, anchors=anchors), DECAY ** torch.arange(depths)
     scale = weights / weights.sum() / batch.num_drafts.clamp(min=1)
     sums = training_losses(head, frozen, batch, scale, loss, PhaseClock(torch.device("cpu")))

@@ -40,7 +40,7 @@ Document = tuple[list[int], list[int]]
 def plain_loss(
     probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, kind: LossKind, eta: float, data_token: int
 ) -> torch.Tensor:
-    """Of one draft: the target's distribution [V], the draft's logits [D], and the data's own token."""
+    """The loss of one draft, from the target's distribution [V], the draft's logits [D] and the data's own token."""
     ids = torch.arange(V) if ids is None else ids
     logprobs, inside = logits.log_softmax(-1), probs[ids]
     if kind in (LossKind.ce, LossKind.data_ce):
@@ -100,7 +100,7 @@ def plain_model_states(head: DraftModelHead, depths: int, ids: list[int], *_: ob
 
 
 def tokens_read(ids: list[int], depth: int) -> torch.Tensor:
-    """The token after each row at a depth, 0 behind the end."""
+    """The token that each row reads at a depth; 0 beyond the end."""
     return torch.tensor([ids[t + 1 + depth] if t + 1 + depth < len(ids) else 0 for t in range(len(ids))])
 
 
@@ -160,7 +160,7 @@ def fast_step(
     frozen: FrozenParts,
     loss: LossSettings,
 ) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
-    """As the trainer does it."""
+    """Computes `plain_step` as the trainer does."""
     stored = [
         StoredDocument(
             i,
@@ -249,7 +249,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
 
 
 def test_training_on_data_takes_the_next_tokens_of_the_documents() -> None:
-    """The trainer's own pass, which finds these tokens in the batch."""
+    """This runs `training_losses`, the trainer's own pass, which takes these tokens from the batch."""
     torch.manual_seed(0)
     name, head_settings = CASES["draft_model"]
     head = build_head(HEADS[name].Config(**head_settings), tiny_config())

@@ -18,7 +18,7 @@ T, M, H, V = 3, 40, 16, 50
 
 
 def inputs(last_rows: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """Spans that end with these rows; rows behind the last do not count."""
+    """Makes inputs with spans that end with these rows; rows after the last of them do not count."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(T, M, H, generator=generator).requires_grad_()
     target_states, lm_head = torch.randn(M, H, generator=generator), torch.randn(V, H, generator=generator)
@@ -46,7 +46,7 @@ def run_kl(
     chunk_rows: int = 16,
     scale: torch.Tensor | None = None,
 ) -> LossSums:
-    """With the target's own lm_head."""
+    """Runs the KL loss of a head that uses the target's own lm_head."""
     scale = torch.ones(T) if scale is None else scale
     return draft_losses(
         states, lm_head, target_states, lambda x: x @ lm_head.T, is_draft, scale, LossSettings(chunk_rows=chunk_rows)
@@ -85,7 +85,7 @@ def test_a_teacher_shifted_by_one_is_caught() -> None:
 
 @pytest.mark.parametrize("chunk_rows", [7, 1000])
 def test_a_draft_vocabulary_is_taught_by_the_targets_probabilities_as_they_are(chunk_rows: int) -> None:
-    """Trap 11: renormalised inside the draft vocabulary, a head that misses every token looks perfect."""
+    """Trap: renormalised inside the draft vocabulary, a head that misses every token looks perfect."""
     states, target_states, lm_head, is_draft = inputs((20, 39))
     ids = torch.arange(0, V, 3)  # 17 of 50 tokens
     own = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -178,7 +178,7 @@ OWN_VOCABULARY = torch.arange(1, V, 3)
 def run_kind(
     kind: LossKind, draft_token_ids: torch.Tensor | None, states: torch.Tensor, target_logits: torch.Tensor
 ) -> LossSums:
-    """Every row counts; logits of the target [M, V] as they are."""
+    """Runs a loss over one span of all rows, with these logits of the target [M, V]."""
     lm_head = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
     return draft_losses(
         states,
@@ -271,7 +271,7 @@ def compare_compiled_in_one_process() -> None:
 
 
 def test_compiled_code_of_one_depth_does_not_run_for_two(tmp_path: Path) -> None:
-    """A new process with an empty cache, for compiled code depends on what was compiled before."""
+    """It needs a new process with an empty cache, because compiled code depends on what was compiled before."""
     code = f"from {__name__} import compare_compiled_in_one_process as run; run()"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

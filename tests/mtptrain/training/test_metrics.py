@@ -17,7 +17,7 @@ from tests.conftest import make_config
 
 
 class BusyClock(PhaseClock):
-    """A device that was at work in all but a millionth of the time."""
+    """A device that was busy for longer than the whole test."""
 
     def read(self) -> dict[str, float]:
         return {"forward": 1e6}

@@ -38,7 +38,7 @@ def test_documents_that_cost_nothing_are_left_out() -> None:
 
 
 def test_the_micro_batches_of_a_step_cost_about_the_same() -> None:
-    """By what trains, not by tokens: one answer in ten documents is long."""
+    """The cost counts what trains, not tokens: one document in ten has a long answer."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 12, 2000)
     costs = np.where(rng.random(2000) < 0.1, 20.0, 1.0) * rng.random(2000)
@@ -102,7 +102,7 @@ def fill_of(steps: list[Step], lengths: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("share_long", [0.02, 0.1, 0.2])
 def test_long_documents_leave_no_step_unfilled(share_long: float) -> None:
-    """A step was closed by the first document that fitted nowhere: 0.6 full on the average, and the least a fifth."""
+    """If the first document that fits nowhere closed a step, steps would be 0.6 full on average, the emptiest 0.2."""
     lengths = lengths_of(share_long, num_steps=60)
     steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0))
     fill = fill_of(steps, lengths)
@@ -129,7 +129,7 @@ def test_the_last_step_is_not_a_small_one(num_steps: float) -> None:
 
 
 def test_a_document_that_fits_nowhere_waits_a_few_steps_only() -> None:
-    """The order stays close to the shuffled one; the last steps, which share their documents, aside."""
+    """The order stays close to the shuffled one, except in the last steps, which share their documents evenly."""
     lengths = lengths_of(0.17, num_steps=60)
     steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 3, 1))
     step_of = {i: number for number, step in enumerate(steps) for indices in step for i in indices}
@@ -141,8 +141,7 @@ def test_a_document_that_fits_nowhere_waits_a_few_steps_only() -> None:
 
 
 def test_the_last_steps_of_a_streamed_store_keep_to_its_order() -> None:
-    """The documents of a step come from the order's next ones, also at its end: those of later windows are not on disk
-    yet."""
+    """Each step takes the next documents of the order, even at its end, because later windows are not on disk yet."""
     lengths = np.random.default_rng(0).integers(10, 60, 200)
     order = shuffled(len(lengths), 0, 0)
     place = np.empty_like(order)

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: as long as the config says, in every group."""
+"""Ranks wait for each other as long as the config says, in every process group."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ def groups_have_the_timeout(rank: int, port: int, timeout_hours: float) -> None:
     ranks = init_ranks(timeout_hours)
     StopSignal(ranks)
     dist.new_group(ranks=range(2))  # as DeepSpeed makes one
-    ranks.barrier()  # the first to end takes the store of addresses with it
+    ranks.barrier()  # a rank that ended now could take the address store with it
     groups = list(dist.distributed_c10d._world.pg_map)
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
     assert timeouts == {timedelta(hours=timeout_hours)} and len(groups) >= 3 and distributed._waiting_group in groups, (

@@ -1,4 +1,4 @@
-"""Which errors are a line, and what it says."""
+"""Which errors are reported without a stack, and what the message says."""
 
 import os
 from collections.abc import Callable

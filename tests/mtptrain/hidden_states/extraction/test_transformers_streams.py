@@ -16,12 +16,12 @@ from mtptrain.target.model import Target, load_target
 from tests.conftest import FAMILIES, make_target
 
 LENGTHS = [50, 50, 33, 33, 33, 7, 1]
-"""With and without a neighbour of equal length; longer and shorter than the windows of the families, 16."""
+"""Documents with and without a neighbour of equal length, longer and shorter than the families' window of 16."""
 DOCUMENTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(LENGTHS)]
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Sums in another order, for other threads and kernels: 1e-5 of the largest value."""
+    """Allows 1e-5 of the largest value, because other threads and kernels sum in another order."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
