@@ -105,7 +105,8 @@ def read_conversations(
 
     Raises:
         FileNotFoundError: a path is neither a file nor a hub data set.
-        ValueError: a path is given twice, a file cannot be read, or its first row has an unknown schema.
+        ValueError: a path is given twice or is a directory, a file cannot be read or has another suffix than
+            `FILE_SUFFIXES`, or its first row has an unknown schema.
     """
     refuse_duplicate_paths(paths)
     conversations = Conversations([], {}, schema, [], [])
@@ -150,7 +151,8 @@ def parse_row(row: Row, schema: ConversationSchema = ConversationSchema.auto) ->
     """Returns the messages of a row, with `role`, `content` and, if there is reasoning, `reasoning_content`.
 
     Raises:
-        ConversationRefused: the row cannot be rendered faithfully.
+        ConversationRefused: the row has no messages in a known schema, or something that is not rendered, such as tool
+            calls.
     """
     listed = _message_column(row)
     if not listed:

@@ -152,7 +152,7 @@ def print_summary(manifest: DraftVocabManifest) -> None:
     table.add_row("draft vocabulary", f"{manifest.draft_vocab_size:,} of {manifest.vocab_size:,} tokens")
     table.add_row("distinct tokens that a draft can predict", f"{manifest.distinct_tokens:,}")
     for split, share in manifest.coverage.items():
-        table.add_row(f"their occurrences covered, {split}", f"{share:.2%}")
+        table.add_row(f"coverage, {split}", f"{share:.2%}")
     Console().print(table)
     if manifest.filled_up_tokens:
         print(

@@ -59,7 +59,12 @@ class Extraction:
 
 
 def prepare_extraction(config: PipelineConfig) -> Extraction:
-    """Read the prompts and the target's config, and check that they match each other and the settings."""
+    """Read the prompts and the target's config, and check that they match each other and the settings.
+
+    Raises:
+        FileNotFoundError: stage 1 has not been run, the target does not exist, or vLLM's Python interpreter is missing.
+        ValueError: prompts, target and settings do not fit each other.
+    """
     settings = config.hidden_states
     prompts_dir = require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts").parent
     prompts_file = require(prompts_dir / f"{Split.train}.safetensors", "data_prep.prompts")

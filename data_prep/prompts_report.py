@@ -81,7 +81,7 @@ class Refusals:
     reason: str
     count: int
     first: list[str]
-    """Names of the first of them."""
+    """Locations of the first few."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,11 @@ def length_histogram(lengths: Sequence[int]) -> dict[int, int]:
 
 
 def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
-    """Counts refused names by reason, the most frequent reason first, and keeps the first few names of each."""
+    """Counts refusals by reason, the most frequent reason first, and keeps the first few locations of each.
+
+    Args:
+        refused: the reason for each refusal, by location.
+    """
     by_reason: dict[str, list[str]] = {}
     for name, reason in refused.items():
         by_reason.setdefault(reason, []).append(name)

@@ -31,7 +31,7 @@ def is_accepted(generation: Generation) -> list[bool]:
 def examples(
     measured: Measured, prompts: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """Returns first-turn answers with low, median and high acceptance length.
+    """Chooses first-turn answers with low, median and high acceptance length.
 
     Answers without drafts are left out, and so are answers that loop, unless all of them loop.
 

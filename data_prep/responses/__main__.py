@@ -87,8 +87,8 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
     Raises:
         FileNotFoundError: the target or a file does not exist.
         ConnectionError: the server does not respond.
-        ValueError: no conversation is usable, the server does not serve the target, or the directory holds
-            responses from a different target, data or settings.
+        ValueError: the settings do not fit, no conversation is usable, the server does not serve the target, or the
+            directory holds responses from a different target, data or settings.
         RuntimeError: the server stopped responding, or no conversation has a response.
     """
     check_settings(config, ranks)
@@ -164,7 +164,7 @@ def make_job(config: PipelineConfig) -> Job:
     limits = Limits(settings.max_new_tokens, context_tokens, config.seed)
     conversations = read_conversations(config.prompts.paths, config.prompts.schema, config.prompts.split)
     survey = survey_conversations(conversations, config.prompts.paths)
-    if server:  # its conversations are rendered in threads
+    if server:  # conversations are then rendered in threads, which cannot stop an endless template
         check_template_ends(tokenizer, conversations.messages(max(survey.turns, key=lambda row: survey.turns[row])))
     target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
     identity = make_identity(settings, limits, target, survey.sources, server)

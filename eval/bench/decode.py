@@ -53,7 +53,7 @@ DecodingRow = dict[str, Any]
 Batch = Sequence[Sequence[int]]
 """Prompts that are decoded together."""
 BATCHES_PER_COST = 4
-"""The cost of a round is measured before the first of every so many batches of prompts, on a batch of random tokens."""
+"""The cost of a round is measured on a batch of random tokens after the first of every so many batches of prompts."""
 
 
 @program

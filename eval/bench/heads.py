@@ -2,8 +2,8 @@
 
     python -m eval.bench.heads recipe=quickstart "bench.draft_depths=[1,3,5]"
 
-Heads have random weights, with which they draft as fast as trained ones. They take turns to decode one prompt of
-random tokens, and the fastest of `bench.repeats` runs counts.
+Heads have random weights; trained ones draft just as fast. They take turns to decode one prompt of random tokens, and
+the fastest of `bench.repeats` runs counts.
 """
 
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ def tensor_bytes(step: Callable[[], object], device: torch.device) -> int:
 
 
 def resident_bytes(step: Callable[[], object]) -> int:
-    """Returns the peak growth of the process's resident memory during a step. Works on Linux only.
+    """Returns the peak growth in bytes of the process's resident memory during a step. Works on Linux only.
 
     The growth depends on the allocator: glibc before 2.38 does not reuse freed aligned blocks of the same size and may
     hold twice the memory of the tensors; jemalloc holds about as much as the tensors.

@@ -19,7 +19,7 @@ from ..bench.train_steps import Case, case_of, dense_attention, random_batch, ra
 from .rows import Finding, at_most
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-"""Maximum relative error by dtype. bf16 rounds with a relative error of up to 2^-9, and several roundings add up."""
+"""Maximum relative error by dtype. bf16 rounds with a relative error of up to 2^-8, and several roundings add up."""
 DEPTHS = 3
 LENGTHS, PROMPTS = [129, 40, 300], [30, 0, 100]
 """Number of tokens in each document, and in the prompt at its start."""

@@ -29,7 +29,7 @@ class Finding:
 
     @property
     def shown(self) -> str:
-        """The figure and the reason, as far as they are given."""
+        """The figure, the reason, or both."""
         return "; ".join(filter(None, (self.figure, self.reason)))
 
 
