@@ -86,10 +86,11 @@ def drafter_of(kind: str, head: Head, target: Target) -> Drafter:
 class Answers(TorchDispatchMode):
     """Supplies the values that the host reads, because fake tensors have none.
 
-    Decoding reads numbers, slots and tokens, and one truth value per round: whether any sequence goes on.
+    Decoding reads numbers, slots and tokens, and truth values: before each round, whether any sequence goes on. After
+    those given here, every truth value is False.
     """
 
-    rounds_left: int
+    truths: list[bool]
     number: int = 20
 
     def __post_init__(self) -> None:
@@ -103,8 +104,7 @@ class Answers(TorchDispatchMode):
         return self.number if args[0].dtype is not torch.bool else self.truth()
 
     def truth(self) -> bool:
-        self.rounds_left -= 1
-        return self.rounds_left >= 0
+        return self.truths.pop(0) if self.truths else False
 
 
 @contextmanager
@@ -123,8 +123,9 @@ def rounds_of(kind: str, head: Head, target: Target) -> list[Round]:
         if quality is not None:
             quality(seen)
 
-    # The hybrid also asks in each round whether prompt lookup drafts for all sequences; the answer here is always yes.
-    with Answers(2 * NUM_ROUNDS if kind == "hybrid" else NUM_ROUNDS):
+    # The hybrid also asks in each round whether prompt lookup drafts for all sequences: only in the first, it does.
+    truths = [True, True] + [True, False] * (NUM_ROUNDS - 1) if kind == "hybrid" else [True] * NUM_ROUNDS
+    with Answers(truths):
         speculate(
             target,
             drafter_of(kind, head, target),
@@ -164,7 +165,7 @@ def test_a_spread_target_returns_states_on_the_device_of_its_parts(family: str, 
         assert str(target.device) == FIRST
         cache = PositionCache(64)
         positions = torch.arange(40, device=FIRST).repeat(2, 1)
-        with Answers(0, number=43):
+        with Answers([], number=43):
             for rows in (positions, positions[:, :4] + 40):  # a prompt, and a round
                 states = target.forward(torch.zeros_like(rows), rows, cache, (0, 2, 4))
                 assert states.aux_hidden_states is not None
