@@ -40,7 +40,7 @@ def resident_bytes(step: Callable[[], object]) -> int:
     """Returns the peak growth in bytes of the process's resident memory during a step. Works on Linux only.
 
     The growth depends on the allocator: glibc before 2.38 does not reuse freed aligned blocks of the same size and may
-    hold twice the memory of the tensors; jemalloc holds about as much as the tensors.
+    hold up to two and a half times the memory of the tensors; jemalloc holds about as much as the tensors.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system, so that only the step counts
