@@ -16,7 +16,7 @@ SLOW = {
     r"tests/serving/test_hidden_states\.py::test_(extracted|layer_0)\w*\[(?!llama\])",
     r"tests/serving/test_vllm_store\.py::test_runs_killed",
     r"tests/serving/test_vllm_streams\.py::test_(the_engine_ends|an_engine_that_cannot_write|a_vllm_for_cpus)",
-    # Responses by a server: stays what tests/data_prep/test_responses.py asks of a server without an engine.
+    # Responses by a server: stays what tests/data_prep/responses/ asks of a server without an engine.
     r"tests/serving/test_responses\.py::test_(vllm_and|sampled|a_killed)",
     # Checks of an export: stays that it counts as we do, and that a wrong one is refused. Its speed: stays what is
     # refused before an engine starts, and tests/eval/test_serving_bench.py.
