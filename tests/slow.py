@@ -53,7 +53,7 @@ SLOW = {
     # Attention in bf16: stays answers after prompts at every size of scores.
     r"tests/mtptrain/heads/test_layers\.py::test_attention_in_bf16\w*\[False-all rows",
     r"tests/eval/test_choose_head\.py::test_(a_run_that_starts_again|training_that_measures)",
-    r"tests/data_prep/test_hidden_states\.py::test_runs_killed_at_ten",
+    r"tests/data_prep/hidden_states/test_interruptions\.py::test_runs_killed_at_ten",
     # Whole programs: stays the pipeline on the tiny target, every figure's own test, and the wheel's list of files.
     r"tests/eval/test_study\.py::test_variants_are_trained",
     r"tests/eval/test_gpu_check\.py::test_every_check_runs",
