@@ -30,11 +30,11 @@ SLOW = {
     # Slurm: stays every script, and addresses of nodes. A cluster of several daemons takes minutes.
     r"tests/slurm/test_(pipeline|lost_nodes)\.py",
     # Sampling laws: stays one temperature for chains and trees, and one rule broken.
-    r"tests/mtptrain/decoding/test_speculate\.py::test_sampled_speculation_follows_the_targets_joint_distribution"
+    r"tests/mtptrain/decoding/test_sampling\.py::test_sampled_speculation_follows_the_targets_joint_distribution"
     r"\[(?!(greedy drafts|sampled drafts|tree)-1\.0\])",
-    r"tests/mtptrain/decoding/test_speculate\.py::test_sampled_speculation_follows_the_distribution_of_top_p",
-    r"tests/mtptrain/decoding/test_speculate\.py::test_a_biased_rule_of_trees",
-    r"tests/mtptrain/decoding/test_speculate\.py::test_a_wrong_acceptance_rule_is_caught\[(?!accept_without_residual)",
+    r"tests/mtptrain/decoding/test_sampling\.py::test_sampled_speculation_follows_the_distribution_of_top_p",
+    r"tests/mtptrain/decoding/test_sampling\.py::test_a_biased_rule_of_trees",
+    r"tests/mtptrain/decoding/test_sampling\.py::test_a_wrong_acceptance_rule_is_caught\[(?!accept_without_residual)",
     # Compiled functions on the CPU: stays what tests/cuda compiles, and a run of training that is compiled.
     r"tests/mtptrain/training/test_losses\.py::test_compiled_code_of_one_depth",
     r"tests/mtptrain/hidden_states/extraction/test_transformers_streams\.py::test_compiled_layers",
