@@ -16,7 +16,7 @@ SLOW = {
     r"tests/serving/test_hidden_states\.py::test_(extracted|layer_0)\w*\[(?!llama\])",
     r"tests/serving/test_vllm_store\.py::test_runs_killed",
     r"tests/serving/test_vllm_streams\.py::test_(the_engine_ends|an_engine_that_cannot_write|a_vllm_for_cpus)",
-    # Responses by a server. Kept: what tests/data_prep/test_responses.py asks of a server without an engine.
+    # Responses by a server. Kept: what tests/data_prep/responses/ asks of a server without an engine.
     r"tests/serving/test_responses\.py::test_(vllm_and|sampled|a_killed)",
     # Checks of an export. Kept: it counts as we do, and a wrong one is refused. Its speed. Kept: what is refused before
     # an engine starts, and tests/eval/test_serving_bench.py.
@@ -30,11 +30,11 @@ SLOW = {
     # Slurm. Kept: every script, and addresses of nodes. A cluster of several daemons takes minutes.
     r"tests/slurm/test_(pipeline|lost_nodes)\.py",
     # Sampling laws. Kept: one temperature for chains and trees, and one rule broken.
-    r"tests/mtptrain/decoding/test_speculate\.py::test_sampled_speculation_follows_the_targets_joint_distribution"
+    r"tests/mtptrain/decoding/test_sampling\.py::test_sampled_speculation_follows_the_targets_joint_distribution"
     r"\[(?!(greedy drafts|sampled drafts|tree)-1\.0\])",
-    r"tests/mtptrain/decoding/test_speculate\.py::test_sampled_speculation_follows_the_distribution_of_top_p",
-    r"tests/mtptrain/decoding/test_speculate\.py::test_a_biased_rule_of_trees",
-    r"tests/mtptrain/decoding/test_speculate\.py::test_a_wrong_acceptance_rule_is_caught\[(?!accept_without_residual)",
+    r"tests/mtptrain/decoding/test_sampling\.py::test_sampled_speculation_follows_the_distribution_of_top_p",
+    r"tests/mtptrain/decoding/test_sampling\.py::test_a_biased_rule_of_trees",
+    r"tests/mtptrain/decoding/test_sampling\.py::test_a_wrong_acceptance_rule_is_caught\[(?!accept_without_residual)",
     # Compiled functions on the CPU. Kept: what tests/cuda compiles, and a run of training that is compiled.
     r"tests/mtptrain/training/test_losses\.py::test_compiled_code_of_one_depth",
     r"tests/mtptrain/hidden_states/extraction/test_transformers_streams\.py::test_compiled_layers",
@@ -43,15 +43,17 @@ SLOW = {
     r"tests/cuda/test_compiled_for_h100\.py::test_the_other_heads",
     # Kills and ranks. Kept: one kill and one signal of each program, two ranks, and a resume on another number.
     r"tests/mtptrain/hidden_states/test_stream\.py::test_a_streamed_run_that_is_killed",
-    r"tests/mtptrain/test_train\.py::test_a_signal_ends_the_step\w*\[(?!SIGTERM)",
-    r"tests/mtptrain/test_train\.py::test_a_run_goes_on_with_another_number_of_ranks\w*\[(?!1, 2, 1 ranks)",
-    r"tests/mtptrain/test_train\.py::test_a_killed_run_resumes\w*\[(?!1-0)",
-    r"tests/mtptrain/test_train\.py::test_(four_ranks|ranks_and_zero_stages_agree)",
-    r"tests/mtptrain/test_train\.py::test_ranks_and_zero_stages_give\w*\[(?!2-[12])",
+    r"tests/mtptrain/train/test_resuming\.py::test_a_signal_ends_the_step\w*\[(?!SIGTERM)",
+    r"tests/mtptrain/train/test_losses_and_ranks\.py::test_a_run_goes_on_with_another_number_of_ranks\w*"
+    r"\[(?!1, 2, 1 ranks)",
+    r"tests/mtptrain/train/test_resuming\.py::test_a_killed_run_resumes\w*\[(?!1-0)",
+    r"tests/mtptrain/train/test_losses_and_ranks\.py::test_four_ranks",
+    r"tests/mtptrain/train/test_draft_vocabulary\.py::test_ranks_and_zero_stages_agree",
+    r"tests/mtptrain/train/test_losses_and_ranks\.py::test_ranks_and_zero_stages_give\w*\[(?!2-[12])",
     # Attention in bf16. Kept: answers after prompts at every size of scores.
     r"tests/mtptrain/heads/test_layers\.py::test_attention_in_bf16\w*\[False-all rows",
     r"tests/eval/test_choose_head\.py::test_(a_run_that_starts_again|training_that_measures)",
-    r"tests/data_prep/test_hidden_states\.py::test_runs_killed_at_ten",
+    r"tests/data_prep/hidden_states/test_interruptions\.py::test_runs_killed_at_ten",
     # Whole programs. Kept: the pipeline on the tiny target, every figure's own test, and the wheel's list of files.
     r"tests/eval/test_study\.py::test_variants_are_trained",
     r"tests/eval/test_gpu_check\.py::test_every_check_runs",

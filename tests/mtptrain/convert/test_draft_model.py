@@ -1,8 +1,7 @@
-"""A published language model becomes a draft model of the target's vocabulary, or is refused with the reason."""
+"""A published language model, or the target's first layers, becomes a draft model of the target's vocabulary."""
 
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mtptrain.convert.draft_model import (
-    copy_first_layers,
-    initial_weights,
-    load_draft_model,
-    start_from_target_model,
-)
+from mtptrain.convert.draft_model import copy_first_layers, initial_weights, start_from_target_model
 from mtptrain.convert.warm_start import load_init
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads.draft_model import DraftModelHead
@@ -27,14 +20,8 @@ from mtptrain.heads.files import build_head, save_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.model import load_target
-from tests.conftest import FAMILIES, make_config, make_target, run_program
-
-CPU = torch.device("cpu")
-Config = DraftModelHead.Config
-
-
-def load(path: Path | str, target: Path) -> DraftModelHead:
-    return load_draft_model(str(path), target, torch.float32, CPU, "acceptance.draft_model")
+from tests.conftest import FAMILIES, make_target, run_program
+from tests.mtptrain.convert.draft_models import CPU, DRAFT, Config, load
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -150,166 +137,12 @@ def test_a_narrower_model_starts_with_the_main_components_of_the_targets_embeddi
     assert torch.equal(head.model.layers[0].mlp.up_proj.weight, layer)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"intermediate_size": 32},
-            "head.intermediate_size: must be 96, as in the target, with head.start_from_target",
-        ),
-        (
-            {"hidden_size": 128},
-            "head.hidden_size: must be 64, as in the target, with head.start_from_target=true, but ",
-        ),
-        ({"num_hidden_layers": 4}, "head.num_hidden_layers: must be at most 2, as in the target, with"),
-        ({"tie_word_embeddings": False}, "head.tie_word_embeddings: must be True, as in the target"),
-    ],
-)
-def test_a_start_from_a_target_of_other_sizes_is_refused(
-    settings: dict[str, Any], message: str, tiny_target: Path
-) -> None:
-    head = build_head(Config(**settings), read_target_config(tiny_target))
-    assert isinstance(head, DraftModelHead)
-    with pytest.raises(ValueError, match=message):
-        copy_first_layers(head, tiny_target)
-
-
-def test_a_start_from_a_target_whose_family_is_not_trained_is_refused(tmp_path: Path) -> None:
-    target = make_target(tmp_path, *FAMILIES["gemma3_text"])
-    head = build_head(Config(), read_target_config(target))
-    assert isinstance(head, DraftModelHead)
-    message = "head.start_from_target: the draft model's model_type must be gemma3_text, as in the target, but is llama"
-    with pytest.raises(ValueError, match=message):
-        copy_first_layers(head, target)
-
-
-def test_a_draft_model_cannot_keep_the_keys_of_its_drafts(tiny_target: Path) -> None:
-    head, parts = load(tiny_target, tiny_target), load_target(tiny_target, torch.float32, CPU).parts
-    message = "acceptance.rebuild_cache: must be true for DraftModelHead, which cannot keep the keys of its drafts, but"
-    with pytest.raises(ValueError, match=message):
-        HeadDrafter(head, parts, 3, rebuild_cache=False)
-
-
-def change_config(directory: Path, **settings: object) -> Path:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | settings))
-    return directory
-
-
-def other_tokenizer(tmp_path: Path) -> Path:
-    directory = make_target(tmp_path)
-    text = (directory / "tokenizer.json").read_text()
-    (directory / "tokenizer.json").write_text(text.replace('"<user>"', '"<human>"'))
-    return directory
-
-
-def without_tokenizer(tmp_path: Path) -> Path:
-    directory = make_target(tmp_path, vocab_size=259)
-    (directory / "tokenizer.json").unlink()
-    return directory
-
-
-def without_a_norm(tmp_path: Path) -> Path:
-    directory = make_target(tmp_path)
-    tensors = load_file(directory / "model.safetensors")
-    tensors.pop("model.norm.weight")
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    return directory
-
-
-BAD_MODELS = {
-    "a larger vocabulary": (
-        lambda path: make_target(path, vocab_size=300),
-        r"head\.init_from: the vocabulary must have at most 260 rows, as many as .* has vocab_size 300",
-    ),
-    "another tokenizer": (other_tokenizer, r"head\.init_from: must have the target's tokenizer, but the vocabulary of"),
-    "fewer rows and no tokenizer": (
-        without_tokenizer,
-        r"head\.init_from: the model and the target must both have tokenizer files, because their vocab_size differs "
-        r"\(259 and 260\), but .* has none; copy",
-    ),
-    "fewer rows than tokens": (
-        lambda path: make_target(path, vocab_size=258),
-        r"head\.init_from: must have an embedding for each token of its tokenizer, ids up to 259, but .* 258",
-    ),
-    "no language model": (
-        lambda path: change_config(make_target(path), model_type="bert"),
-        r"head\.init_from: must be a language model that mtptrain can run, but .* is not: the target's family must",
-    ),
-    "quantised weights": (
-        lambda path: change_config(make_target(path), quantization_config={"quant_method": "fp8"}),
-        r"head\.init_from: must be an unquantised model, whose weights can be trained, but .* a quant",
-    ),
-    "a missing tensor": (
-        without_a_norm,
-        r"head\.init_from: model\.norm\.weight of .* must be of shape \(64,\), as its config describes, but is "
-        "absent",
-    ),
-}
-
-
-@pytest.mark.parametrize("bad", BAD_MODELS)
-def test_a_model_that_cannot_draft_for_the_target_is_refused(bad: str, tmp_path: Path, tiny_target: Path) -> None:
-    make, message = BAD_MODELS[bad]
-    path = make(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        load_init(str(path), Config(init_from=str(path)), tiny_target)
-    with pytest.raises(ValueError, match=message.replace(r"head\.init_from", r"acceptance\.draft_model")):
-        load(path, tiny_target)
-
-
 def test_a_model_without_tokenizer_is_accepted_if_its_vocabulary_has_the_targets_size(
     tmp_path: Path, tiny_target: Path
 ) -> None:
     shutil.copytree(tiny_target, tmp_path / "model")
     (tmp_path / "model/tokenizer.json").unlink()
     assert load(tmp_path / "model", tiny_target).context_tokens == 512
-
-
-def test_a_head_of_another_kind_is_no_language_model(tmp_path: Path, tiny_target: Path) -> None:
-    (tmp_path / "head.json").write_text('{"head": {"name": "mtp"}}')
-    with pytest.raises(ValueError, match=r"head\.init_from: must be a language model, but .* holds a head mtp; set"):
-        build_head(Config(init_from=str(tmp_path)), read_target_config(tiny_target))
-
-
-def test_a_model_that_is_nowhere_is_refused_by_name(tiny_target: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"head\.init_from: must be a local directory, a hub name or `demo`, but"
-    ):
-        build_head(Config(init_from="/none"), read_target_config(tiny_target))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"hidden_size": 0}, "head.hidden_size: must be a number of at least 1, but is 0"),
-        ({"num_attention_heads": 5}, "head.num_attention_heads: must divide head.hidden_size into head dims that"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "the three are 4, 64 and 3; change one of them"),
-    ],
-)
-def test_sizes_that_no_model_has_are_refused(settings: dict[str, Any], message: str, tiny_target: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_head(Config(**settings), read_target_config(tiny_target))
-
-
-def test_sizes_beside_a_published_model_are_refused(tiny_target: Path) -> None:
-    message = r"head\.hidden_size: must be left out with head\.init_from=.*, whose config\.json says 64, but is 32"
-    with pytest.raises(ValueError, match=message):
-        build_head(Config(init_from=str(tiny_target), hidden_size=32), read_target_config(tiny_target))
-
-
-@pytest.mark.parametrize("family", ["mistral with window", "qwen3 with window", "gemma3_text", "deepseek_v2"])
-def test_a_model_whose_attention_is_not_trained_here_is_refused_for_training(family: str, tmp_path: Path) -> None:
-    target = make_target(tmp_path, *FAMILIES[family])
-    message = r"head\.init_from: a draft model that is trained must be one of llama, mistral, qwen2, qwen3 with full"
-    with pytest.raises(ValueError, match=message):
-        DraftModelHead.check_trainable(Config(init_from=str(target)), read_target_config(target))
-    DraftModelHead.check_trainable(Config(), read_target_config(target))  # a random one is trainable
-
-
-def test_a_loss_between_states_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"train\.feature_weight: must be 0 with head draft_model, .* but is 0.5"):
-        make_config("head=draft_model", "train.feature_weight=0.5")
 
 
 def test_casting_to_bf16_does_not_round_the_rotary_frequencies(tiny_target: Path) -> None:
@@ -319,9 +152,6 @@ def test_casting_to_bf16_does_not_round_the_rotary_frequencies(tiny_target: Path
     assert head.model.norm.weight.dtype == torch.bfloat16
     assert head.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(head.model.rotary_emb.inv_freq, before)
-
-
-DRAFT = ("head=draft_model", "head.ttt_steps=1", "head.num_hidden_layers=1", "train.max_steps=6")
 
 
 def run(program: str, *overrides: str, num_ranks: int = 1) -> None:
@@ -355,24 +185,3 @@ def test_tied_weights_get_their_gradient_once_whatever_the_ranks_and_zero_stage(
     assert written.keys() == trained.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
     assert AutoTokenizer.from_pretrained(run_dir / "export/vllm").get_vocab()["<|end|>"] == 256
-
-
-def test_a_model_with_a_short_context_is_refused_before_extraction(
-    fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path
-) -> None:
-    short = change_config(make_target(tmp_path / "draft", seed=1), max_position_embeddings=100)
-    result = run_program("data_prep.hidden_states", *fresh_run[1], *DRAFT[:2], f"head.init_from={short}")
-    assert result.returncode != 0
-    assert "prompts.max_document_tokens: documents must have at most 100 tokens, the max_position" in result.stderr
-
-
-@pytest.mark.parametrize(("num_drafts", "is_refused"), [(20, False), (21, True)])
-def test_more_drafts_than_the_context_of_the_model_are_refused(
-    num_drafts: int, is_refused: bool, tmp_path: Path, tiny_target: Path
-) -> None:
-    small = change_config(make_target(tmp_path, seed=1), max_position_embeddings=100)
-    head = load(small, tiny_target)
-    prompts = [[1] * 70, [1] * 30]
-    message = "head: must read the longest prompt with its response and drafts, 101 tokens, but has a context"
-    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
-        check_head_context(head, prompts, 10, num_drafts, "head")

@@ -15,7 +15,7 @@ from mtptrain.heads.hydra import HydraHead
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
-from tests.mtptrain.convert.test_warm_start import assert_equal, random_state, write
+from tests.mtptrain.convert.warm_start.written_heads import assert_equal, random_state, write
 
 CONFIG = MedusaHead.Config(ttt_steps=3, num_layers=2, fc_bias=True)
 FASTER_DECODING = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}

@@ -1,42 +1,25 @@
-"""Greedy speculation gives the tokens of plain greedy decoding; sampled speculation has the target's distribution."""
+"""Greedy speculation gives the tokens of plain greedy decoding."""
 
-import itertools
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-import mtptrain.decoding.speculate as speculate_module
 import mtptrain.utils.compile as compile_module
 from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Accepted, Generation, accept_chosen, speculate
-from mtptrain.heads import HEADS
-from mtptrain.heads.base import Head
-from mtptrain.heads.files import build_head
+from mtptrain.decoding.speculate import accept_chosen
 from mtptrain.target.model import Target, Verified, load_target
 from mtptrain.target.position_cache import PositionCache
-from tests.conftest import as_draft_model, make_target
-from tests.mtptrain.heads.test_contract import draw_norms
+from tests.conftest import as_draft_model
+from tests.mtptrain.decoding.drafting import PARALLEL_OR_MLP, decode, random_head
 
 
 @pytest.fixture(scope="module")
 def target(tiny_target: Path) -> Target:
     return load_target(tiny_target, torch.float32, torch.device("cpu"))
-
-
-def random_head(target: Target, name: str = "mtp", seed: int = 0) -> Head:
-    torch.manual_seed(seed)
-    settings = {"capture_layers": [1, 2]} if name in ("peagle", "dflash") else {}
-    head = build_head(HEADS[name].Config(**settings), target.config).eval()
-    if name in ("medusa", "hydra"):  # they start as the target's own state
-        draw_norms(head)
-    return head
 
 
 def random_prompts(count: int, vocab_size: int = 256, longest: int = 60) -> list[list[int]]:
@@ -99,13 +82,7 @@ class BranchingCopy:
         return Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), parents=parents.expand_as(tokens))
 
 
-PARALLEL_OR_MLP = ("peagle", "dflash", "medusa", "hydra")
 COPY = "tree that is often right"
-
-
-def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **settings: object) -> list[Generation]:
-    defaults: dict[str, object] = {"num_speculative_tokens": 3, "max_new_tokens": 24, "sampler": Sampler()}
-    return speculate(target, drafter, prompts, **{**defaults, **settings})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
@@ -246,174 +223,3 @@ def test_prompt_lookup_proposes_what_followed_the_longest_match_and_its_first_oc
 def test_a_prompt_that_cannot_be_decoded_is_refused(target: Target, prompt: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decode(target, PromptLookupDrafter(3), [prompt])
-
-
-# The distribution of sampled output: the joint distribution of tokens 2, 3 and 4 after a prompt, over a vocabulary of
-# 6.
-
-VOCAB, PROMPT, SAMPLES = 6, [3, 1, 4, 1, 5], 24_000
-Accept = Callable[[Draft, torch.Tensor, Sampler], Accepted]
-
-
-@pytest.fixture(scope="module")
-def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    directory = make_target(
-        tmp_path_factory.mktemp("small"), vocab_size=VOCAB, eos_token_id=None, initializer_range=0.15
-    )
-    return load_target(directory, torch.float32, torch.device("cpu"))
-
-
-class CertainDrafts:
-    """Drafts greedily while the target samples."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.start, self.capture_layers = drafter, drafter.start, drafter.capture_layers
-        self.draft_slots = drafter.draft_slots
-
-    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        return self.drafter.draft(verified, Sampler())
-
-
-Filters = dict[str, float]
-
-
-def filtered(logits: torch.Tensor, temperature: float, filters: Filters) -> torch.Tensor:
-    """Returns probabilities [..., V] computed by transformers."""
-    warpers = [TemperatureLogitsWarper(temperature)]
-    warpers += [TopKLogitsWarper(int(filters["top_k"]))] if "top_k" in filters else []
-    warpers += [TopPLogitsWarper(filters["top_p"])] if "top_p" in filters else []
-    scores = logits.flatten(0, -2)
-    for warper in warpers:
-        scores = warper(torch.zeros(0), scores)
-    return scores.softmax(-1).view(logits.shape)
-
-
-@pytest.mark.parametrize(
-    "filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9}, {"top_k": 1}, {"top_p": 1e-9}]
-)
-def test_filters_keep_the_tokens_that_transformers_keeps(filters: Filters) -> None:
-    logits = 3 * torch.randn(4, 5, 50, generator=torch.Generator().manual_seed(0))
-    found = Sampler(0.7, **filters).probs(logits)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, filtered(logits, 0.7, filters))
-
-
-@pytest.mark.parametrize("filters", [{}, {"top_k": 1}, {"top_k": 99}, {"top_p": 1e-9}, {"top_p": 1e-300}])
-@pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-9, 1.0, 1e300])
-def test_extreme_settings_keep_the_likeliest_token(temperature: float, filters: Filters) -> None:
-    logits = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    probs = Sampler(temperature, 0, **filters).probs(logits)  # type: ignore[arg-type]
-    torch.testing.assert_close(probs.sum(-1), torch.ones(4))
-    if temperature < 1e300:  # where all tokens are equally likely
-        assert bool((probs.gather(1, logits.argmax(1)[:, None]) == probs.amax(1, keepdim=True)).all())
-    if temperature < 1e-8:
-        assert Sampler(temperature, 0, **filters).choose(logits).tolist() == logits.argmax(1).tolist()  # type: ignore[arg-type]
-
-
-def joint_distribution(target: Target, temperature: float, filters: Filters) -> torch.Tensor:
-    """Returns the probability of every (token 2, token 3, token 4) by enumeration [V, V, V]."""
-    sequences = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=4)])
-    logits = target.model(sequences).logits[:, len(PROMPT) - 1 : -1]
-    probs = filtered(logits, temperature, filters).gather(2, sequences[:, len(PROMPT) :, None])[..., 0].prod(1)
-    return probs.view(VOCAB, VOCAB, VOCAB, VOCAB).sum(0)
-
-
-def chi_square_p_value(
-    target: Target, temperature: float, kind: str = "sampled drafts", filters: Filters | None = None
-) -> float:
-    """Returns the p-value of sampled speculation, by Wilson and Hilferty's normal approximation. Rare cells are
-    pooled."""
-    filters = filters or {}
-    sampler = Sampler(temperature, 1, **filters)  # type: ignore[arg-type]
-    sampled, num_speculative_tokens = HeadDrafter(random_head(target, seed=5), target.parts, 2, sample_drafts=True), 2
-    drafters: dict[str, Drafter] = {
-        "sampled drafts": sampled,
-        **{
-            name: HeadDrafter(random_head(target, name, seed=5), target.parts, 2, sample_drafts=True)
-            for name in PARALLEL_OR_MLP
-        },
-        "greedy drafts": CertainDrafts(sampled),
-        "tree": TreeDrafter(sampled.head, target.parts, 2, num_nodes=7, top_k=3),
-        "hybrid": HybridDrafter(sampled, min_match=1),
-        "model": HeadDrafter(as_draft_model(target), target.parts, 2, sample_drafts=True),
-    }
-    drafter = drafters[kind]
-    counts = torch.zeros(VOCAB, VOCAB, VOCAB)
-    for _ in range(SAMPLES // 4000):
-        for generation in decode(
-            target,
-            drafter,
-            [PROMPT] * 4000,
-            num_speculative_tokens=num_speculative_tokens,
-            max_new_tokens=4,
-            sampler=sampler,
-        ):
-            counts[tuple(generation.tokens[1:])] += 1
-    expected = joint_distribution(target, temperature, filters).flatten() * SAMPLES
-    assert not counts.flatten()[expected == 0].any()
-    counts, expected = counts.flatten()[expected > 0], expected[expected > 0]
-    rare = expected < 8
-    observed, expected = (
-        torch.cat([cells[~rare], cells[rare].sum()[None]]) if rare.any() else cells for cells in (counts, expected)
-    )
-    assert len(expected) > 15
-    statistic, freedom = ((observed - expected) ** 2 / expected).sum().item(), len(expected) - 1
-    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    return 0.5 * math.erfc(z / math.sqrt(2))
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("kind", ["sampled drafts", *PARALLEL_OR_MLP, "greedy drafts", "tree", "hybrid", "model"])
-def test_sampled_speculation_follows_the_targets_joint_distribution(
-    small_vocabulary: Target, temperature: float, kind: str
-) -> None:
-    assert chi_square_p_value(small_vocabulary, temperature, kind) > 1e-3
-
-
-@pytest.mark.parametrize("kind", ["sampled drafts", "greedy drafts", "tree", "hybrid", "model"])
-def test_sampled_speculation_follows_the_distribution_of_top_p_and_top_k(small_vocabulary: Target, kind: str) -> None:
-    assert chi_square_p_value(small_vocabulary, 1.0, kind, {"top_k": 5, "top_p": 0.9}) > 1e-3
-
-
-def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
-    """A wrong rule that keeps a draft if the target gives it at least half the draft's probability."""
-    assert draft.probs is not None
-    chosen = draft.tokens[..., None]
-    kept = 2 * target_probs[:, :-1].gather(2, chosen) >= draft.probs.gather(2, chosen)
-    num_accepted = kept[..., 0].long().cumprod(1).sum(1)
-    bonus = sampler.sample(target_probs[torch.arange(len(chosen)), num_accepted])
-    return Accepted(num_accepted, bonus, torch.arange(draft.tokens.shape[1] + 1).expand(len(chosen), -1))
-
-
-def accept_without_residual(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
-    """A wrong rule that samples the token after a rejection from the target's whole distribution."""
-    accepted = real_accept_sampled(draft, target_probs, sampler)
-    return replace(accepted, bonus=sampler.sample(target_probs[torch.arange(len(draft.tokens)), accepted.count]))
-
-
-real_accept_sampled = speculate_module.accept_sampled
-
-
-@pytest.mark.parametrize("wrong_rule", [accept_everything_likely, accept_without_residual])
-def test_a_wrong_acceptance_rule_is_caught(
-    small_vocabulary: Target, wrong_rule: Accept, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(speculate_module, "accept_sampled", wrong_rule)
-    assert chi_square_p_value(small_vocabulary, 1.0) < 1e-6
-
-
-def accept_first_child(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Tensor, num_depths: int) -> Accepted:
-    """A wrong rule for trees: if the target chose none of a row's children, the first one is taken every other time."""
-    assert draft.parents is not None
-    biased = target_tokens.clone()
-    for row in range(target_tokens.shape[1]):
-        is_child = draft.parents == row - 1  # [B, D]
-        is_missed = is_child.any(1) & ~(is_child & (draft.tokens == target_tokens[:, row, None])).any(1)
-        is_missed &= torch.arange(len(is_missed)) % 2 == 0
-        first = draft.tokens.gather(1, is_child.int().argmax(1)[:, None])[:, 0]
-        biased[:, row] = torch.where(is_missed, first, biased[:, row])
-    return accept_chosen(draft, biased, ancestors, num_depths)
-
-
-def test_a_biased_rule_of_trees_is_caught(small_vocabulary: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculate_module, "accept_chosen", accept_first_child)
-    assert chi_square_p_value(small_vocabulary, 1.0, "tree") < 1e-6

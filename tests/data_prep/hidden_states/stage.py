@@ -1,0 +1,65 @@
+"""The prompts that hidden states are extracted of, and the store that the stage writes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mtptrain.config import PipelineConfig
+from mtptrain.data.identity import TokenizerIdentity
+from mtptrain.data.prompt_files import SCHEMA_VERSION, Documents, PromptsManifest
+from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.distributed import Ranks
+
+ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
+CPU = torch.device("cpu")
+LENGTHS = [5, 40, 17, 40, 1, 40, 17, 64, 3, 40]
+
+ConfigFor = Callable[..., PipelineConfig]
+
+
+def make_documents(lengths: list[int], seed: int = 0) -> Documents:
+    rng = np.random.default_rng(seed)
+    return Documents.from_list(
+        [(100 + i, rng.integers(0, 256, n).tolist(), rng.integers(0, 2, n).tolist()) for i, n in enumerate(lengths)]
+    )
+
+
+def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None:
+    """Writes prompts as data_prep.prompts does."""
+    directory = run_dir / "prompts"
+    directory.mkdir(parents=True, exist_ok=True)
+    documents.save(directory / "train.safetensors")
+    PromptsManifest(
+        schema_version=SCHEMA_VERSION,
+        tokenizer=TokenizerIdentity.of(load_tokenizer(target_dir)),
+        vocab_size=260,
+        max_document_tokens=512,
+        train_documents=len(documents),
+        train_tokens=len(documents.input_ids),
+        validation_documents=0,
+        validation_tokens=0,
+    ).write(directory)
+
+
+def read_store(directory: Path) -> dict[str, bytes]:
+    """Returns every file except the two that record how the program was called."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(directory.iterdir())
+        if path.name not in ("config.yaml", "provenance.json")
+    }
+
+
+def overrides_of(config: PipelineConfig) -> list[str]:
+    shard_tokens = config.hidden_states.shard_tokens
+    return [
+        f"run_dir={config.run_dir}",
+        f"target.path={config.target.path}",
+        f"hidden_states.shard_tokens={shard_tokens}",
+    ]
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,146 @@
+"""Tests the disk that the stage needs, and what happens when it is full."""
+
+import errno
+import shutil
+import subprocess
+from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import hidden_states
+from data_prep.extraction import Extraction, prepare_extraction
+from data_prep.hidden_states import extract_hidden_states, scratch_bytes
+from mtptrain.hidden_states.extraction import fill
+from mtptrain.hidden_states.extraction.fill import Streams
+from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
+from mtptrain.hidden_states.stream import missing_open_shards
+from mtptrain.hidden_states.writer import has_shard
+from mtptrain.utils.distributed import Ranks
+from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, read_store
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mounts a separate file system of one megabyte."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+    yield directory
+    subprocess.run(["umount", directory], check=True)
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
+    prepared: ConfigFor, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = prepared(lengths=[50] * 60)
+    extract_hidden_states(config, ONE_RANK)
+    undisturbed = read_store(config.stage_dir("hidden_states"))
+    config.stage_dir("hidden_states").rename(Path(config.run_dir) / "undisturbed")
+    (Path(config.run_dir) / "hidden_states").symlink_to(small_disk, target_is_directory=True)
+
+    store_dir, tokens_of_shard = config.stage_dir("hidden_states"), fill.tokens_of_shard
+
+    def fill_the_disk_first(*args: Any) -> Any:
+        """Fills the disk after some shards."""
+        theirs = small_disk / "of_somebody_else"
+        if (
+            len(list(store_dir.glob("shard_*.safetensors"))) >= 5 and not theirs.exists()
+        ):  # others are written meanwhile
+            with theirs.open("wb") as file, suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+        return tokens_of_shard(*args)
+
+    monkeypatch.setattr(fill, "tokens_of_shard", fill_the_disk_first)
+    message = (
+        r"must have room for 0\.000 GB of hidden states from this process, but is full; finished shards are kept: free "
+        r"some space and run"
+    )
+    with pytest.raises(OSError, match=message) as raised:
+        extract_hidden_states(config, ONE_RANK)
+    assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(store_dir)
+    assert not list(store_dir.glob("*.tmp"))
+    shards = sorted(
+        store_dir.glob("shard_*.safetensors")
+    )  # the last may lack its record, for which there was no room either
+    kept = {path.name: path.stat().st_mtime_ns for index, path in enumerate(shards) if has_shard(store_dir, index)}
+    assert len(kept) >= 5
+
+    monkeypatch.undo()
+    (small_disk / "of_somebody_else").unlink()
+    extract_hidden_states(config, ONE_RANK)
+    assert read_store(store_dir) == undisturbed
+    assert {name: (store_dir / name).stat().st_mtime_ns for name in kept} == kept
+
+
+def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepared()
+    usage = namedtuple("usage", "total used free")
+    needed = 267 * (2 * 64 + 5) + 10 * DOCUMENT_BYTES
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed + 1, needed - 1))
+    with pytest.raises(
+        ValueError,
+        match=r"hidden_states: 0.000 GB must be free for the hidden states, but 0.000 GB are; free space, "
+        r".*store_dtype=fp8",
+    ):
+        extract_hidden_states(config, ONE_RANK)
+    assert "267 tokens x 133 bytes" in capsys.readouterr().out
+    assert [path.name for path in config.stage_dir("hidden_states").iterdir()] == ["plan.json"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed, needed))
+    extract_hidden_states(config, ONE_RANK)
+
+
+def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
+    config = prepared("hidden_states.backend=vllm", "hidden_states.dtype=float32")
+    by_transformers = replace(prepare_extraction(prepared()), shards=[range(0, 3), range(3, 10)], capture_layers=(1, 2))
+    extraction = replace(by_transformers, config=config)
+    two_ranks = Ranks(rank=0, world_size=2, local_rank=0)
+    assert extraction.target_config.hidden_size == 64
+    assert scratch_bytes(extraction, two_ranks) == 2 * 2 * (267 - 62) * 64 * 3 * 4
+    config.hidden_states.scratch_dir = "/dev/shm"
+    assert scratch_bytes(extraction, two_ranks) == 0
+    assert scratch_bytes(by_transformers, two_ranks) == 0
+
+
+def test_finished_shards_need_no_free_disk(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    (config.stage_dir("hidden_states") / "shard_00000.safetensors").unlink()
+    usage = namedtuple("usage", "total used free")
+    one_shard = (5 + 40 + 17) * 133 + 3 * DOCUMENT_BYTES
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - one_shard, one_shard))
+    extract_hidden_states(config, ONE_RANK)
+
+
+def test_streamed_shards_on_the_disk_make_room_for_later_ones(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restarting extraction needs no more space when the disk is full and holds all open windows."""
+    config = prepared("train.stream=true", "train.stream_shards=1", "train.epochs=1", lengths=[40] * 20)
+    store_dir = config.stage_dir("hidden_states")
+
+    def write_open_windows(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
+        missing = missing_open_shards(store_dir, extraction.windows)
+        assert missing is not None
+        hidden_states.fill(extraction, streams, missing, ranks)
+
+    monkeypatch.setattr("data_prep.hidden_states.follow_training", write_open_windows)
+    extract_hidden_states(config, ONE_RANK)
+    assert len(list(store_dir.glob("shard_*.safetensors"))) == 3
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 0))
+    extract_hidden_states(config, ONE_RANK)
+    next(store_dir.glob("shard_*.safetensors")).unlink()
+    with pytest.raises(ValueError, match="must be free for the hidden states"):
+        extract_hidden_states(config, ONE_RANK)

@@ -1,0 +1,56 @@
+"""Tests that a finished store is kept, and its damaged shards are found and computed again."""
+
+import subprocess
+
+import pytest
+
+from data_prep import hidden_states
+from data_prep.hidden_states import extract_hidden_states
+from mtptrain.config import PipelineConfig
+from tests.conftest import run_program
+from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, overrides_of, read_store
+
+
+def test_a_finished_store_is_not_computed_again(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    assert "supervised tokens" in capsys.readouterr().out
+    monkeypatch.delattr(hidden_states, "load_target")
+    extract_hidden_states(config, ONE_RANK)
+    assert "is finished already: 10 documents, 267 tokens" in capsys.readouterr().out
+
+
+def test_a_damaged_shard_is_computed_again_after_it_was_deleted(prepared: ConfigFor) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    store_dir = config.stage_dir("hidden_states")
+    expected = read_store(store_dir)
+    (store_dir / "shard_00001.safetensors").unlink()
+    extract_hidden_states(config, ONE_RANK)
+    assert read_store(store_dir) == expected
+
+
+def verify_by_program(config: PipelineConfig, num_ranks: int) -> subprocess.CompletedProcess[str]:
+    return run_program("data_prep.hidden_states", *overrides_of(config), "verify=true", num_ranks=num_ranks)
+
+
+def test_the_full_check_names_every_damaged_shard_and_computes_nothing(prepared: ConfigFor) -> None:
+    config = prepared()
+    assert "must exist, but it does not" in verify_by_program(config, 1).stderr
+    extract_hidden_states(config, ONE_RANK)
+    store_dir = config.stage_dir("hidden_states")
+    whole = verify_by_program(config, 2)
+    assert whole.returncode == 0 and "damaged" in whole.stdout and "documents" in whole.stdout
+    for name in ("shard_00000", "shard_00003"):
+        path = store_dir / f"{name}.safetensors"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    before = read_store(store_dir)
+    damaged = verify_by_program(config, 2)
+    assert damaged.returncode != 0 and read_store(store_dir) == before
+    for index in (0, 3):
+        assert f"shard_0000{index}.safetensors: the sha256 of shard {index} must be" in damaged.stderr
+    assert "the sha256 of shard 1 must" not in damaged.stderr

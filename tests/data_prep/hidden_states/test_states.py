@@ -1,0 +1,98 @@
+"""Tests that stored states equal those of transformers, and what is recorded with them."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_prep.hidden_states import extract_hidden_states
+from mtptrain.heads import HEADS
+from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams
+from mtptrain.hidden_states.store import HiddenStore, verify
+from mtptrain.target.model import load_target
+from tests.conftest import make_target
+from tests.data_prep.hidden_states.stage import CPU, LENGTHS, ONE_RANK, ConfigFor, make_documents, read_store
+
+
+@pytest.mark.parametrize("capture_layers", [(), (2, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_states_of_each_document_are_those_of_its_own_forward(
+    prepared: ConfigFor, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, capture_layers: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(HEADS["mtp"], "layers_to_capture", lambda *_: capture_layers)
+    config = prepared(f"hidden_states.dtype={dtype}")
+    extract_hidden_states(config, ONE_RANK)
+
+    store = HiddenStore.open(config.stage_dir("hidden_states"))
+    verify(store)
+    documents = make_documents(LENGTHS)
+    assert store.document_lengths.tolist() == LENGTHS
+    assert len(store.manifest.shards) > 2
+    target = TransformersStreams(load_target(tiny_target, getattr(torch, dtype), CPU), (), 1).target
+    for index in range(len(documents)):
+        stored = store.document(index)
+        assert stored.document_id == 100 + index
+        assert stored.input_ids.tolist() == documents.tokens(index).tolist()
+        assert stored.loss_mask.tolist() == documents.mask(index).tolist()
+        streams = residual_streams(target, [stored.input_ids], (*capture_layers, 2)).float()
+        # A batch of several documents differs from a batch of one only by rounding, by at most one unit of bf16.
+        torch.testing.assert_close(stored.hidden_states.float(), streams[:, -1], rtol=2**-7, atol=2**-7)
+        if capture_layers:
+            assert stored.aux_hidden_states is not None
+            torch.testing.assert_close(stored.aux_hidden_states.float(), streams[:, :-1], rtol=2**-7, atol=2**-7)
+
+
+def test_the_size_of_a_batch_changes_states_only_by_rounding(prepared: ConfigFor) -> None:
+    stores = []
+    for batch_tokens in (1, 100_000):
+        config = prepared(f"hidden_states.batch_tokens={batch_tokens}")
+        extract_hidden_states(config, ONE_RANK)
+        directory = config.stage_dir("hidden_states").rename(Path(config.run_dir) / f"batch_{batch_tokens}")
+        stores.append(HiddenStore.open(directory))
+    for index in range(len(LENGTHS)):
+        single, batched = (store.document(index).hidden_states.float() for store in stores)
+        torch.testing.assert_close(single, batched, rtol=2**-7, atol=2**-7)
+
+
+def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepared: ConfigFor, tmp_path: Path) -> None:
+    # Sizes at which bf16 products with one and with four threads differ.
+    target_dir = make_target(
+        tmp_path / "wide", hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4
+    )
+    found = []
+    for threads in (1, 4):
+        config = prepared(f"target.path={target_dir}", lengths=[64, 100, 100, 200, 333])
+        torch.set_num_threads(threads)
+        extract_hidden_states(config, ONE_RANK)
+        found.append(read_store(config.stage_dir("hidden_states")))
+        shutil.rmtree(config.stage_dir("hidden_states"))
+    assert found[0] == found[1]
+
+
+def test_the_stage_records_its_config_and_where_it_came_from(prepared: ConfigFor) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    assert (config.stage_dir("hidden_states") / "config.yaml").exists()
+    assert (config.stage_dir("hidden_states") / "provenance.json").exists()
+
+
+def test_the_manifest_tells_target_and_counts_and_nothing_of_the_run(prepared: ConfigFor) -> None:
+    config = prepared()
+    extract_hidden_states(config, ONE_RANK)
+    manifest = HiddenStore.open(config.stage_dir("hidden_states")).manifest
+    documents = make_documents(LENGTHS)
+    assert manifest.num_tokens == sum(LENGTHS)
+    assert manifest.num_supervised_tokens == documents.loss_mask.sum()
+    assert manifest.identity.target.path == config.target.path
+    assert set(asdict(manifest)) == {
+        "schema_version",
+        "identity",
+        "shard_tokens",
+        "hidden_size",
+        "num_documents",
+        "num_tokens",
+        "num_supervised_tokens",
+        "shards",
+    }

@@ -1,0 +1,45 @@
+"""Text files and conversations to prepare, and the documents that the stage writes of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from mtptrain.config import PipelineConfig
+from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
+
+ConfigFor = Callable[..., PipelineConfig]
+FILES = {f"file_{i:02}.py": f"value_{i} = {i}\n" * (i + 1) for i in range(40)} | {
+    "sub/long.py": "x = 1\n" * 90,
+    "empty.py": "",
+}
+DATA_FILES = [
+    "train.safetensors",
+    "validation.safetensors",
+    "documents.jsonl",
+    "report.json",
+    "manifest.json",
+    "config.yaml",
+]
+
+
+def chat(name: str, *turns: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "messages": [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)],
+    }
+
+
+CHATS = [chat(f"chat{i}", f"question {i}", f"answer {i}") for i in range(20)]
+
+
+def read_output(config: PipelineConfig) -> dict[str, list[tuple[DocumentEntry, list[int], list[int]]]]:
+    """By name, the windows in order: entry, token ids, loss mask."""
+    stage_dir = config.stage_dir("prompts")
+    entries = DocumentEntry.read_all(stage_dir)
+    found: dict[str, list[tuple[DocumentEntry, list[int], list[int]]]] = {}
+    for split in Split:
+        documents = Documents.load(stage_dir / f"{split}.safetensors")
+        for i, document_id in enumerate(documents.document_ids.tolist()):
+            assert entries[document_id].split is split
+            window = (entries[document_id], documents.tokens(i).tolist(), documents.mask(i).tolist())
+            found.setdefault(entries[document_id].name, []).append(window)
+    return found

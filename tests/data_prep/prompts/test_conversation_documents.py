@@ -1,0 +1,84 @@
+"""Tests that conversations become documents with supervised answers, each question on one side."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+
+from data_prep.prompts import prepare_prompts
+from data_prep.prompts_report import DuplicatesReport
+from mtptrain.config import PipelineConfig
+from mtptrain.data.prompt_files import Split
+from tests.conftest import make_tokenizer
+from tests.data_prep.prompts.documents import CHATS, chat, read_output
+
+
+def test_the_training_limit_stops_the_tokenizing_of_a_large_source(
+    chat_config: Callable[..., PipelineConfig],
+) -> None:
+    rows = [chat(f"chat{i}", f"question {i}", "answer") for i in range(400)]
+    report = prepare_prompts(chat_config(rows, "prompts.max_train_tokens=200"))
+    train, validation = report.splits[Split.train], report.splits[Split.validation]
+    assert 0 < train.tokens <= 200
+    assert train.documents + validation.documents + report.beyond_max_train_tokens == 400
+
+
+def test_conversations_are_written_with_the_answers_supervised(chat_config: Callable[..., PipelineConfig]) -> None:
+    config = chat_config(CHATS)
+    prepare_prompts(config)
+    tokenizer, output = make_tokenizer(), read_output(config)
+    assert len(output) == 20
+    for i in range(20):
+        [(_, ids, mask)] = output[f"chat{i}"]
+        assert tokenizer.decode(ids) == f"<user>question {i}<|end|><assistant>answer {i}<|end|>"
+        assert tokenizer.decode(np.array(ids)[np.array(mask) == 1]) == f"answer {i}<|end|>"
+
+
+def splits_of_questions(config: PipelineConfig) -> dict[str, set[Split]]:
+    """By first question as the target reads it, the sides that its documents fall on."""
+    tokenizer, sides = make_tokenizer(), defaultdict[str, set[Split]](set)
+    for windows in read_output(config).values():
+        for entry, ids, _ in windows:
+            sides[tokenizer.decode(ids).split("<assistant>")[0]].add(entry.split)
+    return sides
+
+
+def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(
+    chat_config: Callable[..., PipelineConfig],
+) -> None:
+    """400 rows with the ids abc_0, abc_1, ... were split by these ids: 20 questions stood on both sides."""
+    rows = [chat(f"abc_{i}", f"question {i % 20}", f"answer {i}") for i in range(400)]
+    config = chat_config(rows)
+    prepare_prompts(config)
+    sides = splits_of_questions(config)
+    assert len(sides) == 20 and all(len(split) == 1 for split in sides.values())
+    assert {split for side in sides.values() for split in side} == set(Split)
+
+
+def test_a_question_falls_on_one_side_in_any_spelling(chat_config: Callable[..., PipelineConfig]) -> None:
+    spellings = ("What is {} plus 1?", "what is {}  plus 1?\n", " WHAT IS {} PLUS 1?", "\uff37hat is {} plus 1?")
+    rows = [chat(f"{i}.{j}", form.format(i), "a sum") for i in range(20) for j, form in enumerate(spellings)]
+    config = chat_config(rows)
+    prepare_prompts(config)
+    output = read_output(config)
+    for i in range(20):
+        assert len({entry.split for j in range(4) for entry, _, _ in output[f"{i}.{j}"]}) == 1
+
+
+def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: Callable[..., PipelineConfig]) -> None:
+    rows = [*CHATS, *({"messages": row["messages"]} for row in CHATS * 2), chat("other answer", "question 0", "no")]
+    config = chat_config(rows)
+    report = prepare_prompts(config)
+    texts = [tuple(ids) for windows in read_output(config).values() for _, ids, _ in windows]
+    assert len(texts) == len(set(texts)) == 21
+    assert report.duplicates == DuplicatesReport(questions=20, largest=4, same_question=41, dropped=40)
+
+
+def test_windows_without_an_answer_are_left_out_and_counted(chat_config: Callable[..., PipelineConfig]) -> None:
+    rows = [*CHATS, chat("long", "q" * 300, "a" * 100)]
+    config = chat_config(rows, "prompts.max_document_tokens=64")
+    report = prepare_prompts(config)
+    windows = read_output(config)["long"]
+    assert report.windows_unsupervised == 302 // 64 == windows[0][0].window
+    assert sum(sum(mask) for _, _, mask in windows) == 101
+    assert (report.documents_cut, report.windows_cut) == (1, -(-404 // 64))

@@ -1,0 +1,173 @@
+"""Tests which sources, limits, templates and tokenizers are refused, and with which reason."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_prep.prompts import prepare_prompts
+from mtptrain.config import PipelineConfig
+from mtptrain.data import chat_template
+from tests.conftest import GENERATION_TEMPLATE, make_target
+from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat
+
+
+def test_refused_conversations_are_counted_by_reason(chat_config: Callable[..., PipelineConfig]) -> None:
+    odd = [{"messages": [{"role": "narrator", "content": "once"}]}, chat("unanswered", "hello?")]
+    report = prepare_prompts(chat_config([*CHATS, *odd]))
+    assert {group.reason: group.count for group in report.refused} == {
+        "unknown role 'narrator'": 1,
+        "no assistant turn": 1,
+    }
+    assert report.refused[0].first[0].endswith("chats.jsonl:21")
+
+
+def test_no_paths_are_refused(config_for: ConfigFor) -> None:
+    with pytest.raises(
+        ValueError, match=r"prompts\.paths: must name at least one path with prompts\.source=text_files, but is empty; "
+    ):
+        prepare_prompts(config_for("prompts.paths=[]"))
+
+
+def test_a_missing_directory_is_refused(config_for: ConfigFor) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"
+    ):
+        prepare_prompts(config_for("prompts.paths=[/no/such/place]"))
+
+
+def test_a_pattern_that_no_file_fits_is_refused(text_config: ConfigFor) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"must hold at least one file with text that matches '\*\.rs', but .*/texts holds none; correct the",
+    ):
+        prepare_prompts(text_config("prompts.pattern='*.rs'"))
+
+
+@pytest.mark.parametrize("num_files", [2, 40])
+def test_files_that_are_all_empty_are_refused_by_their_number(
+    tmp_path: Path, config_for: ConfigFor, num_files: int
+) -> None:
+    for i in range(num_files):
+        (tmp_path / f"{i}.py").touch()
+    (tmp_path / "latin.py").write_bytes(b"# gr\xf6\xdfe\n")
+    with pytest.raises(ValueError) as refused:
+        prepare_prompts(config_for(f"prompts.paths=[{tmp_path}]"))
+    assert str(refused.value) == (
+        f"prompts.paths: must hold at least one file with text that matches '*.py', but {tmp_path} holds none, "
+        f"{num_files} refused (empty), 1 refused (not UTF-8); correct the paths, prompts.pattern or the data"
+    )
+
+
+def test_a_file_without_a_usable_conversation_is_refused_with_the_reasons(
+    chat_config: Callable[..., PipelineConfig],
+) -> None:
+    rows = [{"messages": [{"role": "narrator", "content": "once"}]}] * 2
+    with pytest.raises(
+        ValueError, match=r"at least one usable conversation, but .* holds none, 2 refused \(unknown role 'narrator'\)"
+    ):
+        prepare_prompts(chat_config(rows))
+
+
+def test_an_empty_file_of_conversations_is_refused(chat_config: Callable[..., PipelineConfig]) -> None:
+    with pytest.raises(
+        ValueError, match=r"at least one usable conversation, but .*chats\.jsonl holds none; correct the paths"
+    ):
+        prepare_prompts(chat_config([]))
+
+
+def test_an_empty_validation_split_is_refused_before_anything_is_tokenized(text_config: ConfigFor) -> None:
+    match = (
+        r"the validation split must hold at least one document, .*=1e-06 .*: none of \d+ documents belongs to it; add "
+        r"data"
+    )
+    with pytest.raises(ValueError, match=match):
+        prepare_prompts(text_config("prompts.validation_fraction=1e-6"))
+
+
+def test_a_data_set_that_asks_one_question_cannot_be_split(chat_config: Callable[..., PipelineConfig]) -> None:
+    rows = [chat(f"chat{i}", "hello?", f"answer {i}") for i in range(20)]
+    with pytest.raises(
+        ValueError, match=r"split must hold .*: none of 20 documents \(different questions: 1\) belongs to it; add"
+    ):
+        prepare_prompts(chat_config(rows))
+
+
+def test_an_empty_train_split_is_refused(text_config: ConfigFor) -> None:
+    with pytest.raises(
+        ValueError, match=r"the train split must hold at least one document, but holds none with .*=0\.9999"
+    ):
+        prepare_prompts(text_config("prompts.validation_fraction=0.9999"))
+
+
+def test_a_training_limit_below_the_first_document_is_refused(text_config: ConfigFor) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"the train split must hold .* prompts\.max_train_tokens=3.*; add data or change these settings",
+    ):
+        prepare_prompts(text_config("prompts.max_train_tokens=3"))
+
+
+def test_conversations_need_a_chat_template(tmp_path: Path, chat_config: Callable[..., PipelineConfig]) -> None:
+    target_dir = make_target(tmp_path / "target", chat_template=None)
+    with pytest.raises(
+        ValueError, match=rf"must have a chat template to render messages, but that of {target_dir} has none"
+    ):
+        prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
+
+
+def test_a_template_that_marks_nothing_is_refused_by_the_name_of_its_target(
+    tmp_path: Path, chat_config: Callable[..., PipelineConfig]
+) -> None:
+    template = GENERATION_TEMPLATE.replace("== 'assistant'", "== 'model'")
+    target_dir = make_target(tmp_path / "target", chat_template=template)
+    with pytest.raises(
+        ValueError, match=rf"the chat template of {target_dir} must show which tokens .* the loss mask is empty"
+    ):
+        prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
+
+
+def test_conversations_without_an_answer_are_not_blamed_on_the_template(
+    chat_config: Callable[..., PipelineConfig],
+) -> None:
+    rows = [chat(f"chat{i}", f"hello {i}?") for i in range(20)]
+    match = (
+        r"^prompts\.paths: conversations must have an assistant turn to learn from, but none of 20 has one \(the "
+        r"first is .*\.jsonl:\d+\); choose data with answers, or let the target answer: run data_prep\.responses"
+    )
+    with pytest.raises(ValueError, match=match):
+        prepare_prompts(chat_config(rows))
+
+
+def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_target(
+    tmp_path: Path, chat_config: Callable[..., PipelineConfig]
+) -> None:
+    template = "{% if messages[0]['content'].startswith('hello') %}{{ 1 // 0 }}{% endif %}" + GENERATION_TEMPLATE
+    target_dir = make_target(tmp_path / "target", chat_template=template)
+    rows = [chat(f"chat{i}", f"hello {i}?", "yes") for i in range(20)]
+    match = rf"chat template of {target_dir} must .* mask is empty: .*20 refused \(the chat template fails: ZeroDiv"
+    with pytest.raises(ValueError, match=match):
+        prepare_prompts(chat_config(rows, f"target.path={target_dir}"))
+
+
+def test_a_conversation_that_renders_for_ever_is_named(
+    tmp_path: Path, chat_config: Callable[..., PipelineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.2)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = "{% if messages[0]['content'] == 'hello 7?' %}" + loop + "{% endif %}" + GENERATION_TEMPLATE
+    target_dir = make_target(tmp_path / "target", chat_template=template)
+    rows = [chat(f"chat{i}", f"hello {i}?", "yes") for i in range(20)]
+    match = rf"\.jsonl:8: the chat template of {target_dir} must render a conversation within 0\.2 s"
+    with pytest.raises(chat_template.EndlessTemplate, match=match):
+        prepare_prompts(chat_config(rows, f"target.path={target_dir}"))
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, text_config: ConfigFor) -> None:
+    target_dir = make_target(tmp_path / "target", vocab_size=100, eos_token_id=1)
+    match = (
+        r"token ids must be below the model's vocab_size 100, but the tokenizer gives \d+ in .*\.py; tokenizer and "
+        r"config\.json"
+    )
+    with pytest.raises(ValueError, match=match):
+        prepare_prompts(text_config(f"target.path={target_dir}"))

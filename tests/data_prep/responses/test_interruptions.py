@@ -1,0 +1,181 @@
+"""Tests that a run which was interrupted or killed goes on with its answers, and only with its own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.responses import server as completion_server
+from mtptrain.target.hub import load_tokenizer
+from tests.conftest import program_command, run_program
+from tests.data_prep.responses.stage import CHATS, ConfigFor, chat, output, overrides_for, read_lines, respond
+from tests.data_prep.speaking import FakeServer, answer_by_prompt, make_speaking_target
+from tests.programs import ROOT
+
+
+def test_an_interrupt_asks_nothing_more_and_keeps_what_ends_with_the_requests_on_their_way(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path
+) -> None:
+    rows, tokenizer = [chat(f"chat{i}", 1 + i % 2 * 3) for i in range(20)], load_tokenizer(speaking_target)
+    respond(by_server(rows=rows, run="undisturbed"))
+    server.requests.clear()
+    numbers = count(1)
+
+    def interrupted(request: dict[str, Any]) -> Any:
+        if next(numbers) == 10:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)
+        return answer_by_prompt(request)
+
+    server.behave, config = interrupted, by_server("responses.concurrency=4", rows=rows)
+    with pytest.raises(KeyboardInterrupt):
+        respond(config)
+    assert 10 <= len(server.requests) <= 13, "those on their way, at most four"
+    asked = Counter(
+        re.findall(r"of (chat\d+)", str(tokenizer.decode(request["prompt"])))[-1] for request in server.requests
+    )
+    saved = read_lines(config.stage_dir("responses") / "answers_00000.jsonl")
+    assert {row["id"] for row in saved} == {row["id"] for row in rows if asked[row["id"]] == len(row["messages"]) // 2}
+    assert len(saved) < len(asked)
+
+    server.behave = answer_by_prompt
+    server.requests.clear()
+    respond(config)
+    assert len(server.requests) == 50 - sum(len(row["answer_tokens"]) for row in saved)
+    assert output(config) == output(by_server(rows=rows, run="undisturbed"))
+
+
+def test_an_interrupt_ends_the_waiting_between_two_tries(
+    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion_server, "BACKOFF_S", 600.0)
+    monkeypatch.setattr(completion_server, "MAX_BACKOFF_S", 600.0)
+
+    def busy(request: dict[str, Any]) -> Any:
+        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        return 503, b""
+
+    server.behave = busy
+    with pytest.raises(KeyboardInterrupt):
+        respond(by_server("responses.concurrency=1"))
+    assert len(server.requests) == 1
+
+
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path, speaking_target: Path
+) -> None:
+    rows = [chat(f"chat{i}", 1 + i % 3) for i in range(40)]
+    undisturbed = by_server(rows=rows, run="undisturbed")
+    respond(undisturbed)
+    server.delay_s = 0.02
+    overrides = [
+        *overrides_for(tmp_path, speaking_target, rows),
+        f"responses.url={server.url}",
+        "responses.concurrency=4",
+    ]
+    journal = tmp_path / "run/responses/answers_00000.jsonl"
+    process = subprocess.Popen(
+        program_command("data_prep.responses", *overrides),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 8):
+        assert process.poll() is None
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "run/responses/manifest.json").exists()
+    done = {json.loads(line)["id"] for line in journal.read_bytes().split(b"\n")[:-1]}
+    assert 8 <= len(done) < 40
+
+    server.settle()
+    server.requests.clear()
+    server.delay_s = 0.0
+    result = run_program("data_prep.responses", *overrides)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert f"{40 - len(done)} conversations, " in result.stdout
+    asked = [load_tokenizer(speaking_target).decode(request["prompt"]) for request in server.requests]
+    assert len(asked) == sum(len(row["messages"]) // 2 for row in rows if row["id"] not in done)
+    assert output(by_server(rows=rows)) == output(undisturbed)
+
+
+def test_a_torn_last_line_is_answered_again(
+    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    respond(by_server(run="undisturbed"))
+    config = by_server()
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.responses.store.ResponsesStore.finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            respond(config)
+    journal = config.stage_dir("responses") / "answers_00000.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-7])
+    torn = json.loads(journal.read_bytes().splitlines()[-2])
+    assert torn
+    server.requests.clear()
+    respond(config)
+    assert 1 <= len(server.requests) <= 3
+    assert output(config) == output(by_server(run="undisturbed"))
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["responses.temperature=0.5"], r"responses\.temperature must be 0\.5, but is 0\.0"),
+        (
+            ["responses.max_new_tokens=23", "seed=1"],
+            r"responses\.max_new_tokens must be 23, but is 24; seed must be 1, but is 0",
+        ),
+        (["responses.url=null"], r"the backend \(responses\.url\) must be transformers, but is server"),
+    ],
+)
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_other_settings_do_not_go_on_with_these_answers(
+    by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str, is_finished: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        if not is_finished:
+            patch.setattr("data_prep.responses.store.ResponsesStore.finish", interrupt)
+        try:
+            respond(by_server())
+        except KeyboardInterrupt:
+            assert not is_finished
+    before = output(by_server())
+    with pytest.raises(ValueError, match=message):
+        respond(by_server(*overrides))
+    assert output(by_server()) == before
+
+
+def test_other_data_or_another_target_does_not_go_on_with_these_answers(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path
+) -> None:
+    respond(by_server())
+    with pytest.raises(
+        ValueError, match=r"the conversations \(prompts\.paths and their hashes\) must be \{.*\}, but is \{.*\}"
+    ):
+        respond(by_server(rows=CHATS[1:]))
+    other = make_speaking_target(tmp_path / "other", seed=1)
+    with pytest.raises(
+        ValueError,
+        match=r"the hash of the target's weights must be \w+, but is \w+ \(target expected: .*/other, found: ",
+    ):
+        respond(by_server(f"target.path={other}"))
+    server.models = {"data": [{"id": "tuned", "max_model_len": 512}]}
+    with pytest.raises(
+        ValueError, match=r"the served model \(responses\.model\) must be tuned, but is tiny .*; undo the change"
+    ):
+        respond(by_server())

@@ -1,0 +1,147 @@
+"""Tests which servers, keys and settings are refused before anything is asked."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.prompts import prepare_prompts
+from data_prep.responses.__main__ import prepare_responses
+from mtptrain.data import chat_template
+from mtptrain.utils.distributed import Ranks
+from tests.conftest import GENERATION_TEMPLATE
+from tests.data_prep.responses.stage import CHATS, ConfigFor, respond
+from tests.data_prep.speaking import EOS, FakeServer, completion, make_speaking_target
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "message"),
+    [
+        (
+            {},
+            ["responses.url=http://127.0.0.1:9/v1"],
+            r"responses\.url: must be a running server, but http://127\.0\.0\.1:9/v1/models",
+        ),
+        (
+            {},
+            ["responses.model=other"],
+            r"responses\.model: must be one of the models that .* serves \(tiny\), but is other; correct it",
+        ),
+        (
+            {"models": {"data": [{"id": "a"}, {"id": "b"}]}},
+            [],
+            r"responses\.model: must be set unless the server has exactly one model, but .* serves a, b; set",
+        ),
+        (
+            {"models": {"hello": 1}},
+            [],
+            r"base URL of an OpenAI-compatible server, .* answers \{\"hello\": 1\}; correct the address",
+        ),
+        *(
+            (
+                {"models": {"data": models}},
+                [],
+                r"base URL of an OpenAI-compatible server, .* answers \{\"data\".*; correct",
+            )
+            for models in (
+                [{"id": 1}, {"id": 2}],
+                *([{"id": "tiny", "max_model_len": length}] for length in ("512", [1], -5, float("inf"), True)),
+            )
+        ),
+        *(
+            (
+                {},
+                [f"responses.url={url}"],
+                rf"responses\.url: must be a running server, but {url}/models does not answer",
+            )
+            for url in ("http://127.0.0.1:99999", f"http://{'a' * 64}")
+        ),
+        ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but the answer of .*/models cannot be read"),
+        ({"models": b"[" * 100_000}, [], r"the answer of .*/models cannot be read as JSON \(.* nested too deep"),
+        ({"models": b"9" * 5_000}, [], r"the answer of .*/models cannot be read as JSON \(.*5000 digits"),
+        (
+            {"key": "secret"},
+            [],
+            r"at .*/models the server answers 401: .*; set the .* variable that responses\.api_key_variable names",
+        ),
+        (
+            {},
+            ["prompts.source=text_files"],
+            r"prompts\.source: must be responses to generate responses, but is text_files",
+        ),
+        (
+            {},
+            ["prompts.paths=[]"],
+            r"prompts\.paths: must name at least one file or data set of conversations, but is empty",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_asked(
+    by_server: ConfigFor, server: FakeServer, change: dict[str, Any], overrides: list[str], message: str
+) -> None:
+    for name, value in change.items():
+        setattr(server, name, value)
+    with pytest.raises((ValueError, ConnectionError), match=message):
+        respond(by_server(*overrides))
+    assert not server.requests and not by_server().stage_dir("responses").exists()
+
+
+def test_a_server_that_reads_other_tokens_is_refused(
+    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tests.data_prep.speaking.answer_by_prompt", lambda request: completion([1, *request["prompt"]], [1, EOS])
+    )
+    with pytest.raises(ValueError, match=r"must read a prompt of 23 token ids unchanged, but counts 24 tokens"):
+        respond(by_server())
+    monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", lambda request: (200, {"object": "error"}))
+    with pytest.raises(
+        ValueError,
+        match=r"must complete prompts given as token ids, but the server's answer is not a completion \(KeyError",
+    ):
+        respond(by_server())
+
+
+def test_the_key_is_that_of_the_environment_variable(
+    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key = "secret"
+    monkeypatch.setenv("SOME_KEY", "secret")
+    assert respond(by_server("responses.api_key_variable=SOME_KEY")).failed == 0
+
+
+@pytest.mark.parametrize("key", ["sécret", "secret\n", " secret"])
+def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(
+    by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("SOME_KEY", key)
+    with pytest.raises(ValueError, match=r"^responses\.api_key_variable: SOME_KEY must hold a key of") as failed:
+        respond(by_server("responses.api_key_variable=SOME_KEY"))
+    assert "cret" not in str(failed.value)
+
+
+def test_a_template_that_never_ends_from_the_second_turn_is_stopped_before_anything_is_asked(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = "{% for a in range(9000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}"
+    template = "{% if messages|length > 2 %}" + loop + "{% endif %}" + GENERATION_TEMPLATE
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.2)
+    config = by_server(f"target.path={make_speaking_target(tmp_path / 'slow', chat_template=template)}", rows=CHATS[:2])
+    with pytest.raises(chat_template.EndlessTemplate, match=r"must render a conversation within 0\.2 s of CPU time"):
+        respond(config)
+    assert not server.requests and not config.stage_dir("responses").exists()
+
+
+def test_a_server_is_asked_by_one_process(by_server: ConfigFor) -> None:
+    with pytest.raises(ValueError, match=r"responses\.url: must be used by one process, but there are 2 ranks"):
+        prepare_responses(by_server(), Ranks(rank=0, world_size=2, local_rank=0))
+
+
+def test_a_path_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
+    twice = f"prompts.paths=[{tmp_path}/chats.jsonl,{tmp_path}/chats.jsonl]"
+    for prepare in (respond, prepare_prompts):
+        with pytest.raises(
+            ValueError, match=r"prompts\.paths: must name each path once, but names \S+chats\.jsonl more than once"
+        ):
+            prepare(by_server(twice))
+    assert not server.requests

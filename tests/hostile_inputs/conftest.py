@@ -1,0 +1,15 @@
+"""A place of its own for every test, which a case may damage."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.hostile_inputs.damages import Place
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_target: Path) -> Place:
+    shutil.copytree(tiny_target, tmp_path / "target")
+    (tmp_path / "data").mkdir()
+    return Place(tmp_path)

@@ -1,0 +1,97 @@
+"""The MTP layer of a checkpoint is read alone, or refused if our head is another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtptrain.convert.base import Tensors
+from mtptrain.convert.warm_start import load_init
+from tests.conftest import make_target
+from tests.mtptrain.convert.warm_start.written_heads import MTP, assert_equal, random_state, rewrite, unchanged
+
+
+def native_checkpoint(directory: Path, target_dir: Path, layers: tuple[int, ...] = (2,)) -> Tensors:
+    """A target of two layers with MTP layers of DeepSeek's layout behind them; returns the head's weights."""
+    make_target(directory)
+    state = random_state(MTP, target_dir)
+    tensors = load_file(directory / "model.safetensors")
+    for layer in layers:
+        names = {"norm.weight": "shared_head.norm.weight"}
+        tensors |= {f"model.layers.{layer}.{names.get(name, name)}": tensor.clone() for name, tensor in state.items()}
+        embeddings = tensors["model.embed_tokens.weight"]
+        tensors |= {
+            f"model.layers.{layer}.{name}": embeddings.clone()
+            for name in ("embed_tokens.weight", "shared_head.head.weight")
+        }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return state
+
+
+def test_the_mtp_layer_of_a_checkpoint_is_read_without_the_rest_of_it(tmp_path: Path, tiny_target: Path) -> None:
+    state = native_checkpoint(tmp_path / "target", tiny_target)
+    assert_equal(load_init(str(tmp_path / "target"), MTP, tiny_target), state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model.layers.2.self_attn.q_norm.weight": torch.ones(64)},
+            r"self_attn\.q_norm\.weight of .* must be absent for head mtp and this target, but is of shape \(64,\); "
+            r"choose another",
+        ),
+        (
+            {"model.layers.2.self_attn.q_proj.bias": torch.ones(64)},
+            r"self_attn\.q_proj\.bias of .* must be zero, because the head has no such bias, but is not; choose "
+            r"another head",
+        ),
+        (
+            {"model.layers.3.eh_proj.weight": torch.ones(64, 128)},
+            r"must hold one MTP layer, as head mtp has, but .* has 2 \(model\.layers\.2\., model\.layers\.3\.\); "
+            r"choose another",
+        ),
+        (
+            {"model.layers.2.mlp.experts.0.up_proj.weight": torch.ones(96, 64)},
+            r"must be dense and have plain attention, as head mtp has, but that of .*target has experts; choose",
+        ),
+        (
+            {"model.layers.2.self_attn.kv_a_proj_with_mqa.weight": torch.ones(64, 64)},
+            r"must be dense and have plain attention, as head mtp has, but that of .* has latent attention; choose",
+        ),
+    ],
+    ids=["q_norm", "bias", "two", "experts", "latent attention"],
+)
+def test_an_mtp_layer_with_parts_that_our_head_does_not_have_is_refused(
+    tmp_path: Path, tiny_target: Path, change: Tensors, message: str
+) -> None:
+    native_checkpoint(tmp_path / "target", tiny_target)
+    rewrite(tmp_path / "target", lambda tensors: {**tensors, **change})
+    with pytest.raises(ValueError, match=message):
+        load_init(str(tmp_path / "target"), MTP, tiny_target)
+
+
+def test_an_mtp_layer_in_the_layout_of_qwen3_next_is_refused_by_name(tmp_path: Path, tiny_target: Path) -> None:
+    make_target(tmp_path / "target")
+    rewrite(
+        tmp_path / "target",
+        lambda tensors: {**tensors, "mtp.fc.weight": torch.ones(64, 128)},
+        architectures=["Qwen3NextForCausalLM"],
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"an MTP layer must have DeepSeek's or MiMo's layout .* that of the Qwen3NextForCausalLM in .*/target "
+        r"has another one \(mtp\.\*\); choose another checkpoint",
+    ):
+        load_init(str(tmp_path / "target"), MTP, tiny_target)
+
+
+def test_an_mtp_layer_that_reads_the_hidden_state_first_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    native_checkpoint(tmp_path / "target", tiny_target)
+    rewrite(tmp_path / "target", unchanged, mtp_hidden_states_first=True)
+    with pytest.raises(
+        ValueError,
+        match=r"mtp_hidden_states_first must be false, because eh_proj of head mtp reads the embedding first",
+    ):
+        load_init(str(tmp_path / "target"), MTP, tiny_target)

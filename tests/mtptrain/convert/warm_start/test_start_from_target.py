@@ -1,0 +1,91 @@
+"""Heads that start as the target's last layer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.convert.warm_start import start_from_target
+from mtptrain.heads import HEADS
+from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.files import build_head
+from mtptrain.heads.layer_head import LayerHead
+from mtptrain.target.families import read_target_config
+from mtptrain.target.model import load_target
+from mtptrain.train import check_one_start
+from tests.conftest import FAMILIES, make_target
+
+
+def test_a_head_that_cannot_start_as_the_targets_last_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"head\.start_from_target: must be false with head dflash, .* is true; set"):
+        check_one_start(DflashHead.Config(start_from_target=True))
+    check_one_start(DflashHead.Config())
+
+
+@pytest.mark.parametrize("name", [name for name, head in HEADS.items() if issubclass(head, LayerHead)])
+def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: str, tiny_target: Path) -> None:
+    target = load_target(tiny_target, torch.float32, torch.device("cpu"))
+    layer = dict(target.model.model.layers[-1].named_parameters())
+    settings = {"capture_layers": [0, 1, 2]} if name in ("eagle3", "peagle") else {}
+    torch.manual_seed(3)
+    head, before = (build_head(HEADS[name].Config(**settings), target.config) for _ in range(2))
+    before.load_state_dict(head.state_dict())
+    start_from_target(head, tiny_target)
+    weights, random = dict(head.named_parameters()), dict(before.named_parameters())
+    for part in ("q_proj", "k_proj", "v_proj"):  # those of eagle3 read the embedding first
+        weight = weights[f"self_attn.{part}.weight"]
+        assert torch.equal(weight[:, -64:], layer[f"self_attn.{part}.weight"])
+        assert torch.equal(weight[:, :-64], random[f"self_attn.{part}.weight"][:, :-64])
+    for part in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm"):
+        assert torch.equal(weights[f"{part}.weight"], layer[f"{part}.weight"])
+    if name != "eagle":
+        assert torch.equal(weights["norm.weight"], target.model.model.norm.weight)
+    fuse = "eh_proj.weight" if name == "mtp" else "fc.weight"
+    passed = weights[fuse] - random[fuse] / 2
+    torch.testing.assert_close(passed[:, -64:], torch.eye(64))
+    assert not passed[:, :-64].any()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(family: str, tmp_path: Path) -> None:
+    """The division by a row's own root mean square is what remains: scores of random rows differ by a tenth or so, by
+    half as copied."""
+    sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model_type, settings = FAMILIES[family]
+    target_dir = make_target(tmp_path / "target", model_type, {**settings, **sizes})
+    target = load_target(target_dir, torch.float32, torch.device("cpu"))
+    layer = target.model.model.layers[-1]
+    head = build_head(HEADS["mtp"].Config(), target.config)
+    start_from_target(head, target_dir)
+    x = layer.input_layernorm(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)))
+
+    def scores(attention: torch.nn.Module) -> torch.Tensor:
+        query, key = (project(x).unflatten(-1, (2, 128)) for project in (attention.q_proj, attention.k_proj))
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        return torch.einsum("nhd,mhd->hnm", query, key)
+
+    with torch.no_grad():
+        expected = scores(layer.self_attn)
+        assert (scores(head.self_attn) - expected).norm() < 0.2 * expected.norm()
+
+
+def test_a_target_whose_last_layer_looks_otherwise_is_refused(tmp_path: Path) -> None:
+    target_dir = make_target(
+        tmp_path / "target", num_attention_heads=2, num_key_value_heads=2, head_dim=20, intermediate_size=90
+    )
+    head = build_head(
+        HEADS["mtp"].Config(intermediate_size=96, num_attention_heads=1, num_key_value_heads=1),
+        read_target_config(target_dir),
+    )
+    with pytest.raises(
+        ValueError, match=r"head\.start_from_target: the target's last layer must have projections of the head's shapes"
+    ):
+        start_from_target(head, target_dir)
+
+
+def test_a_head_without_a_projection_of_the_targets_states_is_refused(tiny_target: Path) -> None:
+    head = build_head(HEADS["mtp"].Config(), read_target_config(tiny_target))
+    del head.eh_proj
+    with pytest.raises(ValueError, match=r"head\.start_from_target: .* eh_proj or fc, but MtpHead has none; set"):
+        start_from_target(head, tiny_target)

@@ -1,0 +1,156 @@
+"""Damaged and missing shards are named before anybody is given their states."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mtptrain.hidden_states.store import HiddenStore, find_damage, open_store, verify
+from mtptrain.hidden_states.writer import read_record
+from tests.mtptrain.hidden_states.small_store import IDENTITY, LENGTHS, flip_bit, make_store
+
+
+@pytest.mark.parametrize("position", [3, 200, -1])  # length of the header, header, states
+def test_a_flipped_bit_is_found_and_its_shard_named(tmp_path: Path, position: int) -> None:
+    make_store(tmp_path)
+    store = HiddenStore.open(tmp_path)
+    verify(store)
+    path = tmp_path / "shard_00002.safetensors"
+    flip_bit(path, position)
+    with pytest.raises(
+        ValueError, match=rf"{path}: the sha256 of shard 2 must be [0-9a-f]+, but is .*delete the shard's file"
+    ) as error:
+        verify(store)
+    assert store.manifest.shards[2].sha256 in str(error.value)
+    verify(store, shards=[0, 1, 3])
+
+
+def test_a_truncated_shard_is_named_by_verify_and_by_reading(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    store = HiddenStore.open(tmp_path)
+    path = tmp_path / "shard_00001.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    message = rf"{path}: shard 1 must have {size} bytes, but has {size - 1}; run data_prep.hidden_states"
+    with pytest.raises(ValueError, match=message):
+        verify(store, show_progress=False)
+    with pytest.raises(ValueError, match=message):
+        store.document(4)
+    with pytest.raises(ValueError, match=message):
+        open_store(tmp_path, IDENTITY)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    path = tmp_path / "shard_00003.safetensors"
+    path.unlink()
+    message = rf"{path}: shard 3 must exist, but does not; run data_prep.hidden_states"
+    with pytest.raises(FileNotFoundError, match=message):
+        open_store(tmp_path, IDENTITY)
+    with pytest.raises(ValueError, match=message):
+        verify(HiddenStore.open(tmp_path), show_progress=False)
+
+
+def test_every_damaged_shard_is_found_at_once(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    flip_bit(tmp_path / "shard_00000.safetensors", -1)
+    (tmp_path / "shard_00002.safetensors").unlink()
+    found = find_damage(HiddenStore.open(tmp_path), show_progress=False)
+    assert sorted(found) == [0, 2]
+    assert "the sha256 of shard 0" in found[0] and "shard 2 must exist" in found[2]
+
+
+def positions_of(path: Path) -> dict[str, int]:
+    """Where each tensor of a shard ends, less one byte."""
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(header))
+    return {
+        name: 8 + header + entry["data_offsets"][1] - 1 for name, entry in entries.items() if name != "__metadata__"
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8_aux"])
+def test_a_flipped_bit_anywhere_is_named_before_it_is_given_to_anybody(tmp_path: Path, dtype: str) -> None:
+    make_store(tmp_path, dataclasses.replace(IDENTITY, capture_layers=(0, 2), dtype=dtype))
+    path = tmp_path / "shard_00002.safetensors"
+    positions = positions_of(path)
+    on_opening = {"length": 3, "header": 200}
+    on_opening |= {
+        name: positions.pop(name) for name in sorted(positions) if name.startswith("document_") or name == "loss_mask"
+    }
+    assert len(on_opening) == 6 and {"hidden_states", "aux_hidden_states", "input_ids"} <= set(positions)
+    assert ("aux_hidden_states_scales" in positions) == (dtype != "bfloat16")
+    assert ("hidden_states_scales" in positions) == (dtype == "fp8")
+    for position in on_opening.values():
+        flip_bit(path, position)
+        with pytest.raises(
+            ValueError,
+            match=rf"{path}: the checksum of header, tables and loss mask of shard 2 must be [0-9a-f]{{32}}, but",
+        ):
+            _ = HiddenStore.open(tmp_path).document_lengths
+        flip_bit(path, position)
+    for position in positions.values():  # the last byte of each: of the last document of the shard, number 7
+        flip_bit(path, position)
+        store = HiddenStore.open(tmp_path)
+        assert store.document_lengths.tolist() == LENGTHS.tolist() and store.document(6) and store.document(8)
+        message = (
+            rf"{path}: the checksum of document 107 of documents.jsonl must be [0-9a-f]{{32}}, but is .*delete the "
+            r"shard's file and run .*"
+        )
+        with pytest.raises(ValueError, match=message + "verify=true"):
+            store.document(7)
+        flip_bit(path, position)
+    assert HiddenStore.open(tmp_path).document(7)
+
+
+def test_opening_reads_no_states(tmp_path: Path) -> None:
+    """Training of terabytes starts within a minute: bytes that opening does not read may be anything."""
+    make_store(tmp_path)
+    path = tmp_path / "shard_00001.safetensors"
+    positions = positions_of(path)
+    for position in range(positions["input_ids"] + 1, positions["hidden_states"] + 1):
+        flip_bit(path, position)
+    store = open_store(tmp_path, IDENTITY)
+    assert (
+        store.document_lengths.tolist() == LENGTHS.tolist()
+        and len(list(store.loss_masks())) == 4
+        and len(store.document_ids) == 9
+    )
+    assert store.mapped_document(4).document_id == 104
+    with pytest.raises(ValueError, match="the checksum of document 104"):
+        store.document(4)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"schema_version": 2, "shards": [', "must be JSON, but is not"),
+        ('{"schema_version": 1}', "the schema version must be 2, but is 1"),
+        ('{"schema_version": 2, "shards": []}', "must have exactly the fields of a manifest, but does not .'identity'"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run data_prep.hidden_states again"
+    ):
+        HiddenStore.open(tmp_path)
+
+
+def test_a_shard_that_training_deletes_while_it_is_looked_at_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {
+        "file": "shard_00000.safetensors",
+        "num_documents": 1,
+        "num_tokens": 1,
+        "num_supervised_tokens": 1,
+        "num_bytes": 9,
+    }
+    content = json.dumps({**record, "sha256": "", "index_bytes": 1, "index_checksum": ""})
+    (tmp_path / "shard_00000.json").write_text(content)
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it did a moment ago
+    assert read_record(tmp_path, 0) is None

@@ -1,0 +1,200 @@
+"""Targets that cannot be read, trained on or placed are refused with the reason."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config, Gemma3ForConditionalGeneration
+
+from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
+from mtptrain.target.hub import resolve_target
+from mtptrain.target.model import Target, check_placement, load_target
+from mtptrain.target.position_cache import PositionCache
+from tests.conftest import FAMILIES, make_target
+from tests.mtptrain.target.inputs import CPU, NUM_TOKENS, POSITIONS, TOKENS, write_config
+
+
+def test_a_target_whose_norm_accelerate_leaves_off_the_devices_is_refused(tiny_target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    cpu_offload(model.model.norm, CPU)
+    with pytest.raises(
+        ValueError, match=r"target\.path: .*lm_head of the target must fit the GPUs of one machine, but accelerate has"
+    ):
+        Target(model)
+
+
+def test_an_unsupported_family_is_refused_by_name(tmp_path: Path) -> None:
+    make_target(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    with pytest.raises(ValueError, match=r"target\.path: the target's family must be one of llama, .* but is 'gpt2'"):
+        read_target_config(tmp_path)
+
+
+def test_a_checkpoint_without_its_final_norm_is_refused(tmp_path: Path) -> None:
+    make_target(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = r"the checkpoint must hold model\.norm\.weight, but does not; download it again"
+    with pytest.raises(ValueError, match=message):
+        load_frozen_parts(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_target(tmp_path, torch.float32, CPU)
+
+
+QUANTISED_FILES = {
+    "fp8 with a scale": {
+        "lm_head.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn),
+        "lm_head.weight_scale": torch.ones(8, 1),
+    },
+    "a scale in bf16": {
+        "lm_head.weight": torch.zeros(8, 4),
+        "lm_head.weight_scale": torch.ones(8, 1, dtype=torch.bfloat16),
+    },
+    "GPTQ": {"lm_head.qweight": torch.zeros(1, 4, dtype=torch.int32), "lm_head.scales": torch.ones(1, 4)},
+    "int8 embeddings": {"model.embed_tokens.weight": torch.zeros(8, 4, dtype=torch.int8)},
+    "last layer in fp8": {"model.layers.1.mlp.down_proj.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn)},
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED_FILES)
+def test_quantised_tensors_that_training_reads_are_refused(tmp_path: Path, kind: str) -> None:
+    directory, added = make_target(tmp_path, "llama", tie_word_embeddings=False), QUANTISED_FILES[kind]
+    tensors = load_file(directory / "model.safetensors")
+    if "lm_head.qweight" in added:
+        del tensors["lm_head.weight"]
+    save_file(tensors | added, directory / "model.safetensors")
+    module = next(iter(added)).rpartition(".")[0]
+    read = load_last_layer if "last layer" in kind else load_frozen_parts
+    message = (
+        rf"target\.path: {module} must be unquantised, .*model\.safetensors has {module}\.\w+ in \w+; choose the unq"
+    )
+    with pytest.raises(ValueError, match=message):
+        read(directory)
+
+
+def test_a_target_with_quantised_layers_and_a_plain_lm_head_is_accepted(tmp_path: Path) -> None:
+    directory = make_target(tmp_path, "llama", tie_word_embeddings=False, quantization_config={"quant_method": "fp8"})
+    save_file(
+        load_file(directory / "model.safetensors") | QUANTISED_FILES["last layer in fp8"],
+        directory / "model.safetensors",
+    )
+    assert load_frozen_parts(directory).lm_head.dtype == torch.float32
+
+
+def test_a_checkpoint_with_other_names_is_refused_and_not_filled_at_random(tmp_path: Path) -> None:
+    make_target(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"must hold lm_head\.weight, model\.embed_tokens\.weight, .* and \d+ more, but does not"
+    ):
+        load_target(tmp_path, torch.float32, CPU)
+
+
+def test_a_directory_without_weights_or_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"target\.path: must be a model directory, but .* has no config\.json"):
+        resolve_target(str(tmp_path))
+    make_target(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"weights must be safetensors files, but .* does not exist"):
+        load_frozen_parts(tmp_path)
+
+
+def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        FileNotFoundError, match=r"target\.path: must be a local directory, a hub name or `demo`, but 'no/such' is not"
+    ):
+        resolve_target("no/such")
+
+
+def test_a_multimodal_target_is_refused_and_its_text_model_taken(tmp_path: Path) -> None:
+    _, text = FAMILIES["gemma3_text"]
+    text = {**text, "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 1}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    config = Gemma3Config(text_config=text, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
+    with pytest.raises(
+        ValueError,
+        match=r"but is 'gemma3' in .*config\.json; choose its text model alone, .* with model_type 'gemma3_text'",
+    ):
+        read_target_config(tmp_path / "whole")
+
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole")
+    model = AutoModelForCausalLM.from_config(whole.config.text_config)
+    model.model.load_state_dict(whole.model.language_model.state_dict())
+    model.save_pretrained(tmp_path / "text")
+    target = load_target(tmp_path / "text", torch.float32, CPU)
+    states = target.forward(TOKENS, POSITIONS, PositionCache(NUM_TOKENS)).hidden_states
+    with torch.no_grad():
+        torch.testing.assert_close(states, whole.model(TOKENS).last_hidden_state, atol=1e-5, rtol=1e-5)
+
+
+def test_a_target_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"a token must not attend to later tokens, but use_bidirectional_attention is set in .*config\.json",
+    ):
+        write_config(tmp_path, model_type="gemma3_text", use_bidirectional_attention=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {"sliding_window": 16}),
+        ("deepseek_v2", {"sliding_window": 16}),
+        (
+            "llama",
+            {"sliding_window": 16, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
+        ("qwen3_moe", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+    ],
+)
+def test_windows_that_transformers_ignores_are_refused(
+    tmp_path: Path, model_type: str, settings: dict[str, object]
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"transformers must implement the sliding windows of '{model_type}', but .* remove "
+        r"sliding_window",
+    ):
+        write_config(tmp_path, model_type=model_type, **settings)
+
+
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
+    write_config(tmp_path, model_type="llama", max_position_embeddings=512, sliding_window=512)
+
+
+def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices that are not here: what is asked of them is how many there are, and how large."""
+    directory = make_target(tmp_path)
+    size = (directory / "model.safetensors").stat().st_size
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=size))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    message = (
+        r"must fit one device if several ranks share a machine, but does not; start one process, "
+        r".*train.validation_prompts=0"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_placement(directory, torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check_placement(directory, torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2 * size))
+    check_placement(directory, torch.bfloat16, torch.device("cuda"))

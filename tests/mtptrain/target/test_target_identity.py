@@ -1,0 +1,58 @@
+"""The identity of a target tells any change of its weights, config, tokenizer and template."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mtptrain.data.identity import TargetIdentity
+from mtptrain.target.hub import DEMO_DIR, load_tokenizer, weights_fingerprint
+from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
+
+
+def identity(directory: Path) -> TargetIdentity:
+    return TargetIdentity.of("name", None, directory, load_tokenizer(directory))
+
+
+def test_identity_tells_weights_config_tokenizer_and_template_apart(tmp_path: Path) -> None:
+    base = identity(make_target(tmp_path / "base"))
+    assert identity(make_target(tmp_path / "again")) == base
+    other_weights = identity(make_target(tmp_path / "weights", seed=1))
+    assert other_weights.weights_sha256 != base.weights_sha256 and other_weights.config_sha256 == base.config_sha256
+    assert identity(make_target(tmp_path / "config", rms_norm_eps=1e-4)).config_sha256 != base.config_sha256
+    template = identity(make_target(tmp_path / "template", chat_template=GENERATION_TEMPLATE + " "))
+    assert (
+        template.chat_template_sha256 != base.chat_template_sha256
+        and template.tokenizer_sha256 == base.tokenizer_sha256
+    )
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["extra"])
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert identity(tmp_path / "again").tokenizer_sha256 != base.tokenizer_sha256
+
+
+def test_fine_tuning_one_tensor_changes_the_identity(tmp_path: Path) -> None:
+    base = identity(make_target(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    model.save_pretrained(tmp_path)
+    assert identity(tmp_path).weights_sha256 != base.weights_sha256
+
+
+def test_a_change_to_any_one_tensor_changes_the_identity() -> None:
+    import shutil
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(shutil.copytree(DEMO_DIR, Path(name) / "target"))
+        tensors = load_file(directory / "model.safetensors")
+        save_file(tensors, directory / "model.safetensors")
+        base = weights_fingerprint(directory)
+        for changed in tensors:
+            save_file(
+                {key: tensor * 1.5 if key == changed else tensor for key, tensor in tensors.items()},
+                directory / "model.safetensors",
+            )
+            assert weights_fingerprint(directory) != base, changed

@@ -1,0 +1,246 @@
+"""The head in an exported directory: exact keys, shapes and columns, and the same proposals after reloading."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtptrain.convert.export_proof import DRAFTS, ROUNDS, propose, random_document
+from mtptrain.convert.formats import format_for
+from mtptrain.export import check_directory_name, check_tensors, reload_head, write_head
+from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, load_head, save_head
+from mtptrain.heads.layers import head_dims
+from mtptrain.heads.medusa import MedusaHead
+from mtptrain.heads.mtp import MtpHead, RestoredNorm
+from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import load_frozen_parts
+from tests.conftest import make_target
+from tests.mtptrain.convert.conftest import random_head
+
+CONFIG = MtpHead.Config()
+
+
+@pytest.fixture
+def exported(tmp_path: Path, tiny_target: Path) -> Path:
+    torch.manual_seed(0)
+    target_config = read_target_config(tiny_target)
+    write_head(
+        tmp_path / "vllm", format_for("vllm", CONFIG, target_config), build_head(CONFIG, target_config).state_dict()
+    )
+    return tmp_path / "vllm"
+
+
+def test_the_directory_holds_exactly_the_tensors_that_vllm_reads(exported: Path) -> None:
+    """Names and shapes from vllm/model_executor/models/deepseek_eagle.py 0.32: H=64, I=96, one head and one kv head of
+    64."""
+    assert {name: list(tensor.shape) for name, tensor in load_file(exported / "model.safetensors").items()} == {
+        "enorm.weight": [64],
+        "hnorm.weight": [64],
+        "norm.weight": [64],
+        "fc.weight": [64, 128],
+        "layers.0.input_layernorm.weight": [64],
+        "layers.0.post_attention_layernorm.weight": [64],
+        "layers.0.self_attn.qkv_proj.weight": [192, 64],
+        "layers.0.self_attn.o_proj.weight": [64, 64],
+        "layers.0.mlp.gate_proj.weight": [96, 64],
+        "layers.0.mlp.up_proj.weight": [96, 64],
+        "layers.0.mlp.down_proj.weight": [64, 96],
+    }
+
+
+def test_the_config_names_the_class_and_copies_the_targets_rope(exported: Path, tiny_target: Path) -> None:
+    config, target_config = json.loads((exported / "config.json").read_text()), read_target_config(tiny_target)
+    assert config["architectures"] == ["EagleDeepSeekMTPModel"]
+    assert config["model_type"] == "llama"
+    assert config["qk_nope_head_dim"] == config["qk_rope_head_dim"] == config["n_routed_experts"] == 0
+    assert config["first_k_dense_replace"] > target_config.num_hidden_layers
+    assert config["rope_parameters"] == target_config.rope_parameters
+    assert config["max_position_embeddings"] == 512 and config["vocab_size"] == 260 and config["dtype"] == "float32"
+
+
+def test_query_key_and_value_are_fused_in_this_order_and_embedding_columns_come_first(
+    exported: Path, tiny_target: Path
+) -> None:
+    torch.manual_seed(0)
+    head = build_head(CONFIG, read_target_config(tiny_target))
+    tensors = load_file(exported / "model.safetensors")
+    fused = tensors["layers.0.self_attn.qkv_proj.weight"]
+    for part, tensor in zip("qkv", fused.split(64), strict=True):
+        assert torch.equal(tensor, head.state_dict()[f"self_attn.{part}_proj.weight"])
+    embeddings, hidden = torch.randn(2, 64), torch.zeros(2, 64)
+    assert torch.allclose(
+        head.eh_proj(torch.cat([embeddings, hidden], -1)), embeddings @ tensors["fc.weight"][:, :64].T, atol=1e-5
+    )
+
+
+def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported: Path, tiny_target: Path) -> None:
+    torch.manual_seed(0)
+    target_config, parts = read_target_config(tiny_target), load_frozen_parts(tiny_target)
+    head = build_head(CONFIG, target_config).eval()
+    document = random_document(head, parts)
+    ours = propose(head, parts, *document)
+    theirs = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document)
+    assert ours.shape == (8, ROUNDS + 1, DRAFTS) and torch.equal(ours, theirs)
+    tensors = load_file(exported / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"].roll(64, 1)  # hidden columns first
+    save_file(tensors, exported / "model.safetensors")
+    broken = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document)
+    assert not torch.equal(ours, broken)
+
+
+@pytest.mark.parametrize("depths", [1, 2, 5])
+def test_the_proof_compares_every_depth_that_a_head_is_bound_to(tiny_target: Path, depths: int) -> None:
+    target_config, parts = read_target_config(tiny_target), load_frozen_parts(tiny_target)
+    head = random_head(MedusaHead.Config(ttt_steps=depths), target_config).eval()
+    document = random_document(head, parts)
+    before = propose(head, parts, *document)
+    with torch.no_grad():
+        head.blocks[depths - 1].layers[0].weight.neg_()
+    after = propose(head, parts, *document)
+    assert before.shape == (8, ROUNDS + 1, depths) and torch.equal(before[..., :-1], after[..., :-1])
+    assert not torch.equal(before[..., -1], after[..., -1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "missing",
+            r"hnorm\.weight must be of shape \(64,\), but is absent; the engine would serve random weights; export "
+            r"again",
+        ),
+        ("unknown", r"extra\.weight must be absent, but is of shape \(3,\)"),
+        ("shape", r"fc\.weight must be of shape \(64, 128\), but is of shape \(64, 64\)"),
+    ],
+)
+def test_a_missing_unknown_or_misshapen_tensor_is_an_error(
+    exported: Path, tiny_target: Path, change: str, message: str
+) -> None:
+    tensors = load_file(exported / "model.safetensors")
+    if change == "missing":
+        del tensors["hnorm.weight"]
+    elif change == "unknown":
+        tensors["extra.weight"] = torch.zeros(3)
+    else:
+        tensors["fc.weight"] = tensors["fc.weight"][:, :64].contiguous()
+    save_file(tensors, exported / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        check_tensors(exported, format_for("vllm", CONFIG, read_target_config(tiny_target)))
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("eagle-head", "eagle3"),
+        ("my_eagle3", "eagle"),
+        ("DFlash", "eagle"),
+        ("dspark", "eagle3"),
+        ("eagle3-by-eagle-4", "eagle3"),
+    ],
+)
+def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path, name: str, method: str) -> None:
+    message = rf"export\.output_dir: vLLM must not infer a method other than {method} from the path, but .* contains"
+    with pytest.raises(ValueError, match=message):
+        check_directory_name(tmp_path / name / "vllm", method)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("eagle-head", "eagle"), ("llama_eagle3", "eagle3"), ("quickstart", "eagle")]
+)
+def test_a_directory_whose_name_stands_for_the_right_method_is_taken(tmp_path: Path, name: str, method: str) -> None:
+    """A run of recipe `..._eagle3` goes to a folder of that name."""
+    check_directory_name(tmp_path / name / "vllm", method)
+
+
+def test_a_quantised_target_is_refused(tiny_target: Path) -> None:
+    config = read_target_config(tiny_target)
+    config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(
+        ValueError, match=r"target\.path: must be a target that is not quantised .* for vllm, but is .* 'fp8'"
+    ):
+        format_for("vllm", CONFIG, config)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "heads", "expected"),
+    [(2560, 32, 20), (5120, 64, 40), (4096, 32, 32), (256, 4, 4), (64, 1, 1)],
+)
+def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(
+    tmp_path: Path, hidden_size: int, heads: int, expected: int
+) -> None:
+    """Trap: hidden size over heads is 80 for Qwen3-4B and Qwen3-32B."""
+    make_target(tmp_path, num_attention_heads=1)
+    target_config = read_target_config(tmp_path)
+    target_config.hidden_size, target_config.num_attention_heads = hidden_size, heads
+    assert head_dims(CONFIG, target_config).num_attention_heads == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            MtpHead.Config(num_attention_heads=2),
+            r"head\.num_attention_heads: the head dim \(hidden size 64 / heads\) must be one of",
+        ),
+        (
+            MtpHead.Config(num_key_value_heads=2),
+            r"head\.num_key_value_heads: must divide the 1 attention heads, but is 2",
+        ),
+    ],
+)
+def test_sizes_that_no_engine_serves_are_refused(tiny_target: Path, config: MtpHead.Config, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_head(config, read_target_config(tiny_target))
+
+
+def test_a_head_from_before_a_setting_has_its_default(tmp_path: Path, tiny_target: Path) -> None:
+    target_config = read_target_config(tiny_target)
+    facts: dict[str, object] = {"step": 3, TARGET_WEIGHTS: "aa"}
+    save_head(tmp_path / "head", build_head(CONFIG, target_config).state_dict(), CONFIG, facts)
+    stored = json.loads((tmp_path / "head/head.json").read_text())
+    del stored["head"]["norms"]
+    (tmp_path / "head/head.json").write_text(json.dumps(stored))
+    load_head(tmp_path / "head", CONFIG, target_config, None, torch.device("cpu"))
+    with pytest.raises(
+        ValueError, match=r"differ in head\.norms \(\['enorm', .*\] stored, \['norm'\] in the config\); change"
+    ):
+        load_head(
+            tmp_path / "head", replace(CONFIG, norms=[RestoredNorm.norm]), target_config, None, torch.device("cpu")
+        )
+
+
+def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    target_config = read_target_config(tiny_target)
+    save_head(tmp_path / "head", build_head(CONFIG, target_config).state_dict(), CONFIG, {"step": 3})
+    with pytest.raises(
+        ValueError,
+        match=r"the head's settings must match the config, but differ in head\.ttt_steps \(4 stored, 2 in the config\)",
+    ):
+        load_head(tmp_path / "head", MtpHead.Config(ttt_steps=2), target_config, None, torch.device("cpu"))
+    other = read_target_config(make_target(tmp_path / "target", intermediate_size=80))
+    with pytest.raises(ValueError, match=r"mlp\.\w+_proj\.weight must be of shape .* for this target, but is"):
+        load_head(tmp_path / "head", CONFIG, other, None, torch.device("cpu"))
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold a trained head, but has no head\.json; run mtptrain\.train first"
+    ):
+        load_head(tmp_path / "none", CONFIG, target_config, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "must have the entries head, but lacks head"),
+        ('{"head": [1]}', r"head must be the settings of one of .*, but is \[1\]"),
+        ('{"head": {"name": "none"}}', "head must be the settings of one of .*mtp"),
+    ],
+)
+def test_damaged_facts_of_a_head_are_refused(tmp_path: Path, tiny_target: Path, content: str, message: str) -> None:
+    target_config = read_target_config(tiny_target)
+    (tmp_path / "head.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"head\.json: {message}.*; copy it again, or train again"):
+        load_head(tmp_path, CONFIG, target_config, None, torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"head\.json: must have the entries {TARGET_WEIGHTS}, but lacks"):
+        check_head_target(tmp_path, tiny_target)

@@ -1,0 +1,72 @@
+"""What checkpoints and the best head hold, and which ones a run goes on from."""
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+from mtptrain.training.checkpoint import MARKER
+from tests.conftest import run_program
+from tests.mtptrain.train.runs import Run, train
+
+
+def test_checkpoints_hold_plain_tensors_in_fp32_whatever_trains(fresh_run: Run) -> None:
+    """Traps 24 and 26: no pickles, no moments in bf16; the weights are the masters."""
+    train(fresh_run, "deepspeed=zero1", "train.max_steps=3")
+    (folder,) = (fresh_run[0] / "train/checkpoints").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "state.safetensors"]
+    state, head = load_file(folder / "state.safetensors"), load_file(fresh_run[0] / "train/last/head.safetensors")
+    weights = {name for name in state if not name.startswith("run.") and not name.endswith((".exp_avg", ".exp_avg_sq"))}
+    assert weights == set(head) and int(state["run.step"]) == 3
+    for name in weights:
+        assert torch.equal(state[name].bfloat16(), head[name].bfloat16()) and not torch.equal(
+            state[name].bfloat16().float(), state[name]
+        )
+        assert {state[name + suffix].dtype for suffix in ("", ".exp_avg", ".exp_avg_sq")} == {torch.float32}
+        assert state[name + ".exp_avg_sq"].min() >= 0 and state[name + ".exp_avg"].any()
+
+
+def test_a_measured_best_head_is_not_replaced_by_one_that_was_not(fresh_run: Run) -> None:
+    train(fresh_run, "train.max_steps=10")
+    best = (fresh_run[0] / "train" / "best" / "head.json").read_text()
+    train(fresh_run, "train.max_steps=12", "train.validation_prompts=0")
+    assert json.loads((fresh_run[0] / "train" / "last" / "head.json").read_text())["step"] == 12
+    assert (fresh_run[0] / "train" / "best" / "head.json").read_text() == best
+
+
+def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_measured(fresh_run: Run) -> None:
+    train(fresh_run, "train.validate_every=5", "train.save_every=5", "train.keep_checkpoints=2")
+    stage_dir = fresh_run[0] / "train"
+    lines = [json.loads(line) for line in (stage_dir / "metrics.jsonl").read_text().splitlines()]
+    measured = {line["step"]: line["acceptance_length"] for line in lines if "acceptance_length" in line}
+    assert sorted(measured) == [5, 10, 15, 20]
+    best = json.loads((stage_dir / "best/head.json").read_text())
+    assert best["acceptance_length"] == max(measured.values()) == measured[best["step"]]
+    assert sorted(path.name for path in (stage_dir / "checkpoints").glob("step_*")) == [
+        "step_00000015",
+        "step_00000020",
+    ]
+
+
+def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_and_kept(fresh_run: Run) -> None:
+    train(fresh_run, "train.max_steps=2")
+    marker = next((fresh_run[0] / "train/checkpoints").glob(f"step_*/{MARKER}"))
+    facts = json.loads(marker.read_text())
+    del facts["head"]["norms"]  # as before that setting existed: no difference
+    unpacked = {
+        name: value for name, value in facts.items() if "packing" not in name
+    }  # steps once closed at the first misfit
+    marker.write_text(json.dumps(unpacked))
+    result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
+    assert (
+        "to resume from this checkpoint, train.lr must be 0.003, but is 1e-06; the version of the packing of docu"
+        in result.stderr
+    )
+    assert "packing of documents must be None, but is 2; restore" in result.stderr
+    marker.write_text(json.dumps(facts))
+    result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "seed=1", num_ranks=2)
+    assert result.returncode != 0
+    assert "to resume from this checkpoint, seed must be 0, but is 1; restore these settings" in result.stderr
+    result = run_program("mtptrain.train", *fresh_run[1], "train.resume=never")
+    assert "train.resume: must be auto if a checkpoint exists, but is never" in result.stderr
+    assert (fresh_run[0] / "train/checkpoints/step_00000002/complete.json").is_file()

@@ -1,0 +1,130 @@
+"""Runs that were killed, interrupted or asked to stop go on with the same losses."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from eval.checks.processes import kill_tree
+from tests.conftest import program_command
+from tests.mtptrain.train.runs import FP32, Run, figures, records, train
+from tests.programs import ROOT
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 1)])
+def test_a_killed_run_resumes_with_bit_identical_losses(
+    fresh_run: Run, tmp_path: Path, num_ranks: int, stage: int
+) -> None:
+    settings = (f"deepspeed=zero{stage}", "train.save_every=4", "train.validate_every=10", *[FP32] * (stage > 0))
+    undisturbed = train(fresh_run, *settings, num_ranks=num_ranks)
+    run_dir, overrides = fresh_run
+    (run_dir / "train").rename(tmp_path / "undisturbed")
+
+    command = program_command("mtptrain.train", *overrides, *settings, num_ranks=num_ranks)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    while len(records(run_dir)) < 10:
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    kill_tree(process.pid)
+    process.wait()
+    assert 10 <= len(records(run_dir)) < 20
+
+    resumed = train(fresh_run, *settings, num_ranks=num_ranks)
+    assert figures(resumed) == figures(undisturbed)
+    assert (run_dir / "train/last/head.safetensors").read_bytes() == (
+        tmp_path / "undisturbed/last/head.safetensors"
+    ).read_bytes()
+
+
+def test_ctrl_c_ends_with_a_line_and_the_same_command_goes_on_from_the_newest_checkpoint(
+    fresh_run: Run, tmp_path: Path
+) -> None:
+    run_dir, overrides = fresh_run
+    settings = ("deepspeed=zero0", "train.save_every=2", "train.validation_prompts=0", "train.max_steps=40")
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(program_command("mtptrain.train", *overrides, *settings), cwd=ROOT, stderr=stderr)
+    while len(records(run_dir)) < 5:
+        assert process.poll() is None, "it ended before Ctrl-C"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    try:
+        assert process.wait(timeout=60) == 130
+    finally:
+        kill_tree(process.pid)
+    errors = (tmp_path / "stderr").read_text()
+    assert errors.endswith(
+        f"\nstopped by Ctrl-C; its checkpoints are kept in {run_dir}/train; the same command continues from the "
+        "newest\n"
+    )
+    assert "Traceback" not in errors
+    assert 5 <= len(records(run_dir)) < 40
+    assert list((run_dir / "train/checkpoints").glob("step_*/complete.json"))
+    assert len(train(fresh_run, *settings)) == 40
+
+
+@pytest.mark.parametrize(
+    ("number", "num_ranks"),
+    [(signal.SIGTERM, 1), (signal.SIGUSR1, 2)],
+    ids=["SIGTERM to one rank", "SIGUSR1 to one of two ranks"],
+)
+def test_a_signal_ends_the_step_saves_it_and_the_next_run_goes_on_with_bit_identical_losses(
+    fresh_run: Run, tmp_path: Path, number: signal.Signals, num_ranks: int
+) -> None:
+    settings = ("deepspeed=zero1", FP32, "train.max_steps=40", "train.validate_every=10")
+    undisturbed = train(fresh_run, *settings, num_ranks=num_ranks)
+    run_dir, overrides = fresh_run
+    (run_dir / "train").rename(tmp_path / "undisturbed")
+
+    command = program_command("mtptrain.train", *overrides, *settings, num_ranks=num_ranks)
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    while len(records(run_dir)) < 5:
+        assert process.poll() is None, "it ended before the signal"
+        time.sleep(0.01)
+    os.kill(children(process.pid)[-1] if num_ranks > 1 else process.pid, number)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.terminate()  # one that hangs; torchrun kills its ranks
+
+    errors = (tmp_path / "stderr").read_text()
+    assert process.returncode == 75 if num_ranks == 1 else re.search(r"exitcode *: 75 ", errors), errors[-3000:]
+    saved = len(records(run_dir))
+    assert 5 <= saved < 40
+    assert f"step {saved}: {number.name}, checkpoint saved" in output
+    assert (run_dir / f"train/checkpoints/step_{saved:08d}/complete.json").is_file()
+    resumed = train(fresh_run, *settings, num_ranks=num_ranks)
+    assert figures(resumed) == figures(undisturbed)
+    assert (run_dir / "train/last/head.safetensors").read_bytes() == (
+        tmp_path / "undisturbed/last/head.safetensors"
+    ).read_bytes()
+
+
+def children(parent: int) -> list[int]:
+    """Processes that `parent` has started, the youngest last."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if path.read_text().rpartition(")")[2].split()[1] == str(parent):
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def test_metrics_that_a_kill_has_torn_do_not_keep_a_run_from_going_on(fresh_run: Run) -> None:
+    train(fresh_run, "train.max_steps=3", "train.validation_prompts=0")
+    with (fresh_run[0] / "train/metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    (fresh_run[0] / "train/checkpoints/step_00000002").mkdir()  # without its marker
+    assert [record["step"] for record in train(fresh_run, "train.max_steps=5", "train.validation_prompts=0")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    assert not (fresh_run[0] / "train/checkpoints/step_00000002").exists()

@@ -1,0 +1,142 @@
+"""Targets and heads that are made for serving, and the directories that vLLM serves."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from mtptrain.convert.draft_model import copy_first_layers
+from mtptrain.convert.formats import format_for
+from mtptrain.export import write_head
+from mtptrain.heads.base import Head
+from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.files import build_head
+from mtptrain.heads.medusa import MedusaHead
+from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.target.model import Target
+from mtptrain.target.position_cache import PositionCache
+from tests.conftest import make_target
+from tests.mimo import add_mimo_layer
+from tests.serving.cases import CONTEXT_TOKENS, HEAD_CONFIGS, TARGETS, Case
+from tests.serving.served_directories.breaks import BREAKS
+
+
+def make_served_target(directory: Path, kind: str) -> Path:
+    """A tiny target; its newest token alone says the next one, its layers say otherwise."""
+    settings: dict[str, Any] = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "tie_word_embeddings": False,
+    }
+    settings |= {"max_position_embeddings": CONTEXT_TOKENS, "initializer_range": 0.1}
+    make_target(directory, TARGETS[kind].model_type, **(settings | TARGETS[kind].settings))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).requires_grad_(False)
+    embeddings, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embeddings.div_(embeddings.std()).add_(TARGETS[kind].shared)
+    circle = torch.randperm(len(embeddings), generator=torch.Generator().manual_seed(0))
+    lm_head[circle.roll(-TARGETS[kind].step)] = embeddings[circle]
+    for name, parameter in model.named_parameters():
+        if name.endswith("o_proj.weight"):
+            parameter.mul_(TARGETS[kind].disturbance)
+    model.save_pretrained(directory)
+    if TARGETS[kind].model_type == "mimo":
+        add_mimo_layer(directory)
+    return directory
+
+
+def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
+    """A head with random norms, trained for some steps on what the target answers to random prompts."""
+    torch.manual_seed(1)
+    head = build_head(HEAD_CONFIGS[kind], target.config)
+    is_of_family = isinstance(head, DraftModelHead) and head.config.model_type == target.config.model_type
+    if is_of_family:  # half of the target's layers often say what all of them say
+        copy_first_layers(head, Path(target.config.name_or_path))
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, *((0.0, 2.0) if is_of_family else (0.5, 1.5)))
+    if is_of_family:
+        return head.eval().requires_grad_(False)
+    if isinstance(head, DflashHead):
+        share_key_norms(head)
+        attend_to_masks(head)
+    # A head without a chain cannot learn the circle, but repetition; answers that repeat must begin with all tokens.
+    tokens = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48)))
+    depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.drafts_all_depths else 3
+    num_rows = tokens.shape[1] - 2
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.read_layers)
+    target_states = (states.hidden_states if states.aux_hidden_states is None else states.aux_hidden_states)[
+        :, :num_rows
+    ]
+    ids = (tokens[:, first : first + num_rows].flatten() for first in (0, 1))
+    packed = PackedTokens(target_states.flatten(0, 1), *ids, Packing.of([num_rows] * len(tokens)))
+    unread = F.pad(tokens, (0, depths), value=-100)
+    labels = torch.stack(
+        [unread[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)]
+    )  # [T, N], -100 behind the end
+    if head.d2t is not None:
+        frequent = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size).argsort(
+            descending=True, stable=True
+        )
+        ids = frequent[: len(head.d2t)].sort().values
+        head.d2t.copy_(ids - torch.arange(len(ids)))
+        draft_ids = torch.full((target.config.vocab_size,), -100).index_copy_(0, ids, torch.arange(len(ids)))
+        labels = torch.where(labels < 0, labels, draft_ids[labels])
+    optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
+    for _ in range(num_steps * 3 if head.drafts_all_depths else num_steps):
+        logits = head.logits(head(packed, target.parts, depths), target.parts)
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Copies, because a file cannot hold one tensor under several names.
+    if isinstance(head, DflashHead):
+        share_key_norms(head, deepcopy)
+    return head.eval().requires_grad_(False)
+
+
+def share_key_norms(head: DflashHead, take: Callable[[torch.nn.Module], torch.nn.Module] = lambda norm: norm) -> None:
+    """Give every layer of a `dflash` head the key norm of the first one, as vLLM's kernels for CPUs do.
+
+    They norm the keys of the target's tokens in all layers with the weight of the first layer (vllm 0.32), so that
+    only heads with equal weights have equal counters.
+    """
+    for layer in head.layers[1:]:
+        layer.self_attn.k_norm = take(head.layers[0].self_attn.k_norm)
+
+
+@torch.no_grad()
+def attend_to_masks(head: DflashHead) -> None:
+    """Let mask rows attend to each other in the first layer from the start: their keys equal their queries.
+
+    Otherwise a head learns to read the newest token alone, and drafts the same whether later masks are seen or not.
+    """
+    attention = head.layers[0].self_attn
+    attention.k_proj.weight.copy_(attention.q_proj.weight[: len(attention.k_proj.weight)])
+
+
+def answers(target: Target, count: int, prompt_tokens: int, new_tokens: int) -> torch.Tensor:
+    """Random prompts, each followed by the target's greedy answer [count, prompt_tokens + new_tokens]."""
+    prompts = torch.randint(0, 256, (count, prompt_tokens), generator=torch.Generator().manual_seed(2))
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new_tokens}
+    return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+
+
+def write_served_head(directory: Path, target: Target, target_dir: Path, case: Case, head: Head) -> dict[str, Any]:
+    """Export a head's weights, wrong where the case says so; returns what `serving.json` holds."""
+    form = format_for("vllm", HEAD_CONFIGS[case.head], target.config)
+    write_head(directory, form, head.state_dict())
+    form.add_target(directory, target_dir)
+    if case.broken:
+        BREAKS[case.head][case.broken](directory)
+    return {
+        "method": form.method,
+        "hf_overrides": form.hf_overrides,
+        "speculative_settings": form.speculative_settings,
+        "holds_target": form.holds_target,
+    }

@@ -1,0 +1,40 @@
+"""A stand in which a Slurm script runs without Slurm, and the variables that Slurm would set."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.slurm.cluster import ROOT
+
+PLAN = """runs/quickstart
+responses data_prep.responses server
+prompts data_prep.prompts process
+hidden_states data_prep.hidden_states ranks
+train mtptrain.train ranks
+acceptance eval.acceptance ranks
+export mtptrain.export process
+"""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Slurm's commands and slurm/stages.py as scripts that note what they are asked: what a script does before those
+    have a part."""
+
+    directory: Path
+    environment: dict[str, str]
+
+    def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command, environment = [ROOT / "slurm" / script, *arguments], {**self.environment, **variables}
+        return subprocess.run(command, env=environment, cwd=self.directory, capture_output=True, text=True, check=False)
+
+    def asked(self, command: str) -> list[str]:
+        """What the command has been given, call by call."""
+        path = self.directory / f"{command}.txt"
+        return path.read_text().splitlines() if path.is_file() else []
+
+
+def array_of(task_ids: str, task: str) -> dict[str, str]:
+    first, last = task_ids.split("-")
+    names = {"MIN": first, "MAX": last, "COUNT": str(int(last) - int(first) + 1), "ID": task}
+    return {f"SLURM_ARRAY_TASK_{name}": value for name, value in names.items()}
