@@ -102,6 +102,14 @@ def test_prompts_go_on_with_answers_whose_conversations_are_gone(
     assert "chats.jsonl cannot be read any more, so the responses cannot be checked" in capsys.readouterr().out
 
 
+def test_deleted_answers_are_named(by_server: ConfigFor) -> None:
+    config = by_server()
+    respond(config)
+    (config.stage_dir("responses") / "conversations.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"responses/conversations\.jsonl: must exist, but does not; run data_"):
+        prepare_prompts(config)
+
+
 def supervised_texts(config: PipelineConfig, target: Path) -> dict[str, str]:
     """Returns the supervised text of each conversation."""
     tokenizer, entries = load_tokenizer(target), DocumentEntry.read_all(config.stage_dir("prompts"))
