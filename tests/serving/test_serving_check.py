@@ -113,7 +113,7 @@ def test_in_bfloat16_acceptance_lengths_must_agree_within_2_percent(
     assert result.returncode == 0, result.stderr[-3000:]
     result = check(run, tmp_path, f"serving.head_dir={wrong_export}", "acceptance.dtype=bfloat16")
     assert result.returncode == 1
-    assert " %" in result.stdout and "differs in" in result.stderr
+    assert " %" in result.stdout and "but they differ in" in result.stderr
 
 
 def test_a_running_server_counts_as_we_do(run: tuple[Path, tuple[str, ...]], server: str, tmp_path: Path) -> None:
