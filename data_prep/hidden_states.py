@@ -274,8 +274,9 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
         )
         raise ValueError(
             f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{backend}, but "
-            f"{free_bytes / 1e9:.3f} GB are; free space, or move run_dir to a larger disk; or delete {store_dir}, and "
-            "set hidden_states.store_dtype=fp8 or lower prompts.max_train_tokens and run data_prep.prompts again"
+            f"only {free_bytes / 1e9:.3f} GB are; free more, or move run_dir to a larger disk. To need less, delete "
+            f"{store_dir} and set hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run "
+            "data_prep.prompts again"
         )
 
 

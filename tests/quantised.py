@@ -23,7 +23,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "int4": (  # weights only, the format of AWQ and GPTQ models
+    "int4": (  # weights only; llm-compressor saves its AWQ and GPTQ models in this format
         "pack-quantized",
         {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZE}},
     ),

@@ -20,7 +20,7 @@ def commands(target: str, tools: Path, *, has_gpus: bool, **variables: str) -> s
     make = shutil.which("make")
     assert make is not None
     environment = {"PATH": str(tools), **variables}
-    # -B: whatever is installed already
+    # -B prints all commands, even those for what is already installed.
     return subprocess.run(
         [make, "-n", "-B", target], cwd=ROOT, env=environment, text=True, capture_output=True, check=True
     ).stdout

@@ -199,7 +199,7 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
             f" {_override(name, values[0])}" for name, values in settings.items() if values[0] not in (None, False)
         )
         raise ValueError(
-            f"head.init_from: {directory} must hold a head {config.name}, as in the recipe, but holds a head "
+            f"head.init_from: {directory} must hold the head {config.name}, as in the recipe, but holds the head "
             f"{published.name}; set head={published.name}{choices}, or choose another head"
         )
     hidden_size = (published.config or {}).get("hidden_size", target_config.hidden_size)

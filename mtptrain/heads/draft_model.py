@@ -229,8 +229,8 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
         stored: dict[str, Any] = read_json(Path(path) / "head.json", "copy it again, or train again")["head"]
         if stored["name"] != "draft_model":
             raise ValueError(
-                f"{setting}: must be a language model, but {path} holds a head {stored['name']}; set it to a language "
-                f"model, or train with head={stored['name']}"
+                f"{setting}: must be a language model, but {path} holds the head {stored['name']}; set it to a "
+                f"language model, or train with head={stored['name']}"
             )
         known = {field.name for field in fields(DraftModelHead.Config)}
         settings = {name: value for name, value in stored.items() if name in known}

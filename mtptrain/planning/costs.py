@@ -29,7 +29,7 @@ class TargetCosts:
     num_parameters: int
     """Tied parameters count once."""
     active_parameters: int
-    """Number of decoder-layer parameters that one token uses: only k of E experts."""
+    """Number of parameters of the decoder layers and the final norm that one token uses: only k of E experts."""
     attention_flops: int
     """FLOPs of attention for each pair of a query token and a key token, over all layers."""
     traffic_bytes_per_token: int
@@ -63,7 +63,7 @@ def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
 
     In each layer, two norms with their residual sums move four rows of the hidden size each. RoPE and the cache move
     four times the query and value sizes of all attention heads. The MLP's activation moves three rows of the
-    intermediate size. Experts read and write their outputs once more.
+    intermediate size. With experts, their outputs are read and written one more time.
     """
     experts = getattr(config, "num_experts_per_tok", 0) or 0
     width = config.moe_intermediate_size * experts if experts else config.intermediate_size
@@ -91,7 +91,7 @@ class StepCosts:
     """The costs of forward, loss and backward over one packed micro-batch."""
 
     flops: int
-    """FLOPs of matmuls and attention, as counted; `Head.step_flops` is the formula for them."""
+    """FLOPs of matmuls and attention as counted, with recomputation, which the formula `Head.step_flops` leaves out."""
     attention_flops: int
     """FLOPs of attention to the depth-0 keys."""
     elementwise_bytes: int

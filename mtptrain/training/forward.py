@@ -34,8 +34,8 @@ def training_losses(
         call_head: called in place of the head, for example the DeepSpeed engine that wraps it.
     """
     with clock.phase("forward"):
-        # 1. A row's target token is the one after it: the target's state there gives the distribution that depth 0
-        # learns. Apply the final norm to these states [M, H]. A head that reads residual streams gets them [N, L, H];
+        # 1. Depth 0 of row t learns the target's distribution of token t + 2, which follows from the target's state at
+        # t + 1. Apply the final norm to these states [M, H]. A head that reads residual streams gets them [N, L, H];
         # other heads get the post-norm states of all tokens [N, H].
         teacher_rows = batch.packing.rows + 1  # [M]
         if head.read_layers:

@@ -1,8 +1,8 @@
 """Compiles what `train.compile` fuses for an H100, on a machine without a GPU.
 
-A training step runs on fake CUDA tensors. Inductor writes a Triton kernel for each fused function of it, forward and
-backward, and Triton's NVIDIA backend turns these into machine code, which is never run. This is a program of its own
-because it changes torch and Triton for good:
+A training step runs on fake CUDA tensors. Inductor writes Triton kernels for the forward and backward pass of each
+fused function in the step. Triton's NVIDIA backend compiles them to machine code, which is never run. This is a program
+of its own because it changes torch and Triton for good:
 
     python -m tests.cuda.inductor mtp null kl    # a head, its draft vocabulary, a loss; prints kernels as JSON
 """
@@ -115,7 +115,9 @@ def pretend_an_h100() -> None:
     )
     triton.runtime.driver.set_active(driver)
     triton_helpers.set_driver_to_gpu = triton_helpers.set_driver_to_cpu = lambda *args: None
-    fuse_attention._sfdp_init = lambda device=None: None  # would make real tensors; nothing fused here is attention
+    fuse_attention._sfdp_init = lambda device=None: (
+        None
+    )  # it would make real tensors, and no function fused here is attention
     inductor_config.compile_threads = 1
     inductor_config.force_disable_caches = True
     inductor_config.joint_graph_constant_folding = False  # would compute constants on the device
@@ -193,7 +195,7 @@ def build_machine_code(kernels: list[Kernel]) -> None:
 
 
 def fake_head(name: str, draft_vocab_size: int | None) -> Head:
-    """Builds a head for the target whose weights are fake, in bf16 on the GPU."""
+    """Builds a head for TARGET with fake bf16 weights on the pretended GPU."""
     settings = {"draft_vocab_size": draft_vocab_size, "fc_norm": True} if name == "eagle3" else {}
     head = build_head(HEADS[name].Config(ttt_steps=NUM_DEPTHS, **settings), TARGET)
     for module in head.modules():

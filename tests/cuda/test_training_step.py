@@ -1,4 +1,4 @@
-"""The trainer's step of every head at the sizes of 8B and 70B targets, on fake CUDA tensors."""
+"""The trainer's step of every head on fake CUDA tensors, at the size of an 8B target and mostly of a 70B one too."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def test_every_loss_gives_every_gradient_and_never_waits(kind: LossKind, draft_v
 def test_the_planned_step_is_the_step_that_runs(
     head: str, target: str, settings: dict[str, int], activation_checkpointing: bool
 ) -> None:
-    """Activation memory, FLOPs and elementwise bytes agree within 5 percent, with and without the loss in the peak."""
+    """Activation memory, FLOPs and elementwise bytes agree within 5 percent, with and without checkpointing."""
     config = HEADS[head].Config(ttt_steps=3, **settings)
     target_config, train = (
         PUBLISHED_TARGETS[target].config(),
@@ -163,8 +163,8 @@ def zero_steps() -> list[dict[str, object]]:
 def test_deepspeed_steps_take_the_memory_that_is_planned_and_never_wait(
     index: int, zero_steps: list[dict[str, object]], tmp_path: Path
 ) -> None:
-    """The sizes are the recipe's own, with optimizer and gradients. The plan's target for validation is subtracted,
-    because a step does not hold it."""
+    """The sizes are the recipe's own, and the memory includes gradients and optimizer state. The memory planned for the
+    target model during validation is subtracted, because these steps do not load it."""
     (target, head, stage), step = RECIPES_WITH_ZERO[index], zero_steps[index]
     config = compose_recipe(f"{target}_{head}")
     PUBLISHED_TARGETS[target].config().save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The export of a trained run: all that serving needs, proved before it is kept, or nothing."""
+"""Tests that an export gets its final name only once it is complete and verified."""
 
 import json
 import resource
@@ -197,7 +197,7 @@ def without_layers(target_dir: Path, directory: Path) -> Path:
 def test_an_export_reads_no_decoder_layer_of_the_target(
     tmp_path: Path, target_of_four_layers: Path, overrides: tuple[str, ...]
 ) -> None:
-    """A target of 70B parameters would take 282 GB in fp32, its embeddings and lm_head take 13."""
+    """A 70B target would take 282 GB in fp32. Its embeddings and lm_head take 13 GB, in bf16 and fp32 together."""
     target_dir = without_layers(target_of_four_layers, tmp_path / "target")
     with pytest.raises(ValueError, match=r"the checkpoint must hold model\.layers"):
         load_target(target_dir, torch.float32, torch.device("cpu"))

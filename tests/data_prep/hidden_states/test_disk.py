@@ -91,7 +91,7 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed + 1, needed - 1))
     with pytest.raises(
         ValueError,
-        match=r"hidden_states: 0.000 GB must be free for the hidden states, but 0.000 GB are; free space, "
+        match=r"hidden_states: 0.000 GB must be free for the hidden states, but only 0.000 GB are; free more, "
         r".*store_dtype=fp8",
     ):
         extract_hidden_states(config, ONE_RANK)

@@ -1,4 +1,4 @@
-"""Tests that conversations become documents with supervised answers, each question on one side."""
+"""Tests that conversations become documents with supervised answers, and that each question is in one split only."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def test_conversations_are_written_with_the_answers_supervised(chat_config: Call
 
 
 def splits_of_questions(config: PipelineConfig) -> dict[str, set[Split]]:
-    """By first question as the target reads it, the sides that its documents fall on."""
+    """Returns, for each first question as the target reads it, the splits that its documents are in."""
     tokenizer, sides = make_tokenizer(), defaultdict[str, set[Split]](set)
     for windows in read_output(config).values():
         for entry, ids, _ in windows:
@@ -46,7 +46,7 @@ def splits_of_questions(config: PipelineConfig) -> dict[str, set[Split]]:
 def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(
     chat_config: Callable[..., PipelineConfig],
 ) -> None:
-    """400 rows with the ids abc_0, abc_1, ... were split by these ids: 20 questions stood on both sides."""
+    """Regression test: rows used to be split by their ids (abc_0, ...), which put 20 questions into both splits."""
     rows = [chat(f"abc_{i}", f"question {i % 20}", f"answer {i}") for i in range(400)]
     config = chat_config(rows)
     prepare_prompts(config)

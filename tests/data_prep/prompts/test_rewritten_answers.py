@@ -1,4 +1,4 @@
-"""Tests documents of answers that the chat template rewrites in later turns."""
+"""Tests the documents made from answers that the chat template renders differently once later turns follow."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ def rewriting_target(tmp_path: Path) -> Path:
 
 
 def reasoned_chats(num_turns: int) -> list[dict[str, Any]]:
-    """The assistant says some seven times as much in its reasoning as in its answer."""
+    """Returns conversations whose reasoning is nearly nine times as long as the answers."""
     turns = [(f"question {i}", f"{'so ' * 23}|answer {i}") for i in range(num_turns)]
     return [
         chat(f"chat{c}", f"question {chr(97 + c)}", turns[0][1], *(text for turn in turns[1:] for text in turn))
@@ -60,7 +60,9 @@ def test_the_report_says_what_rewritten_answers_cost(
 ) -> None:
     report = prepare_prompts(chat_config(reasoned_chats(3), f"target.path={rewriting_target}"))
     question, answer, generated = 10 + 2, 8 + 2, 23 * 3 + 1 + 8 + 1
-    history = [(question + answer) * i + question + 1 for i in range(3)]  # with the prompt for the answer
+    history = [
+        (question + answer) * i + question + 1 for i in range(3)
+    ]  # includes the `<assistant>` token that starts the answer
     assert report.rewritten == RewrittenReport(
         answers=40, documents=40, tokens=20 * (sum(history[:2]) + 2 * generated), history_tokens=20 * sum(history[:2])
     )

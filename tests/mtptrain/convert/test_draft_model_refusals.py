@@ -131,7 +131,7 @@ def test_a_model_that_cannot_draft_for_the_target_is_refused(bad: str, tmp_path:
 
 def test_a_head_of_another_kind_is_no_language_model(tmp_path: Path, tiny_target: Path) -> None:
     (tmp_path / "head.json").write_text('{"head": {"name": "mtp"}}')
-    with pytest.raises(ValueError, match=r"head\.init_from: must be a language model, but .* holds a head mtp; set"):
+    with pytest.raises(ValueError, match=r"head\.init_from: must be a language model, but .* holds the head mtp; set"):
         build_head(Config(init_from=str(tmp_path)), read_target_config(tiny_target))
 
 

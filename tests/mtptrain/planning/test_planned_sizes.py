@@ -1,4 +1,4 @@
-"""Planned sizes against the truth: the disk of a written store, the tokens and steps of a run, real parameters."""
+"""Compares the plan with real figures: bytes of a written store, tokens and steps of a run, numbers of parameters."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.published_targets import PUBLISHED_TARGETS
 
 
 def tensor_bytes(store_dir: Path) -> int:
-    """Of all shards, without the headers of their files."""
+    """Returns the tensor bytes of all shards, without the headers of the safetensors files."""
     total = 0
     for record in StoreManifest.read(store_dir).shards:
         with (store_dir / record.file).open("rb") as file:
@@ -50,7 +50,8 @@ def test_the_planned_disk_is_what_a_store_of_eight_bits_and_captured_layers_take
 
 def check_disk(dtype: StoreDtype, config: PipelineConfig) -> None:
     plan, manifest = make_plan(config), StoreManifest.read(config.stage_dir("hidden_states"))
-    last_offsets = 8 * len(manifest.shards)  # D + 1 of them in a shard
+    # Each shard stores one more offset than it has documents; the plan does not count it.
+    last_offsets = 8 * len(manifest.shards)
     assert plan.store_bytes[dtype] + last_offsets == tensor_bytes(config.stage_dir("hidden_states"))
     assert (
         plan.bytes_per_token[dtype]
@@ -66,12 +67,12 @@ def test_the_documents_of_stage_1_are_counted(tiny_run: tuple[Path, tuple[str, .
     assert work.is_counted
     assert (work.documents, work.tokens, work.longest_tokens) == (len(lengths), sum(lengths), max(lengths))
     assert work.supervised_tokens == sum(int(documents.mask(i).sum()) for i in range(len(documents)))
-    # Tokens stand in documents of this length on the average.
+    # This is the mean document length, weighted by tokens.
     assert work.mean_tokens == pytest.approx(sum(length for length in lengths for _ in range(length)) / sum(lengths))
 
 
 def test_the_planned_steps_are_those_of_training(tiny_run: tuple[Path, tuple[str, ...]]) -> None:
-    """Tokens over the tokens of a step are fewer: no step is quite full."""
+    """Dividing the tokens by the tokens per step would give too few steps, because steps are not completely full."""
     run_dir, overrides = tiny_run
     config = make_config(
         *overrides, f"run_dir={run_dir}", "train.max_steps=0", "train.epochs=2", "train.batch_tokens=200"
@@ -140,7 +141,11 @@ def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
 def test_the_optimizers_memory_is_shared_out_by_zero_stage(
     zero: str, weights: float, gradients: float, optimizer: float, config_for: Callable[..., PipelineConfig]
 ) -> None:
-    """Bytes for each parameter on each of 4 GPUs: fp32 without master weights; bf16 with 4 + 8 bytes of fp32 over 4."""
+    """The figures are bytes per parameter on each of 4 GPUs.
+
+    zero0 trains in fp32 without master weights. zero1 and zero2 train in bf16 and divide the fp32 master weights
+    (4 bytes) and Adam moments (8 bytes) among the GPUs; zero2 also divides the gradients.
+    """
     plan = make_plan(config_for(f"deepspeed={zero}", "planner.num_gpus=4"))
     memory, count = plan.memory, plan.head_parameters
     assert (memory.weights, memory.gradients, memory.optimizer) == (
@@ -152,7 +157,7 @@ def test_the_optimizers_memory_is_shared_out_by_zero_stage(
 
 
 def test_quantised_files_are_planned_at_their_own_size(tiny_target: Path, tmp_path: Path) -> None:
-    """Where the weights lie here; a plan from a config alone takes every parameter in `hidden_states.dtype`."""
+    """The weight files are local here. A plan from a config alone assumes `hidden_states.dtype` for every parameter."""
     config = AutoConfig.from_pretrained(tiny_target)
     config.quantization_config = {"quant_method": "fp8"}
     config.save_pretrained(tmp_path)

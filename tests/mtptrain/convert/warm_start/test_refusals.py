@@ -1,4 +1,4 @@
-"""What is not the head of the run is refused, with the settings that would fit."""
+"""Tests that a checkpoint of another head than the run's is refused, with the matching settings if there are any."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ def test_another_head_is_refused_with_the_whole_command_line_that_fits(tmp_path:
     write(tmp_path / "head", "vllm", VARIANTS["eagle3.1"], tiny_target)
     with pytest.raises(
         ValueError,
-        match=r"must hold a head mtp, as in the recipe, but holds a head eagle3; set head=eagle3 "
+        match=r"must hold the head mtp, as in the recipe, but holds the head eagle3; set head=eagle3 "
         r"head\.num_attention_heads=1 "
         r"head\.num_key_value_heads=1 head\.intermediate_size=96 head\.head_dim=64 head\.fc_norm=true "
         r"head\.norm_output=true "
@@ -70,7 +70,11 @@ def test_other_settings_are_refused_with_those_to_set(
             {},
             r"norm\.weight of .* must be of shape \(64,\) for head eagle3 .*, but is absent; choose another",
         ),
-        (lambda t: {**t, "mask_hidden": torch.ones(1, 3)}, {}, r"must hold a head eagle3, .*, but holds a head peagle"),
+        (
+            lambda t: {**t, "mask_hidden": torch.ones(1, 3)},
+            {},
+            r"must hold the head eagle3, .*, but holds the head peagle",
+        ),
         (
             lambda t: {**t, "fc.weight": torch.ones(64, 64)},
             {},
