@@ -194,7 +194,7 @@ def test_settings_and_files_that_a_page_names_exist(page: str) -> None:
     groups = settings()
     for code in INLINE_CODE.findall(text_without_code(page)):
         setting = SETTING.fullmatch(code)
-        if setting is not None and setting[1] in groups and setting[2] not in ("py", "safetensors", "sbatch"):
+        if setting is not None and setting[1] in groups and setting[2] not in ("json", "py", "safetensors", "sbatch"):
             assert setting[2] in groups[setting[1]], f"{page}: there is no setting {code}"
         if REPOSITORY_PATH.fullmatch(code):
             assert (ROOT / code).exists(), f"{page}: there is no {code}"
