@@ -60,7 +60,7 @@ def errors(stderr: str) -> list[str]:
 
 
 def refused(place: Place, program: str, overrides: list[str], message: str, code: int = 1) -> None:
-    """Checks that a program exits with `code`, prints one line that matches `message`, and writes no file to `run`."""
+    """Checks that a program exits with `code`, prints one line that matches `message`, and writes no file to `run/`."""
     ran = run_program(
         program, *TINY_SETTINGS, f"target.path={place.target}", f"run_dir={place.directory}/run", *overrides
     )
