@@ -1,4 +1,4 @@
-"""A place of its own for every test, which a case may damage."""
+"""Provides each test with its own copy of the tiny target and a data directory, which it may damage."""
 
 import shutil
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Damages to a copy of a working target or its data, and the check that a program refuses them.
+"""Damages a copy of a working target or its data, and checks that a program refuses them.
 
-A program refuses hostile input in one line, before it writes anything: progress bars aside, stderr must be one line
-that begins with `error: ` and names what must hold.
+A program must refuse hostile input before it writes anything. Apart from progress bars, it must print exactly one line
+to stderr, which begins with `error: ` and says what must hold.
 """
 
 import json
@@ -37,7 +37,7 @@ PROMPTS, STATES, ACCEPTANCE, RESPONSES, TRAIN = (
 
 @dataclass(frozen=True)
 class Place:
-    """A working target, data and run directory of one test, which a case may damage."""
+    """Holds the target, the data and the run directory of one test, any of which the test may damage."""
 
     directory: Path
 
@@ -60,7 +60,7 @@ def errors(stderr: str) -> list[str]:
 
 
 def refused(place: Place, program: str, overrides: list[str], message: str, code: int = 1) -> None:
-    """Run a program; check its exit code, its one line, and that it has written nothing."""
+    """Checks that a program exits with `code`, prints one line that matches `message`, and writes no file to `run/`."""
     ran = run_program(
         program, *TINY_SETTINGS, f"target.path={place.target}", f"run_dir={place.directory}/run", *overrides
     )
@@ -77,7 +77,7 @@ def text_files(place: Place) -> list[str]:
 
 
 def in_target(name: str, content: bytes) -> Damage:
-    """Replaces a file of the target."""
+    """Returns a damage that replaces a file of the target."""
 
     def damage(place: Place) -> list[str]:
         (place.target / name).write_bytes(content)
@@ -87,7 +87,7 @@ def in_target(name: str, content: bytes) -> Damage:
 
 
 def in_config(**settings: object) -> Damage:
-    """Changes settings of the target's config.json; `...` removes one."""
+    """Returns a damage that changes settings of the target's config.json. The value `...` removes a setting."""
 
     def damage(place: Place) -> list[str]:
         path = place.target / "config.json"
@@ -136,7 +136,7 @@ def parquet(rows: int, flipped: bool) -> Damage:
         pq.write_table(pa.Table.from_pylist([CHAT] * rows, schema=schema), path)
         content = bytearray(path.read_bytes())
         if flipped:
-            content[-6] ^= 0xFF  # in the footer's length
+            content[-6] ^= 0xFF  # a byte of the footer's length
         path.write_bytes(content)
         return ["prompts.source=conversations", f"prompts.paths=[{path}]"]
 
@@ -148,7 +148,7 @@ def settings(*overrides: str) -> Damage:
 
 
 def prompts_file(content: bytes) -> Damage:
-    """Prompts for `eval.acceptance`, with a random head."""
+    """Returns a damage that writes prompts and a random head for `eval.acceptance`."""
 
     def damage(place: Place) -> list[str]:
         (place.data / "prompts.jsonl").write_bytes(content + b"\n")

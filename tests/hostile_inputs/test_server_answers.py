@@ -1,4 +1,4 @@
-"""A server's hostile answer fails its conversation by name."""
+"""Tests that a hostile answer of a server fails its conversation with a stated reason."""
 
 import json
 import re

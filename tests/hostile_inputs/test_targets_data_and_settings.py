@@ -1,4 +1,4 @@
-"""Hostile targets, data and settings are refused in one line, and nothing is written."""
+"""Tests that programs refuse hostile targets, data and settings in one line and write nothing."""
 
 import json
 
@@ -81,7 +81,7 @@ CASES |= {
         unanswered,
         r"prompts\.paths: conversations must have an assistant turn to learn from",
     ),
-    # Settings
+    # Settings, and prompts of eval.acceptance
     "seed too large": (PROMPTS, settings("seed=99999999999999999999"), "seed: must "),
     "unknown head.name": (PROMPTS, settings("head.name=foo"), r"head\.name: must be one of mtp, .*, but is 'foo'"),
     "batch too large": (

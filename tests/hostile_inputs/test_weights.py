@@ -1,4 +1,4 @@
-"""Damaged weights and a missing draft vocabulary are refused before anything is extracted or read."""
+"""Tests that damaged weights are refused before extraction, and a missing draft vocabulary before the store is read."""
 
 import shutil
 from pathlib import Path
@@ -65,7 +65,7 @@ WEIGHTS: dict[str, tuple[Damage, str]] = {
 def test_damaged_weights_are_refused_before_anything_is_extracted(
     place: Place, tiny_run: tuple[Path, tuple[str, ...]], case: str
 ) -> None:
-    """Prompts were made with the whole target, so only its weights are wrong."""
+    """Tests each damage with prompts of the undamaged target, so that only the damage can cause the refusal."""
     shutil.copytree(tiny_run[0] / "prompts", place.directory / "prompts")
     damage, message = WEIGHTS[case]
     overrides = [*damage(place), f"run_dir={place.directory}/other"]

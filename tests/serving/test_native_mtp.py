@@ -1,4 +1,4 @@
-"""The MTP layer of a checkpoint through the programs: measured as it is, fine-tuned, and served from the export."""
+"""Tests that the programs measure, fine-tune, export and serve the MTP layer of a checkpoint."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def native(
     target_of: Callable[[str], OnDisk],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, Path, tuple[str, ...]]:
-    """A MiMo checkpoint whose own MTP layer is half trained, a run folder with its hidden states, and the overrides."""
+    """Returns a MiMo checkpoint with a partly trained MTP layer, a run folder with hidden states, and the overrides."""
     directory = tmp_path_factory.mktemp("native")
     checkpoint, on_disk, case = directory / "mimo", target_of("mimo"), Case("mtp_mimo", "mimo")
     head = make_head(on_disk.target, case.head, num_steps=12)

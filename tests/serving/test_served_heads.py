@@ -1,4 +1,4 @@
-"""A trained head is served by vLLM as it drafts here: rounds, drafted tokens and accepted drafts are equal, prompt by
+"""Tests that vLLM drafts with a trained head as mtptrain does: in fp32, rounds and accepted drafts are equal for every
 prompt."""
 
 import os
@@ -87,7 +87,10 @@ def test_in_bf16_the_acceptance_lengths_lie_within_2_percent(served: dict[str, S
 def test_in_bf16_the_first_divergence_is_one_of_near_logits(
     served: dict[str, Served], target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], case: Case
 ) -> None:
-    """The logits of the two tokens differ by at most 5 % of their size, so rounding to 8 bits decides between them."""
+    """Tests that at the first divergence, the logits of the two tokens differ by at most 5 % of their size.
+
+    Rounding to the 8 significant bits of bf16 can then decide between them.
+    """
     if not is_served_here(case):
         pytest.skip(NOT_HERE)
     ours, theirs = served[str(case)].ours, served[str(case)].theirs
@@ -115,7 +118,10 @@ def test_a_head_served_with_one_part_wrong_has_other_counters(served: dict[str, 
 def test_the_states_and_the_first_embedding_that_mimo_reads_show_in_the_counters(
     served: dict[str, Served], target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], case: Case
 ) -> None:
-    """Trap: vLLM's MiMo passes the states before the final norm to its MTP layer, which every other family norms."""
+    """Tests that two settings of MiMo's head change the counters.
+
+    Unlike other families in vLLM, MiMo passes the states before the final norm to its MTP layer.
+    """
     theirs = served[str(case)].theirs.counts
     assert theirs is not None
 
@@ -160,7 +166,7 @@ def test_the_readmes_table_is_what_was_served(
     head_of: Callable[[str, str], Head],
     tmp_path: Path,
 ) -> None:
-    """`make served-table` writes it."""
+    """Tests that the README's table is up to date; `make served-table` rewrites it."""
     table, found = served_table(served, target_of, head_of, tmp_path), BETWEEN.search(README.read_text())
     assert found is not None
     if os.environ.get("WRITE_SERVED_TABLE"):

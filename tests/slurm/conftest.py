@@ -1,4 +1,4 @@
-"""Slurm's commands, replaced by scripts that note how they are called."""
+"""Replaces Slurm's commands with scripts that record their arguments."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A stand in which a Slurm script runs without Slurm, and the variables that Slurm would set."""
+"""Runs Slurm scripts without Slurm, and sets the variables that Slurm would set."""
 
 import subprocess
 from dataclasses import dataclass
@@ -18,8 +18,7 @@ export mtptrain.export process
 
 @dataclass(frozen=True)
 class Stand:
-    """Slurm's commands and slurm/stages.py as scripts that note what they are asked: what a script does before those
-    have a part."""
+    """Runs a script of `slurm/` with stand-ins: Slurm's commands record their arguments, and Python prints `PLAN`."""
 
     directory: Path
     environment: dict[str, str]
@@ -29,7 +28,7 @@ class Stand:
         return subprocess.run(command, env=environment, cwd=self.directory, capture_output=True, text=True, check=False)
 
     def asked(self, command: str) -> list[str]:
-        """What the command has been given, call by call."""
+        """Returns the arguments of each call of the command."""
         path = self.directory / f"{command}.txt"
         return path.read_text().splitlines() if path.is_file() else []
 

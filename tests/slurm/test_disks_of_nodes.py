@@ -1,4 +1,4 @@
-"""Which chains of jobs may work on a disk of one node."""
+"""Tests which jobs and chains of jobs may work on a disk of one node."""
 
 import re
 
@@ -72,7 +72,7 @@ def test_a_chain_on_one_nodes_disk_is_one_task_on_the_node_that_is_named(stand: 
         "--array=0-0 " in stand.asked("sbatch")[0]
         and f"--output={stand.directory}/logs/quickstart/" in stand.asked("sbatch")[0]
     )
-    assert not (stand.directory / "runs").exists()  # this machine does not see the node's disk
+    assert not (stand.directory / "runs").exists()  # the submitting machine does not see the node's disk
 
 
 def test_an_own_disk_keeps_a_job_that_goes_back_into_the_queue_on_its_node(stand: Stand) -> None:

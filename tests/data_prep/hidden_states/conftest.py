@@ -1,4 +1,4 @@
-"""Runs with finished prompts, whose hidden states are to be extracted."""
+"""Provides runs whose prompts are finished and whose hidden states are to be extracted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.data_prep.hidden_states.stage import LENGTHS, ConfigFor, make_documen
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Restores the number of threads, which extraction changes."""
+    """Restores torch's number of threads, which extraction changes."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -20,7 +20,7 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture
 def prepared(config_for: ConfigFor, tiny_target: Path) -> ConfigFor:
-    """Compose a config of a run with finished prompts."""
+    """Returns a function that writes the prompts of a run and returns its config."""
 
     def build(*overrides: str, lengths: list[int] = LENGTHS) -> PipelineConfig:
         config = config_for("hidden_states.shard_tokens=60", *overrides)

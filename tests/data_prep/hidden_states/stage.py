@@ -1,4 +1,4 @@
-"""The prompts that hidden states are extracted of, and the store that the stage writes."""
+"""Writes the prompts that the hidden-states stage reads, and reads the store that it writes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +44,7 @@ def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None
 
 
 def read_store(directory: Path) -> dict[str, bytes]:
-    """Returns every file except the two that record how the program was called."""
+    """Returns the content of each file by name, except for the two files that record how the program was called."""
     return {
         path.name: path.read_bytes()
         for path in sorted(directory.iterdir())

@@ -1,4 +1,4 @@
-"""Tests the disk that the stage needs, and what happens when it is full."""
+"""Tests how much free disk space the stage requires, and that it stops on a full disk and can resume."""
 
 import errno
 import shutil
@@ -50,11 +50,11 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
     store_dir, tokens_of_shard = config.stage_dir("hidden_states"), fill.tokens_of_shard
 
     def fill_the_disk_first(*args: Any) -> Any:
-        """Fills the disk after some shards."""
+        """Fills the disk once at least five shards exist."""
         theirs = small_disk / "of_somebody_else"
         if (
             len(list(store_dir.glob("shard_*.safetensors"))) >= 5 and not theirs.exists()
-        ):  # others are written meanwhile
+        ):  # more shards may be written meanwhile
             with theirs.open("wb") as file, suppress(OSError):
                 while True:
                     file.write(bytes(4096))
@@ -71,7 +71,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
     assert not list(store_dir.glob("*.tmp"))
     shards = sorted(
         store_dir.glob("shard_*.safetensors")
-    )  # the last may lack its record, for which there was no room either
+    )  # the disk may have had no room for the record of the last one
     kept = {path.name: path.stat().st_mtime_ns for index, path in enumerate(shards) if has_shard(store_dir, index)}
     assert len(kept) >= 5
 
@@ -126,7 +126,7 @@ def test_finished_shards_need_no_free_disk(prepared: ConfigFor, monkeypatch: pyt
 def test_streamed_shards_on_the_disk_make_room_for_later_ones(
     prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restarting extraction needs no more space when the disk is full and holds all open windows."""
+    """Tests that a restart needs free space only if a shard of the open windows is missing."""
     config = prepared("train.stream=true", "train.stream_shards=1", "train.epochs=1", lengths=[40] * 20)
     store_dir = config.stage_dir("hidden_states")
 

@@ -1,4 +1,4 @@
-"""Tests that a finished store is kept, and its damaged shards are found and computed again."""
+"""Tests that a finished store is kept, deleted shards are computed again, and the full check finds damaged shards."""
 
 import subprocess
 

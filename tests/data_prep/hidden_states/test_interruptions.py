@@ -1,4 +1,4 @@
-"""Tests that kills and parts that run at once leave the store of an undisturbed run."""
+"""Tests that resumed runs and concurrent parts write the same store as an undisturbed run."""
 
 import os
 import shutil
@@ -27,12 +27,12 @@ def extract(config: PipelineConfig, num_ranks: int) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the descendants of `pid`, since torchrun starts its workers in new sessions."""
+    """Returns the child processes of `pid`. Killing its process group would miss torchrun's workers."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def kill_program(config: PipelineConfig, num_ranks: int, after_shards: int) -> None:
-    """Start the program and SIGKILL all of its processes once some shards exist."""
+    """Starts the program, and kills it and its child processes once `after_shards` shards exist."""
     command = program_command("data_prep.hidden_states", *overrides_of(config), num_ranks=num_ranks)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     store_dir = config.stage_dir("hidden_states")
@@ -72,13 +72,13 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
 
 
 def work(config: PipelineConfig, rank: int, num_ranks: int, port: int) -> None:
-    """Run the stage as one rank of torchrun does."""
+    """Runs the stage as one rank of torchrun does."""
     os.environ.update(ranks_environment(rank, num_ranks, port))
     extract_hidden_states(config, init_ranks())
 
 
 def start_ranks(config: PipelineConfig, num_ranks: int) -> list[BaseProcess]:
-    """Start the stage in separate processes, which can be watched and killed."""
+    """Starts one process per rank, which the test can kill."""
     port = free_port()
     processes = [FORKED.Process(target=work, args=(config, rank, num_ranks, port)) for rank in range(num_ranks)]
     for process in processes:

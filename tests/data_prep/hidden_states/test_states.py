@@ -1,4 +1,4 @@
-"""Tests that stored states equal those of transformers, and what is recorded with them."""
+"""Tests that stored states match those of transformers, and what the stage records with them."""
 
 import shutil
 from dataclasses import asdict
@@ -37,7 +37,7 @@ def test_stored_states_of_each_document_are_those_of_its_own_forward(
         assert stored.input_ids.tolist() == documents.tokens(index).tolist()
         assert stored.loss_mask.tolist() == documents.mask(index).tolist()
         streams = residual_streams(target, [stored.input_ids], (*capture_layers, 2)).float()
-        # A batch of several documents differs from a batch of one only by rounding, by at most one unit of bf16.
+        # Batching several documents changes the states only by rounding, by at most one unit of bf16.
         torch.testing.assert_close(stored.hidden_states.float(), streams[:, -1], rtol=2**-7, atol=2**-7)
         if capture_layers:
             assert stored.aux_hidden_states is not None
@@ -57,7 +57,7 @@ def test_the_size_of_a_batch_changes_states_only_by_rounding(prepared: ConfigFor
 
 
 def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepared: ConfigFor, tmp_path: Path) -> None:
-    # Sizes at which bf16 products with one and with four threads differ.
+    # At these sizes, bf16 matrix products with one thread differ from those with four.
     target_dir = make_target(
         tmp_path / "wide", hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4
     )

@@ -1,4 +1,4 @@
-"""Configs over small text files and over conversations."""
+"""Provides configs that read small text files or conversations."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.data_prep.prompts.documents import FILES, ConfigFor
 
 @pytest.fixture
 def text_config(tmp_path: Path, config_for: ConfigFor) -> ConfigFor:
-    """The config over a directory of small files, a fifth of them held out."""
+    """Returns a function that makes a config for a directory of small files, about a fifth of them held out."""
     for name, text in FILES.items():
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "texts" / name).write_text(text)
@@ -28,7 +28,7 @@ def text_config(tmp_path: Path, config_for: ConfigFor) -> ConfigFor:
 
 @pytest.fixture
 def chat_config(tmp_path: Path, config_for: ConfigFor) -> Callable[..., PipelineConfig]:
-    """The config over a jsonl file of the rows given."""
+    """Returns a function that makes a config for a jsonl file of the given rows."""
 
     def build(rows: list[Any], *overrides: str) -> PipelineConfig:
         (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Text files and conversations to prepare, and the documents that the stage writes of them."""
+"""Provides text files and conversations for the prompts stage, and reads the documents that it writes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ CHATS = [chat(f"chat{i}", f"question {i}", f"answer {i}") for i in range(20)]
 
 
 def read_output(config: PipelineConfig) -> dict[str, list[tuple[DocumentEntry, list[int], list[int]]]]:
-    """By name, the windows in order: entry, token ids, loss mask."""
+    """Returns each document's windows in order, by document name. A window is its entry, token ids and loss mask."""
     stage_dir = config.stage_dir("prompts")
     entries = DocumentEntry.read_all(stage_dir)
     found: dict[str, list[tuple[DocumentEntry, list[int], list[int]]]] = {}

@@ -1,4 +1,4 @@
-"""Tests which sources, limits, templates and tokenizers are refused, and with which reason."""
+"""Tests which data, limits, templates and tokenizers the stage refuses, and that it states the reason."""
 
 from collections.abc import Callable
 from pathlib import Path

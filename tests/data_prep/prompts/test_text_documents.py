@@ -1,4 +1,4 @@
-"""Tests that files become documents: whole, once, in order and within their limits."""
+"""Tests that text files become complete, distinct and ordered documents within the configured limits."""
 
 import json
 from pathlib import Path

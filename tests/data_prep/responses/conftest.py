@@ -1,4 +1,4 @@
-"""A target that speaks, a server with programmable responses, and configs that use them."""
+"""Provides a target that generates printable text, a server with programmable responses, and configs for both."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes retries immediate, and restores the number of threads."""
+    """Makes retries nearly immediate, and restores torch's number of threads after the test."""
     monkeypatch.setattr(completion_server, "BACKOFF_S", 0.01)
     num_threads = torch.get_num_threads()
     yield

@@ -1,4 +1,4 @@
-"""The conversations to answer, the stage that answers them in this process, and what it writes."""
+"""Provides conversations, runs the responses stage on them in this process, and reads what the stage writes."""
 
 import json
 from collections.abc import Callable
@@ -76,7 +76,10 @@ def answers_of(row: dict[str, Any]) -> list[str]:
 
 
 def answer_by_question(table: dict[str, Callable[[list[int]], Any]], target: Path) -> Callable[[dict[str, Any]], Any]:
-    """Returns a server behaviour that depends on a word in the last user turn; `answer_by_prompt` by default."""
+    """Returns a server behaviour that uses the first entry of `table` whose key is in the last user turn.
+
+    Without a match, it is `answer_by_prompt`.
+    """
     tokenizer = load_tokenizer(target)
 
     def behave(request: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Tests the requests that a server gets, and the responses that are stored."""
+"""Tests the requests that the stage sends to a server, and the responses that it stores."""
 
 import json
 import random
@@ -116,7 +116,7 @@ def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
     }
     server.behave = answer_by_question(table, speaking_target)
     long = chat("long", 3)
-    long["messages"][2]["content"] = "x" * 475  # a prompt of less than 512 tokens, but no room for 24 more
+    long["messages"][2]["content"] = "x" * 475  # the prompt has fewer than 512 tokens, but no room for 24 more
     config = by_server(rows=[chat("cut", 3), chat("empty", 3), chat("mute", 2), long, chat("whole", 3)])
     manifest = respond(config)
     rows = {row["id"]: row for row in answered(config)}

@@ -1,4 +1,4 @@
-"""Tests failures of a server: what is retried, what fails its conversation alone, and what stops the run."""
+"""Tests which server failures are retried, which fail only their own conversation, and which stop the run."""
 
 import time
 from collections import Counter

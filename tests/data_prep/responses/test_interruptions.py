@@ -1,4 +1,4 @@
-"""Tests that a run which was interrupted or killed goes on with its answers, and only with its own."""
+"""Tests that an interrupted or killed run resumes from its saved answers, unless settings, data or target changed."""
 
 import json
 import os

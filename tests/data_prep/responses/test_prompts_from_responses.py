@@ -1,4 +1,4 @@
-"""Tests the prompts that are made from responses, and the tokens that they supervise."""
+"""Tests which prompts are made from responses, and which of their tokens are supervised."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_the_prompts_supervise_exactly_what_the_target_generated(configure: Conf
 
 
 def test_answers_to_one_question_are_on_one_side_whatever_was_answered_before(by_server: ConfigFor) -> None:
-    """Rows without an id are named by all their messages, so the replaced answers could decide their split."""
+    """Tests that the old answers do not affect the split, although the name of a row without an id depends on them."""
     rows = []
     for i in range(200):
         question, old = (

@@ -1,4 +1,4 @@
-"""Tests which servers, keys and settings are refused before anything is asked."""
+"""Tests which servers, keys, templates and settings the stage refuses before it requests any answer."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests responses that transformers generates, without a server."""
+"""Tests the responses that transformers generates without a server."""
 
 import json
 from collections import Counter
@@ -48,7 +48,7 @@ def test_ranks_and_interruptions_change_no_byte(configure: ConfigFor, tmp_path: 
     assert result.returncode == 0, result.stderr[-3000:]
     assert output(configure()) == output(undisturbed)
 
-    # A killed run: some rows of a batch are in the journal of one rank, others in none.
+    # Imitate a killed run: the journals of two ranks hold three complete rows and part of a fourth.
     directory = configure().stage_dir("responses")
     manifest = json.loads((directory / "manifest.json").read_text())
     lines = (directory / "conversations.jsonl").read_bytes().splitlines(keepends=True)

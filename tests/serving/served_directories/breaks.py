@@ -1,4 +1,4 @@
-"""What can be wrong in the directory of a served head, under the engine's names."""
+"""Defines the breaks of a served head: changes to one part of its directory that must change vLLM's counters."""
 
 import json
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from mtptrain.convert.mimo import MIMO_LAYER
 from mtptrain.utils.files import tensor_shapes
 
 Break = Callable[[Path], None]
-"""Changes an exported directory."""
+"""Changes an exported directory in place."""
 
 
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
-    """Changes a tensor of the served file, under the engine's name."""
+    """Returns a break that changes one tensor, given by the engine's name."""
 
     def apply(directory: Path) -> None:
         path = next(path for path in directory.glob("*.safetensors") if name in tensor_shapes(path))
@@ -28,7 +28,7 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
 
 
 def swapped(*names: str) -> Break:
-    """Concatenates the halves of the input the other way round."""
+    """Returns a break that swaps the two halves of each weight's input columns."""
 
     def apply(directory: Path) -> None:
         for name in names:
@@ -38,7 +38,7 @@ def swapped(*names: str) -> Break:
 
 
 def one_layer_later(directory: Path) -> None:
-    """Captures the streams one layer behind those that the head was trained with."""
+    """Makes the engine capture each stream one layer later than the head was trained with."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
@@ -58,7 +58,7 @@ def another_lm_head(directory: Path) -> None:
 
 
 def changed_dflash(**settings: Any) -> Break:
-    """Changes settings of `dflash_config`."""
+    """Returns a break that changes settings of `dflash_config`."""
 
     def apply(directory: Path) -> None:
         path = directory / "config.json"
@@ -69,7 +69,7 @@ def changed_dflash(**settings: Any) -> Break:
 
 
 def without_norms(*names: str) -> dict[str, Break]:
-    """Leaves each norm out: its weight becomes one."""
+    """Returns a break for each norm that sets its weight to one, by the norm's name."""
     return {name: changed(name + ".weight", torch.ones_like) for name in names}
 
 
@@ -104,4 +104,4 @@ BREAKS: dict[str, dict[str, Break]] = {
     "peagle": {"mask_hidden": changed("mask_hidden", torch.neg), "mask_token": another_mask_token},
     "medusa": {"blocks": changed("blocks.0.layers.0.weight", torch.neg), "lm_head": another_lm_head},
 }
-"""Of each kind of head, what is wrong in the served directory."""
+"""Breaks by kind of head and name."""

@@ -1,4 +1,4 @@
-"""Targets and heads that are made for serving, and the directories that vLLM serves."""
+"""Makes targets and heads for the serving tests, and writes the directories that vLLM serves."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -27,7 +27,7 @@ from tests.serving.served_directories.breaks import BREAKS
 
 
 def make_served_target(directory: Path, kind: str) -> Path:
-    """A tiny target; its newest token alone says the next one, its layers say otherwise."""
+    """Makes a tiny target whose embeddings and lm_head continue the circle, and whose layers disturb it."""
     settings: dict[str, Any] = {
         "hidden_size": 128,
         "num_hidden_layers": 4,
@@ -51,11 +51,14 @@ def make_served_target(directory: Path, kind: str) -> Path:
 
 
 def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
-    """A head with random norms, trained for some steps on what the target answers to random prompts."""
+    """Makes a head with random norms and trains it for some steps on the target's answers to random prompts.
+
+    A `draft_model` of the target's family is not trained: it copies the target's first layers.
+    """
     torch.manual_seed(1)
     head = build_head(HEAD_CONFIGS[kind], target.config)
     is_of_family = isinstance(head, DraftModelHead) and head.config.model_type == target.config.model_type
-    if is_of_family:  # half of the target's layers often say what all of them say
+    if is_of_family:  # half of the target's layers often predict the same token as all of them
         copy_first_layers(head, Path(target.config.name_or_path))
     for name, parameter in head.named_parameters():
         if "norm" in name:
@@ -65,7 +68,8 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     if isinstance(head, DflashHead):
         share_key_norms(head)
         attend_to_masks(head)
-    # A head without a chain cannot learn the circle, but repetition; answers that repeat must begin with all tokens.
+    # A head that feeds nothing back learns repetition, not the circle. It gets more prompts, because an answer that
+    # repeats one token shows few of them.
     tokens = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48)))
     depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.drafts_all_depths else 3
     num_rows = tokens.shape[1] - 2
@@ -79,7 +83,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     unread = F.pad(tokens, (0, depths), value=-100)
     labels = torch.stack(
         [unread[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)]
-    )  # [T, N], -100 behind the end
+    )  # [T, N], -100 past the end
     if head.d2t is not None:
         frequent = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size).argsort(
             descending=True, stable=True
@@ -94,17 +98,17 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    # Copies, because a file cannot hold one tensor under several names.
+    # Copy the norm, because a file cannot hold one tensor under several names.
     if isinstance(head, DflashHead):
         share_key_norms(head, deepcopy)
     return head.eval().requires_grad_(False)
 
 
 def share_key_norms(head: DflashHead, take: Callable[[torch.nn.Module], torch.nn.Module] = lambda norm: norm) -> None:
-    """Give every layer of a `dflash` head the key norm of the first one, as vLLM's kernels for CPUs do.
+    """Gives every layer of a `dflash` head the key norm of the first layer.
 
-    They norm the keys of the target's tokens in all layers with the weight of the first layer (vllm 0.32), so that
-    only heads with equal weights have equal counters.
+    vLLM 0.32's CPU kernels apply the first layer's norm weight to the keys of the target's tokens in all layers.
+    Counters therefore agree only for heads whose layers share that weight.
     """
     for layer in head.layers[1:]:
         layer.self_attn.k_norm = take(head.layers[0].self_attn.k_norm)
@@ -112,23 +116,23 @@ def share_key_norms(head: DflashHead, take: Callable[[torch.nn.Module], torch.nn
 
 @torch.no_grad()
 def attend_to_masks(head: DflashHead) -> None:
-    """Let mask rows attend to each other in the first layer from the start: their keys equal their queries.
+    """Sets the first layer's key weights to its query weights, so that mask rows attend to each other from the start.
 
-    Otherwise a head learns to read the newest token alone, and drafts the same whether later masks are seen or not.
+    Otherwise the head learns to read only the newest token, and drafts the same whether or not it sees later masks.
     """
     attention = head.layers[0].self_attn
     attention.k_proj.weight.copy_(attention.q_proj.weight[: len(attention.k_proj.weight)])
 
 
 def answers(target: Target, count: int, prompt_tokens: int, new_tokens: int) -> torch.Tensor:
-    """Random prompts, each followed by the target's greedy answer [count, prompt_tokens + new_tokens]."""
+    """Returns random prompts, each followed by the target's greedy answer [count, prompt_tokens + new_tokens]."""
     prompts = torch.randint(0, 256, (count, prompt_tokens), generator=torch.Generator().manual_seed(2))
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new_tokens}
     return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
 
 
 def write_served_head(directory: Path, target: Target, target_dir: Path, case: Case, head: Head) -> dict[str, Any]:
-    """Export a head's weights, wrong where the case says so; returns what `serving.json` holds."""
+    """Exports a head, applies the case's break if it has one, and returns the settings with which vLLM serves it."""
     form = format_for("vllm", HEAD_CONFIGS[case.head], target.config)
     write_head(directory, form, head.state_dict())
     form.add_target(directory, target_dir)
