@@ -11,7 +11,7 @@ SLOW = {
     r"tests/serving/test_served_heads\.py::test_(a_served|every_prompt|vllm_without|in_bf16|a_head_served|the_states)\w*"
     r"\[(?!(mtp|eagle|eagle3)-llama-K3\]|llama\]|mtp-llama-K3-without_columns\])",
     r"tests/serving/test_served_heads\.py::test_(the_table|the_readmes_table)",
-    # Extraction by vLLM. Kept: Llama, stores by both backends compared, tensor parallelism with forked workers.
+    # Extraction by vLLM. Kept: Llama, the comparison of both backends' stores, tensor parallelism with forked workers.
     r"tests/serving/test_hidden_states\.py::test_(extracted|layer_0)\w*\[(?!llama\])",
     r"tests/serving/test_vllm_store\.py::test_runs_killed",
     r"tests/serving/test_vllm_streams\.py::test_(the_engine_ends|an_engine_that_cannot_write|a_vllm_for_cpus)",
@@ -51,7 +51,7 @@ SLOW = {
     r"tests/mtptrain/train/test_losses_and_ranks\.py::test_ranks_and_zero_stages_give\w*\[(?!2-[12])",
     # Attention in bf16 without AMX tiles. Kept: answers after prompts, at every size of scores.
     r"tests/mtptrain/heads/test_layers\.py::test_attention_in_bf16\w*\[False-all rows",
-    # Choosing a head, and killing extraction. Kept: other choices of a head, and one kill with other ranks.
+    # Choosing a head after further training, and ten kills of an extraction. Kept: simpler choices, and one kill.
     r"tests/eval/test_choose_head\.py::test_(a_run_that_starts_again|training_that_measures)",
     r"tests/data_prep/hidden_states/test_interruptions\.py::test_runs_killed_at_ten",
     # Whole programs. Kept: the pipeline on the tiny target, tests of their parts, and the wheel's list of files.

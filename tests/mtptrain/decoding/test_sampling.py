@@ -145,7 +145,7 @@ def test_sampled_speculation_follows_the_distribution_of_top_p_and_top_k(small_v
 
 
 def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
-    """A wrong rule that keeps a draft if the target gives it at least half the draft's probability."""
+    """Applies a wrong rule: a draft is kept if its target probability is at least half its draft probability."""
     assert draft.probs is not None
     chosen = draft.tokens[..., None]
     kept = 2 * target_probs[:, :-1].gather(2, chosen) >= draft.probs.gather(2, chosen)
@@ -155,7 +155,7 @@ def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: 
 
 
 def accept_without_residual(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
-    """A wrong rule that samples the token after a rejection from the target's whole distribution."""
+    """Applies a wrong rule: the token after a rejection is sampled from the target's whole distribution."""
     accepted = real_accept_sampled(draft, target_probs, sampler)
     return replace(accepted, bonus=sampler.sample(target_probs[torch.arange(len(draft.tokens)), accepted.count]))
 
@@ -172,7 +172,7 @@ def test_a_wrong_acceptance_rule_is_caught(
 
 
 def accept_first_child(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Tensor, num_depths: int) -> Accepted:
-    """A wrong rule for trees: where the target chose no child of a row, every other sequence takes the first child."""
+    """Applies a wrong rule to a tree: where the target chose no child, every other sequence accepts the first one."""
     assert draft.parents is not None
     biased = target_tokens.clone()
     for row in range(target_tokens.shape[1]):

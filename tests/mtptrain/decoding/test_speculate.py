@@ -42,7 +42,7 @@ def plain_greedy(target: Target, prompt: list[int], max_new_tokens: int, eos_tok
 
 
 class TargetCopy:
-    """A draft model that is the target itself."""
+    """Drafts with the target itself, without a cache."""
 
     capture_layers = ()
 
@@ -201,12 +201,12 @@ def test_the_branch_of_a_tree_that_the_target_chooses_is_kept() -> None:
 def test_prompt_lookup_proposes_what_followed_the_longest_match_and_its_first_occurrence() -> None:
     tokens = [1, 2, 3, 9, 8, 2, 3, 7, 6, 5, 1, 2, 3]
     look_up = PromptLookupDrafter(3)._look_up
-    assert look_up(tokens) == [9, 8, 2]  # after 1 2 3
-    assert look_up(tokens[1:]) == [9, 8, 2]  # after the first 2 3
+    assert look_up(tokens) == [9, 8, 2]  # the tokens after 1 2 3
+    assert look_up(tokens[1:]) == [9, 8, 2]  # the tokens after the first 2 3
     assert look_up([9] * 6) == [9, 9]  # the first match has four tokens, which only two follow
     assert look_up([1, 2, 3, 4]) == []
     latest = PromptLookupDrafter(3, latest=True)._look_up
-    assert latest(tokens[1:]) == [7, 6, 5]  # after the last 2 3
+    assert latest(tokens[1:]) == [7, 6, 5]  # the tokens after the last 2 3
     assert latest([9] * 6) == [9, 9, 9] and latest([8, 9, 9, 9]) == []
 
 

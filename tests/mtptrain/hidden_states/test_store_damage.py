@@ -152,5 +152,5 @@ def test_a_shard_that_training_deletes_while_it_is_looked_at_is_missing(
     }
     content = json.dumps({**record, "sha256": "", "index_bytes": 1, "index_checksum": ""})
     (tmp_path / "shard_00000.json").write_text(content)
-    monkeypatch.setattr(Path, "exists", lambda path: True)  # as if it were deleted right after this check
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # as if the shard were deleted right after this check
     assert read_record(tmp_path, 0) is None

@@ -131,7 +131,7 @@ def test_no_part_finishes_over_a_shard_that_another_must_write_again(tmp_path: P
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, range(0, 4, 2))
     assert finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
     write_shard(tmp_path, 1, shards[1])
-    (tmp_path / "shard_00003.safetensors").unlink()  # lost after its record was written
+    (tmp_path / "shard_00003.safetensors").unlink()  # as if the shard were lost after its record was written
     assert finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
     write_shard(tmp_path, 3, shards[3])
     manifest = finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)

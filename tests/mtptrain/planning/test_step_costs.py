@@ -54,8 +54,8 @@ def test_the_training_step_costs_what_the_formula_says(
 ) -> None:
     """Compares `Head.step_flops` with the operators that run.
 
-    Attention computes its scores twice, so it runs 14 FLOPs where the formula has 12. Attention to prompts
-    is computed in blocks, which have two extra columns in two matmuls.
+    Attention computes its scores twice, so it runs 14 FLOPs where the formula has 12. Attention to prompts is
+    computed in blocks, which have two extra columns in two matmuls.
     """
     monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)  # use the flash kernel: blocks compute more than the causal half
     depths, length, vocab_size = 3, 65, 260
