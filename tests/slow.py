@@ -1,47 +1,46 @@
-"""Tests that `make test` leaves out and `make test-all`, which continuous integration runs, does not.
+"""Lists the slow tests: `make test` leaves them out, and `make test-all`, run by continuous integration, does not.
 
-Each line is a pattern of test ids. The comment above it says what `make test` keeps for the same claim. A test is slow
-if a pattern matches the start of its id.
+Each entry is a pattern of test ids. The comment above it says which tests of the same behaviour `make test` keeps. A
+test is slow if a pattern matches the start of its id.
 """
 
 import re
 
 SLOW = {
-    # Served heads. Kept: mtp, eagle and eagle3 on Llama with K=3, and one broken part of mtp. Every head, family and K
-    # is served in `make test-all`.
+    # Served heads. Kept: mtp, eagle and eagle3 on Llama with K=3, and mtp with one broken part.
     r"tests/serving/test_served_heads\.py::test_(a_served|every_prompt|vllm_without|in_bf16|a_head_served|the_states)\w*"
     r"\[(?!(mtp|eagle|eagle3)-llama-K3\]|llama\]|mtp-llama-K3-without_columns\])",
     r"tests/serving/test_served_heads\.py::test_(the_table|the_readmes_table)",
-    # Extraction by vLLM. Kept: Llama, the store of both backends, tensor parallel with forked workers.
+    # Extraction by vLLM. Kept: Llama, the comparison of both backends' stores, tensor parallelism with forked workers.
     r"tests/serving/test_hidden_states\.py::test_(extracted|layer_0)\w*\[(?!llama\])",
     r"tests/serving/test_vllm_store\.py::test_runs_killed",
     r"tests/serving/test_vllm_streams\.py::test_(the_engine_ends|an_engine_that_cannot_write|a_vllm_for_cpus)",
-    # Responses by a server. Kept: what tests/data_prep/responses/ asks of a server without an engine.
+    # Responses by a server. Kept: tests/data_prep/responses/, whose server has no engine.
     r"tests/serving/test_responses\.py::test_(vllm_and|sampled|a_killed)",
-    # Checks of an export. Kept: it counts as we do, and a wrong one is refused. Its speed. Kept: what is refused before
-    # an engine starts, and tests/eval/test_serving_bench.py.
+    # Checks of an export, and its speed. Kept: a right export counts as mtptrain does, a wrong or missing one is
+    # refused, and tests/eval/test_serving_bench.py.
     r"tests/serving/test_serving_check\.py::test_(a_tensor_parallel|in_bfloat16|a_running_server|a_server|the_engine_is)",
     r"tests/serving/test_serving_bench\.py::test_(a_running_server|a_server|an_engine|every_engine|the_counts|ctrl_c)",
     r"tests/serving/test_baselines\.py",
-    # Quantised targets. Kept: tests/mtptrain/target/test_quantised.py, without an engine.
+    # Quantised targets. Kept: tests/mtptrain/target/test_quantised.py, which needs no engine.
     r"tests/serving/test_quantised_target\.py",
-    # The MTP layer of a checkpoint. Kept: its files and settings, without an engine.
+    # The MTP layer of a checkpoint. Kept: tests of its files and settings, which need no engine.
     r"tests/serving/test_native_mtp\.py",
-    # Slurm. Kept: every script, and addresses of nodes. A cluster of several daemons takes minutes.
+    # Slurm jobs on a cluster of daemons, which takes minutes. Kept: the scripts, and addresses and disks of nodes.
     r"tests/slurm/test_(pipeline|lost_nodes)\.py",
-    # Sampling laws. Kept: one temperature for chains and trees, and one rule broken.
+    # Distributions of sampled tokens. Kept: one temperature for chains and trees, and one wrong acceptance rule.
     r"tests/mtptrain/decoding/test_sampling\.py::test_sampled_speculation_follows_the_targets_joint_distribution"
     r"\[(?!(greedy drafts|sampled drafts|tree)-1\.0\])",
     r"tests/mtptrain/decoding/test_sampling\.py::test_sampled_speculation_follows_the_distribution_of_top_p",
     r"tests/mtptrain/decoding/test_sampling\.py::test_a_biased_rule_of_trees",
     r"tests/mtptrain/decoding/test_sampling\.py::test_a_wrong_acceptance_rule_is_caught\[(?!accept_without_residual)",
-    # Compiled functions on the CPU. Kept: what tests/cuda compiles, and a run of training that is compiled.
+    # Functions compiled for the CPU. Kept: those compiled for a GPU in tests/cuda, and a compiled training run.
     r"tests/mtptrain/training/test_losses\.py::test_compiled_code_of_one_depth",
     r"tests/mtptrain/hidden_states/extraction/test_transformers_streams\.py::test_compiled_layers",
     r"tests/mtptrain/heads/test_layers\.py::test_documents_of_all_lengths_are_computed_by_few_compiled",
     # Steps compiled for a GPU. Kept: mtp and eagle3.
     r"tests/cuda/test_compiled_for_h100\.py::test_the_other_heads",
-    # Kills and ranks. Kept: one kill and one signal of each program, two ranks, and a resume on another number.
+    # Kills and ranks. Kept: one kill and one signal in training, two ranks, and resuming with another number of ranks.
     r"tests/mtptrain/hidden_states/test_stream\.py::test_a_streamed_run_that_is_killed",
     r"tests/mtptrain/train/test_resuming\.py::test_a_signal_ends_the_step\w*\[(?!SIGTERM)",
     r"tests/mtptrain/train/test_losses_and_ranks\.py::test_a_run_goes_on_with_another_number_of_ranks\w*"
@@ -50,17 +49,18 @@ SLOW = {
     r"tests/mtptrain/train/test_losses_and_ranks\.py::test_four_ranks",
     r"tests/mtptrain/train/test_draft_vocabulary\.py::test_ranks_and_zero_stages_agree",
     r"tests/mtptrain/train/test_losses_and_ranks\.py::test_ranks_and_zero_stages_give\w*\[(?!2-[12])",
-    # Attention in bf16. Kept: answers after prompts at every size of scores.
+    # Attention in bf16 without AMX tiles. Kept: answers after prompts, at every size of scores.
     r"tests/mtptrain/heads/test_layers\.py::test_attention_in_bf16\w*\[False-all rows",
+    # Choosing a head after further training, and ten kills of an extraction. Kept: simpler choices, and one kill.
     r"tests/eval/test_choose_head\.py::test_(a_run_that_starts_again|training_that_measures)",
     r"tests/data_prep/hidden_states/test_interruptions\.py::test_runs_killed_at_ten",
-    # Whole programs. Kept: the pipeline on the tiny target, every figure's own test, and the wheel's list of files.
+    # Whole programs. Kept: the pipeline on the tiny target, tests of their parts, and the wheel's list of files.
     r"tests/eval/test_study\.py::test_variants_are_trained",
     r"tests/eval/test_gpu_check\.py::test_every_check_runs",
     r"tests/eval/bench/test_train\.py::test_(every_candidate|what_runs)",
     r"tests/test_packaging\.py::test_(a_bare_checkout|an_installed_program)",
     r"tests/tools/test_demo_target\.py::test_greedy_speculation",
-    # Plans. Kept: 8B with both heads; the others differ in sizes.
+    # Plans. Kept: Llama 3.1 8B with both heads.
     r"tests/test_recipe_plans\.py::test_(the_header|every_plan)\w*\[(?!llama3_1_8b_)",
 }
 

@@ -1,5 +1,7 @@
-"""Imports point one way, data_prep -> mtptrain <- eval; programs are started, never imported; third-party imports are
-declared."""
+"""Tests the layout of the packages: the direction of imports, sizes of files and functions, and dependencies.
+
+Imports point one way, data_prep -> mtptrain <- eval. Programs are started, never imported.
+"""
 
 import ast
 import re
@@ -32,7 +34,7 @@ PARTS = (
     ),
     *("hidden_states", "training", "convert", "planning", "train", "export", "__main__"),
 )
-"""The parts of `mtptrain/`; each imports only from those before it."""
+"""The parts of `mtptrain/`. Each may import only from those before it."""
 MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 14, 350, 60
 FORBIDDEN = {
     "mtptrain": {"data_prep", "eval", "tests"},
@@ -43,7 +45,7 @@ IS_PROGRAM = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Every module of the three packages, by its dotted name."""
+    """Returns the path of every module of the three packages, by dotted name."""
     found: dict[str, Path] = {}
     for package in FORBIDDEN:
         for path in sorted((root / package).rglob("*.py")):
@@ -53,8 +55,10 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
-    """The line and dotted name of all that a module imports, also inside functions; `from a import b` gives a and
-    a.b."""
+    """Yields the line and dotted name of everything that a module imports, also inside functions.
+
+    `from a import b` yields a and a.b.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -69,7 +73,7 @@ def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def import_violations(root: Path) -> list[str]:
-    """Imports in a forbidden direction and imports of programs, as `path:line: what`."""
+    """Returns imports in a forbidden direction and imports of programs, as `path:line: reason`."""
     all_modules = modules(root)
     programs = {name for name, path in all_modules.items() if IS_PROGRAM.search(path.read_text())}
     violations = []
@@ -92,7 +96,7 @@ def test_imports_point_one_way_and_programs_are_never_imported() -> None:
 
 
 def upward_imports(root: Path) -> list[str]:
-    """Imports of a part of `mtptrain/` from one after it in `PARTS`, as `path:line: what`."""
+    """Returns imports of one part of `mtptrain/` from a later one in `PARTS`, as `path:line: reason`."""
     found = []
     for name, path in modules(root).items():
         package, part = [*name.split("."), ""][:2]
@@ -106,7 +110,7 @@ def upward_imports(root: Path) -> list[str]:
 
 
 def circles(root: Path) -> list[list[str]]:
-    """Modules that import each other in a circle, at the top of a module or inside functions."""
+    """Returns a circle of modules that import each other, at the top or inside functions, if there is one."""
     all_modules = modules(root)
     graph = {
         name: {each for _, each in imports(name, path) if each in all_modules} - {name}
@@ -206,7 +210,7 @@ IN_AN_ENVIRONMENT_OF_ITS_OWN = {
     "mtptrain.serving.vllm_worker": "vllm",
     "eval.bench.speculators_worker": "speculators",
 }
-"""Modules that run in the Python of an engine or of another trainer, which is no dependency of ours."""
+"""Modules that run in the Python environment of an engine or another trainer, with the package that it provides."""
 
 
 def test_every_third_party_import_is_a_declared_dependency() -> None:

@@ -1,4 +1,4 @@
-"""The head in an exported directory: exact keys, shapes and columns, and the same proposals after reloading."""
+"""Tests that an exported directory holds the right tensors, and that the reloaded head makes the same proposals."""
 
 import json
 from dataclasses import replace
@@ -34,8 +34,10 @@ def exported(tmp_path: Path, tiny_target: Path) -> Path:
 
 
 def test_the_directory_holds_exactly_the_tensors_that_vllm_reads(exported: Path) -> None:
-    """Names and shapes from vllm/model_executor/models/deepseek_eagle.py 0.32: H=64, I=96, one head and one kv head of
-    64."""
+    """Names and shapes come from vllm/model_executor/models/deepseek_eagle.py of vLLM 0.32.
+
+    The sizes are H=64, intermediate size 96, and one attention head and one kv head of 64.
+    """
     assert {name: list(tensor.shape) for name, tensor in load_file(exported / "model.safetensors").items()} == {
         "enorm.weight": [64],
         "hnorm.weight": [64],
@@ -85,7 +87,7 @@ def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported
     theirs = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document)
     assert ours.shape == (8, ROUNDS + 1, DRAFTS) and torch.equal(ours, theirs)
     tensors = load_file(exported / "model.safetensors")
-    tensors["fc.weight"] = tensors["fc.weight"].roll(64, 1)  # hidden columns first
+    tensors["fc.weight"] = tensors["fc.weight"].roll(64, 1)  # puts the columns of the hidden state first
     save_file(tensors, exported / "model.safetensors")
     broken = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document)
     assert not torch.equal(ours, broken)
@@ -151,7 +153,7 @@ def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path,
     ("name", "method"), [("eagle-head", "eagle"), ("llama_eagle3", "eagle3"), ("quickstart", "eagle")]
 )
 def test_a_directory_whose_name_stands_for_the_right_method_is_taken(tmp_path: Path, name: str, method: str) -> None:
-    """A run of recipe `..._eagle3` goes to a folder of that name."""
+    """A recipe such as `llama3_1_8b_eagle3` writes to a folder of the same name."""
     check_directory_name(tmp_path / name / "vllm", method)
 
 
@@ -171,7 +173,7 @@ def test_a_quantised_target_is_refused(tiny_target: Path) -> None:
 def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(
     tmp_path: Path, hidden_size: int, heads: int, expected: int
 ) -> None:
-    """Trap: hidden size over heads is 80 for Qwen3-4B and Qwen3-32B."""
+    """In Qwen3-4B and Qwen3-32B, hidden size / attention heads is 80, for which engines lack kernels."""
     make_target(tmp_path, num_attention_heads=1)
     target_config = read_target_config(tmp_path)
     target_config.hidden_size, target_config.num_attention_heads = hidden_size, heads

@@ -1,4 +1,4 @@
-"""Draft models as tests load and train them."""
+"""Loads draft models in fp32 on the CPU, and defines the settings of a short training run of one."""
 
 from pathlib import Path
 

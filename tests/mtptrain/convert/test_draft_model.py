@@ -1,4 +1,4 @@
-"""A published language model, or the target's first layers, becomes a draft model of the target's vocabulary."""
+"""Tests that published language models and weights of the target become draft models for the target's vocabulary."""
 
 import json
 import shutil
@@ -28,10 +28,10 @@ from tests.mtptrain.convert.draft_models import CPU, DRAFT, Config, load
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @torch.no_grad()
 def test_training_computes_the_logits_of_the_published_model(family: str, tied: bool, tmp_path: Path) -> None:
-    """Each document alone, by transformers."""
+    """Compares with transformers, which reads each document alone."""
     from mtptrain.heads.packing import PackedTokens, Packing
 
-    # transformers gives the tokenizer of a Qwen2 one token more.
+    # transformers adds a token to the tokenizer of a Qwen2 model, so the usual 260 embeddings do not suffice.
     target = make_target(tmp_path / "target", family, FAMILIES[family][1], vocab_size=264)
     settings = FAMILIES[family][1] | {"tie_word_embeddings": tied}
     published = make_target(tmp_path / "draft", family, settings, seed=1, hidden_size=96, vocab_size=264)
@@ -55,7 +55,10 @@ def test_training_computes_the_logits_of_the_published_model(family: str, tied: 
 
 @pytest.mark.parametrize("sample_drafts", [False, True])
 def test_a_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_path: Path, sample_drafts: bool) -> None:
-    """Qwen2.5's sizes share a tokenizer, but pad it differently. Random weights choose padding too."""
+    """Qwen2.5 models of different sizes share a tokenizer, but not the number of padding rows in the embeddings.
+
+    With random weights, the target also generates ids of padding rows.
+    """
     paths = [
         make_target(tmp_path / name, vocab_size=size, seed=seed)
         for name, size, seed in (("large", 324, 0), ("small", 260, 1))
@@ -75,7 +78,7 @@ def test_a_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_pat
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "deepseek_v2"])
 def test_a_model_that_is_not_trained_here_drafts_as_it_is(family: str, tmp_path: Path) -> None:
-    """As its own draft, so all drafts are accepted."""
+    """The model drafts for itself, so all drafts are accepted."""
     directory = make_target(tmp_path, *FAMILIES[family])
     target = load_target(directory, torch.float32, CPU)
     drafter = HeadDrafter(load(directory, directory), target.parts, 3)
@@ -115,7 +118,7 @@ def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path) -> None:
 def test_a_narrower_model_starts_with_the_main_components_of_the_targets_embeddings(tmp_path: Path, tied: bool) -> None:
     target = make_target(tmp_path, tie_word_embeddings=False)
     tensors = load_file(target / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # 16 directions span all rows
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # tables of rank 16
         vocab_size, width = tensors[name].shape
         tensors[name] = torch.randn(vocab_size, 16) @ torch.randn(16, width)
     tensors["model.norm.weight"] = torch.rand(width) + 0.5
@@ -130,7 +133,7 @@ def test_a_narrower_model_starts_with_the_main_components_of_the_targets_embeddi
     found = {"embed_tokens": head.model.embed_tokens.weight, "lm_head": head.output_weight(load_frozen_parts(target))}
     for name, table in expected.items():
         centred = table - table.mean(0)
-        # The angles and relative lengths of all rows are kept: products of rows agree up to one factor.
+        # Angles and relative lengths of rows are preserved, so their dot products agree up to one common factor.
         products, wanted = found[name] @ found[name].T, centred @ centred.T
         torch.testing.assert_close(products / products.norm(), wanted / wanted.norm(), atol=1e-5, rtol=1e-3)
         assert abs(found[name].std() - head.config.initializer_range) < 1e-4
@@ -168,7 +171,7 @@ def figures(run_dir: Path) -> list[tuple[float, float]]:
 def test_tied_weights_get_their_gradient_once_whatever_the_ranks_and_zero_stage(
     fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path
 ) -> None:
-    """Then the trained model is exported, and transformers reads the directory as it is."""
+    """Compares two ranks with ZeRO 2 and one rank with ZeRO 0. Also tests that transformers loads the export."""
     run_dir, settings = fresh_run
     fp32 = ("deepspeed.bf16.enabled=false", "train.validation_prompts=0")
     shutil.copytree(run_dir, tmp_path / "plain")
@@ -181,7 +184,7 @@ def test_tied_weights_get_their_gradient_once_whatever_the_ranks_and_zero_stage(
     run("mtptrain.export", *settings, *DRAFT)
     model = AutoModelForCausalLM.from_pretrained(run_dir / "export/vllm")
     trained = load_file(run_dir / "train/best/head.safetensors")
-    written = dict(model.named_parameters())  # a tied weight once
+    written = dict(model.named_parameters())  # lists a tied weight once
     assert written.keys() == trained.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
     assert AutoTokenizer.from_pretrained(run_dir / "export/vllm").get_vocab()["<|end|>"] == 256

@@ -1,4 +1,4 @@
-"""A model that cannot draft for the target, or be trained here, is refused with the reason."""
+"""Tests that a model that cannot draft for the target, or cannot be trained, is refused with the reason."""
 
 import json
 from contextlib import nullcontext
@@ -167,7 +167,7 @@ def test_a_model_whose_attention_is_not_trained_here_is_refused_for_training(fam
     message = r"head\.init_from: a draft model that is trained must be one of llama, mistral, qwen2, qwen3 with full"
     with pytest.raises(ValueError, match=message):
         DraftModelHead.check_trainable(Config(init_from=str(target)), read_target_config(target))
-    DraftModelHead.check_trainable(Config(), read_target_config(target))  # a random one is trainable
+    DraftModelHead.check_trainable(Config(), read_target_config(target))  # a model with random weights can be trained
 
 
 def test_a_loss_between_states_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Medusa heads in vLLM's layout and in FasterDecoding's: what is read, and what is refused."""
+"""Tests which Medusa heads in the layouts of vLLM and FasterDecoding are read, and which are refused."""
 
 import json
 import re
@@ -22,7 +22,7 @@ FASTER_DECODING = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_na
 
 
 def publish(directory: Path, state: Tensors, lm_heads: list[torch.Tensor], prefix: str = "") -> None:
-    """Write a head as FasterDecoding's trainer names its parts."""
+    """Write a head with the tensor names and config of FasterDecoding's trainer."""
     tensors = {re.sub(r"blocks\.(\d)\.layers\.(\d)", rf"{prefix}\1.\2.linear", name): x for name, x in state.items()}
     tensors |= {f"{prefix}{depth}.2.weight": lm_head.clone() for depth, lm_head in enumerate(lm_heads)}
     directory.mkdir()
@@ -102,7 +102,7 @@ def test_an_lm_head_of_another_vocabulary_is_refused(tmp_path: Path, tiny_target
 def test_a_head_of_ours_is_read_only_with_its_own_depths(
     tmp_path: Path, tiny_target: Path, config: MedusaHead.Config | HydraHead.Config
 ) -> None:
-    """Weights differ from depth to depth, unlike those of heads of one decoder layer."""
+    """These heads have separate weights for each depth, unlike heads of one decoder layer."""
     state = random_state(config, tiny_target)
     save_head(tmp_path / "best", state, config, {})
     assert_equal(load_init(str(tmp_path / "best"), config, tiny_target), state)

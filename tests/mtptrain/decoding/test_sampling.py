@@ -1,4 +1,4 @@
-"""Sampled speculation has the target's distribution: the joint one of tokens 2, 3 and 4 after a prompt."""
+"""Tests that sampled speculation follows the target's joint distribution of tokens 2, 3 and 4 after a prompt."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 class CertainDrafts:
-    """Drafts greedily while the target samples."""
+    """Drafts greedily, whatever the temperature at which the target samples."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.start, self.capture_layers = drafter, drafter.start, drafter.capture_layers
@@ -70,14 +70,14 @@ def test_extreme_settings_keep_the_likeliest_token(temperature: float, filters: 
     logits = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     probs = Sampler(temperature, 0, **filters).probs(logits)  # type: ignore[arg-type]
     torch.testing.assert_close(probs.sum(-1), torch.ones(4))
-    if temperature < 1e300:  # where all tokens are equally likely
+    if temperature < 1e300:  # at 1e300, all tokens are equally likely
         assert bool((probs.gather(1, logits.argmax(1)[:, None]) == probs.amax(1, keepdim=True)).all())
     if temperature < 1e-8:
         assert Sampler(temperature, 0, **filters).choose(logits).tolist() == logits.argmax(1).tolist()  # type: ignore[arg-type]
 
 
 def joint_distribution(target: Target, temperature: float, filters: Filters) -> torch.Tensor:
-    """Returns the probability of every (token 2, token 3, token 4) by enumeration [V, V, V]."""
+    """Returns the probability of every (token 2, token 3, token 4), found by enumeration [V, V, V]."""
     sequences = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=4)])
     logits = target.model(sequences).logits[:, len(PROMPT) - 1 : -1]
     probs = filtered(logits, temperature, filters).gather(2, sequences[:, len(PROMPT) :, None])[..., 0].prod(1)
@@ -87,8 +87,11 @@ def joint_distribution(target: Target, temperature: float, filters: Filters) -> 
 def chi_square_p_value(
     target: Target, temperature: float, kind: str = "sampled drafts", filters: Filters | None = None
 ) -> float:
-    """Returns the p-value of sampled speculation, by Wilson and Hilferty's normal approximation. Rare cells are
-    pooled."""
+    """Returns the p-value of a chi-square test that sampled speculation follows `joint_distribution`.
+
+    Combinations of tokens with fewer than 8 expected samples are pooled. The p-value is Wilson and Hilferty's normal
+    approximation.
+    """
     filters = filters or {}
     sampler = Sampler(temperature, 1, **filters)  # type: ignore[arg-type]
     sampled, num_speculative_tokens = HeadDrafter(random_head(target, seed=5), target.parts, 2, sample_drafts=True), 2
@@ -142,7 +145,7 @@ def test_sampled_speculation_follows_the_distribution_of_top_p_and_top_k(small_v
 
 
 def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
-    """A wrong rule that keeps a draft if the target gives it at least half the draft's probability."""
+    """Applies a wrong rule: a draft is kept if its target probability is at least half its draft probability."""
     assert draft.probs is not None
     chosen = draft.tokens[..., None]
     kept = 2 * target_probs[:, :-1].gather(2, chosen) >= draft.probs.gather(2, chosen)
@@ -152,7 +155,7 @@ def accept_everything_likely(draft: Draft, target_probs: torch.Tensor, sampler: 
 
 
 def accept_without_residual(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
-    """A wrong rule that samples the token after a rejection from the target's whole distribution."""
+    """Applies a wrong rule: the token after a rejection is sampled from the target's whole distribution."""
     accepted = real_accept_sampled(draft, target_probs, sampler)
     return replace(accepted, bonus=sampler.sample(target_probs[torch.arange(len(draft.tokens)), accepted.count]))
 
@@ -169,11 +172,11 @@ def test_a_wrong_acceptance_rule_is_caught(
 
 
 def accept_first_child(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Tensor, num_depths: int) -> Accepted:
-    """A wrong rule for trees: if the target chose none of a row's children, the first one is taken every other time."""
+    """Applies a wrong rule to a tree: where the target chose no child, every other sequence accepts the first one."""
     assert draft.parents is not None
     biased = target_tokens.clone()
     for row in range(target_tokens.shape[1]):
-        is_child = draft.parents == row - 1  # [B, D]
+        is_child = draft.parents == row - 1  # [B, P], P proposed tokens
         is_missed = is_child.any(1) & ~(is_child & (draft.tokens == target_tokens[:, row, None])).any(1)
         is_missed &= torch.arange(len(is_missed)) % 2 == 0
         first = draft.tokens.gather(1, is_child.int().argmax(1)[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Greedy speculation gives the tokens of plain greedy decoding."""
+"""Tests that greedy speculation gives the tokens of plain greedy decoding."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ def random_prompts(count: int, vocab_size: int = 256, longest: int = 60) -> list
 
 
 def plain_greedy(target: Target, prompt: list[int], max_new_tokens: int, eos_token_id: int | None = None) -> list[int]:
-    """The independent reference: transformers' own generate."""
+    """Returns the tokens of transformers' `generate`, the independent reference."""
     output = target.model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -42,7 +42,7 @@ def plain_greedy(target: Target, prompt: list[int], max_new_tokens: int, eos_tok
 
 
 class TargetCopy:
-    """A draft model that is the target itself."""
+    """Drafts with the target itself, without a cache."""
 
     capture_layers = ()
 
@@ -67,7 +67,7 @@ class TargetCopy:
 
 
 class BranchingCopy:
-    """A tree with two branches at each depth: a wrong one of two tokens, and the target's own choice."""
+    """Drafts a tree with two branches at each depth: two wrong tokens in a row, and the target's own choice."""
 
     capture_layers = ()
 
@@ -113,7 +113,7 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
 
 
 def test_nothing_is_compiled_for_the_shapes_of_a_round(target: Target) -> None:
-    """Training compiles the head's functions. Decoding with them would compile most rounds anew."""
+    """Decoding must not use the functions that training compiles: most rounds would trigger a new compilation."""
     frames = torch._dynamo.utils.counters["frames"]
     compile_module.set_compilation(True)
     try:
@@ -135,7 +135,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole(target: Target, num_specul
 def test_a_sampled_draft_that_is_the_target_is_accepted_whole(target: Target) -> None:
     sampler = Sampler(1.0)
     for generation in decode(target, TargetCopy(target, 3), random_prompts(8), sampler=sampler):
-        # The copy's logits come from another batch shape: a coin within 1e-6 of 1 may still reject.
+        # The copy's logits come from another batch shape, so a uniform sample within 1e-6 of 1 could reject a draft.
         assert generation.accepted_at == [generation.rounds] * 3
 
 
@@ -180,11 +180,11 @@ def test_padding_of_a_draft_is_not_accepted_even_if_it_is_right() -> None:
 
 
 def test_the_branch_of_a_tree_that_the_target_chooses_is_kept() -> None:
-    """The tree is 5 | 6 (7 | 8 (9)), and the target chooses 6, 8, then 3."""
+    """The branches of the tree are 5; 6, 7; and 6, 8, 9. The target chooses 6, 8, then 3."""
     draft = Draft(
         torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.bool), parents=torch.tensor([[-1, -1, 1, 1, 3]])
     )
-    chosen = torch.tensor([[6, 0, 8, 0, 3, 4]])  # after the newest token, 5, 6, 7, 8, 9
+    chosen = torch.tensor([[6, 0, 8, 0, 3, 4]])  # the choices after the newest token and after 5, 6, 7, 8, 9
     accepted = accept_chosen(draft, chosen, draft.ancestors(), 3)
     assert (accepted.count.item(), accepted.bonus.item()) == (2, 3)
     assert accepted.branch[0, :3].tolist() == [0, 2, 4]
@@ -201,12 +201,12 @@ def test_the_branch_of_a_tree_that_the_target_chooses_is_kept() -> None:
 def test_prompt_lookup_proposes_what_followed_the_longest_match_and_its_first_occurrence() -> None:
     tokens = [1, 2, 3, 9, 8, 2, 3, 7, 6, 5, 1, 2, 3]
     look_up = PromptLookupDrafter(3)._look_up
-    assert look_up(tokens) == [9, 8, 2]  # after 1 2 3
-    assert look_up(tokens[1:]) == [9, 8, 2]  # after the first 2 3
-    assert look_up([9] * 6) == [9, 9]  # two tokens follow the first four
+    assert look_up(tokens) == [9, 8, 2]  # the tokens after 1 2 3
+    assert look_up(tokens[1:]) == [9, 8, 2]  # the tokens after the first 2 3
+    assert look_up([9] * 6) == [9, 9]  # the first match has four tokens, which only two follow
     assert look_up([1, 2, 3, 4]) == []
     latest = PromptLookupDrafter(3, latest=True)._look_up
-    assert latest(tokens[1:]) == [7, 6, 5]  # after the last 2 3
+    assert latest(tokens[1:]) == [7, 6, 5]  # the tokens after the last 2 3
     assert latest([9] * 6) == [9, 9, 9] and latest([8, 9, 9, 9]) == []
 
 

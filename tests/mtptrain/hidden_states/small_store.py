@@ -1,4 +1,4 @@
-"""A small store of random states, written shard by shard, and damage to its files."""
+"""Writes a small store of random states shard by shard, and damages files."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ IDENTITY = StoreIdentity(TARGET, (), "bfloat16", "p" * 64)
 
 
 def make_shard(index: int, documents: range, num_captured: int = 0) -> dict[str, torch.Tensor]:
-    """Random contents; document i has id 100 + i."""
+    """Returns random contents of a shard. Document i has id 100 + i."""
     generator = torch.Generator().manual_seed(index)
     lengths = torch.tensor(LENGTHS[documents.start : documents.stop])
     size = int(lengths.sum())
@@ -33,7 +33,7 @@ def make_shard(index: int, documents: range, num_captured: int = 0) -> dict[str,
 
 
 def write_shard(directory: Path, index: int, tensors: dict[str, torch.Tensor], dtype: str = "bfloat16") -> None:
-    """Write a whole shard, the last document first."""
+    """Write a whole shard, starting with its last document."""
     states, aux = tensors["hidden_states"][:, None], tensors.get("aux_hidden_states")
     streams = states if aux is None else torch.cat([aux, states], dim=1)
     tokens = {name: tensor for name, tensor in tensors.items() if not name.endswith("hidden_states")}
@@ -48,7 +48,7 @@ EVERY_SHARD = range(4)
 
 
 def make_store(directory: Path, identity: StoreIdentity = IDENTITY) -> list[dict[str, torch.Tensor]]:
-    """Write a whole store and return what each shard was given."""
+    """Write a whole store, and return the tensors of each shard as they were before encoding."""
     assert begin_store(directory, identity, SHARD_TOKENS, EVERY_SHARD) is None
     ranges = shard_ranges(LENGTHS, SHARD_TOKENS)
     shards = [make_shard(index, documents, len(identity.capture_layers)) for index, documents in enumerate(ranges)]

@@ -1,4 +1,4 @@
-"""A store gives back what was written, and takes the disk and memory that it promises."""
+"""Tests that a store gives back what was written, and that it takes little disk space and memory."""
 
 import dataclasses
 import json
@@ -73,7 +73,7 @@ def test_documents_are_views_of_the_mapped_file_and_shards_are_opened_when_neede
     store = HiddenStore.open(tmp_path)
     for name in ("shard_00000", "shard_00001", "shard_00003"):
         (tmp_path / f"{name}.safetensors").unlink()
-    document = store.document(6)  # in shard 2, behind document 5 of two tokens
+    document = store.document(6)  # in shard 2, after document 5, which has two tokens
     assert len(os.listdir("/proc/self/fd")) == open_files
     assert document.hidden_states.data_ptr() == store.document(6).hidden_states.data_ptr()
     assert document.hidden_states.storage_offset() == 2 * HIDDEN_SIZE
@@ -150,7 +150,7 @@ def test_the_hash_of_the_prompts_is_of_their_bytes(tmp_path: Path) -> None:
     path = tmp_path / "train.safetensors"
     path.write_bytes(b"abc")
     identity = StoreIdentity.of(TARGET, (1, 2), "float32", path)
-    # sha256 of "abc", FIPS 180-4
+    # The SHA-256 of "abc" is an example in FIPS 180-4.
     assert identity.prompts_sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert identity.capture_layers == (1, 2)
 
@@ -158,7 +158,7 @@ def test_the_hash_of_the_prompts_is_of_their_bytes(tmp_path: Path) -> None:
 def test_a_million_tokens_cost_little_memory_beside_the_page_cache_and_little_disk_beside_the_states(
     tmp_path: Path,
 ) -> None:
-    """A process of its own opens the store and asks for all that training wants at once."""
+    """Memory is measured in a separate process, which opens the store and reads all documents and loss masks."""
     length, hidden_size, num_shards, num_documents = 500, 64, 4, 2000
     begin_store(tmp_path, IDENTITY, 1, range(num_shards))
     for index in range(num_shards):

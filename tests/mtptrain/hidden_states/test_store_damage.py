@@ -1,4 +1,4 @@
-"""Damaged and missing shards are named before anybody is given their states."""
+"""Tests that damaged and missing shards are named before their states are used."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from mtptrain.hidden_states.writer import read_record
 from tests.mtptrain.hidden_states.small_store import IDENTITY, LENGTHS, flip_bit, make_store
 
 
-@pytest.mark.parametrize("position", [3, 200, -1])  # length of the header, header, states
+@pytest.mark.parametrize("position", [3, 200, -1])  # in the length of the header, the header, the loss mask
 def test_a_flipped_bit_is_found_and_its_shard_named(tmp_path: Path, position: int) -> None:
     make_store(tmp_path)
     store = HiddenStore.open(tmp_path)
@@ -63,7 +63,7 @@ def test_every_damaged_shard_is_found_at_once(tmp_path: Path) -> None:
 
 
 def positions_of(path: Path) -> dict[str, int]:
-    """Where each tensor of a shard ends, less one byte."""
+    """Returns the position of each tensor's last byte in a shard."""
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(header))
@@ -92,7 +92,7 @@ def test_a_flipped_bit_anywhere_is_named_before_it_is_given_to_anybody(tmp_path:
         ):
             _ = HiddenStore.open(tmp_path).document_lengths
         flip_bit(path, position)
-    for position in positions.values():  # the last byte of each: of the last document of the shard, number 7
+    for position in positions.values():  # bytes of document 7, the last of the shard
         flip_bit(path, position)
         store = HiddenStore.open(tmp_path)
         assert store.document_lengths.tolist() == LENGTHS.tolist() and store.document(6) and store.document(8)
@@ -107,7 +107,7 @@ def test_a_flipped_bit_anywhere_is_named_before_it_is_given_to_anybody(tmp_path:
 
 
 def test_opening_reads_no_states(tmp_path: Path) -> None:
-    """Training of terabytes starts within a minute: bytes that opening does not read may be anything."""
+    """Opening a store of terabytes must be fast, so it succeeds even if the states are damaged."""
     make_store(tmp_path)
     path = tmp_path / "shard_00001.safetensors"
     positions = positions_of(path)
@@ -152,5 +152,5 @@ def test_a_shard_that_training_deletes_while_it_is_looked_at_is_missing(
     }
     content = json.dumps({**record, "sha256": "", "index_bytes": 1, "index_checksum": ""})
     (tmp_path / "shard_00000.json").write_text(content)
-    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it did a moment ago
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # as if the shard were deleted right after this check
     assert read_record(tmp_path, 0) is None

@@ -1,4 +1,4 @@
-"""States of another target, other prompts or other settings are refused with the reason."""
+"""Tests that states of another target, other prompts or other settings are refused with the reason."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Unfinished stores, written by one process or by parts, are completed to the same bytes."""
+"""Tests that unfinished stores, written by one process or in parts, are completed with the same bytes."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ def test_only_shards_with_a_record_and_their_full_length_are_trusted(tmp_path: P
     for index, documents in enumerate(shard_ranges(LENGTHS, SHARD_TOKENS)[:3]):
         write_shard(tmp_path, index, make_shard(index, documents))
     os.truncate(tmp_path / "shard_00000.safetensors", 100)
-    (tmp_path / "shard_00001.json").unlink()  # killed between shard and record
+    (tmp_path / "shard_00001.json").unlink()  # as if killed before the record was written
     (tmp_path / "shard_00003.safetensors.77.tmp").write_bytes(b"half")
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     assert [has_shard(tmp_path, index) for index in range(4)] == [False, False, True, False]
@@ -47,7 +47,7 @@ def test_only_shards_with_a_record_and_their_full_length_are_trusted(tmp_path: P
 
 
 def test_resuming_reads_no_byte_of_a_finished_shard(tmp_path: Path) -> None:
-    """It trusts the record, which was written after the bytes were on the disk: hashing terabytes took half an hour."""
+    """Resuming trusts the record, which is written once the bytes are on disk, because hashing terabytes is slow."""
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     for index, documents in enumerate(shard_ranges(LENGTHS, SHARD_TOKENS)[:3]):
         write_shard(tmp_path, index, make_shard(index, documents))
@@ -111,7 +111,7 @@ def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Pa
 
 
 def test_a_part_that_begins_while_another_finishes_keeps_what_is_there(tmp_path: Path) -> None:
-    """The records that it would read are gone then."""
+    """The part that finishes the store removes the records, so the other part must read the manifest."""
     make_store(tmp_path / "whole")
     shards = make_store(tmp_path / "parts")
     (tmp_path / "parts" / "shard_00000.safetensors").unlink()
@@ -131,7 +131,7 @@ def test_no_part_finishes_over_a_shard_that_another_must_write_again(tmp_path: P
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, range(0, 4, 2))
     assert finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
     write_shard(tmp_path, 1, shards[1])
-    (tmp_path / "shard_00003.safetensors").unlink()  # lost after its record was written
+    (tmp_path / "shard_00003.safetensors").unlink()  # as if the shard were lost after its record was written
     assert finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
     write_shard(tmp_path, 3, shards[3])
     manifest = finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)

@@ -1,4 +1,4 @@
-"""The program prints a plan and does nothing else, and reads no more of a hub's target than its config."""
+"""Tests that `plan=true` only prints a plan, and that a plan for a target on the hub fetches only its config."""
 
 import http.server
 import json
@@ -28,7 +28,7 @@ def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tm
 
 @pytest.fixture
 def hub(tiny_target: Path) -> Iterator[tuple[str, list[str]]]:
-    """A hub that has the tiny target as `someone/model`: its address, and the files that were asked for."""
+    """Serves the tiny target as `someone/model` of a hub; yields the address and the names of the requested files."""
     asked: list[str] = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):

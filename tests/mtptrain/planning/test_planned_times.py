@@ -1,4 +1,4 @@
-"""Planned times, from given speeds, from FLOPs and a peak, or from the device at hand."""
+"""Tests that planned times follow from given speeds, from FLOPs and a given peak, or from a measured device."""
 
 from collections.abc import Callable
 
@@ -26,8 +26,9 @@ def test_times_come_from_flops_and_the_peak(config_for: Callable[..., PipelineCo
         "prompts.max_train_tokens=1_000_000", "prompts.max_document_tokens=128", "planner.gpu_tflops=1e-3"
     )
     plan = make_plan(config)
-    layer = 2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64  # q, o, k, v, MLP, norms of the tiny target
-    flops = 2 * (2 * layer + 64) + 2 * 2 * 2 * 64 * 128 / 2  # 2 layers; scores and values over half a document
+    layer = 2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64  # q and o, k and v, MLP, norms of the tiny target
+    # Two layers and a final norm, and attention of two matmuls per layer over half a document.
+    flops = 2 * (2 * layer + 64) + 2 * 2 * 2 * 64 * 128 / 2
     assert plan.extraction_speed.flops_per_token == flops
     assert plan.extraction_speed.tokens_per_s == pytest.approx(8 * 1e9 * 0.4 / flops)
     assert plan.extraction_speed.seconds == pytest.approx(1e6 * flops / (8 * 1e9 * 0.4))

@@ -1,4 +1,4 @@
-"""What a training step costs, against FLOPs by hand and the memory that a real one takes."""
+"""Tests the costs of a training step against hand-computed FLOPs and against the memory of a real step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ from mtptrain.target.frozen_parts import load_frozen_parts
 @pytest.mark.parametrize("packed", [False, True], ids=["spans", "single draft positions"])
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_the_step_of_blocks_costs_what_the_formula_says(packed: bool, num_layers: int, tiny_target: Path) -> None:
-    """Attention in blocks has two more columns in two products, and computes its scores twice."""
+    """Attention in blocks computes its scores twice, and has two extra columns in two of its matmuls."""
     depths, length, vocab_size, drafts = 3, 65, 260, 11 if packed else None
     target_config = read_target_config(tiny_target)
     config = HEADS["dflash"].Config(
@@ -33,14 +33,14 @@ def test_the_step_of_blocks_costs_what_the_formula_says(packed: bool, num_layers
     head = build_head(config, target_config)
     flops = head.step_flops(vocab_size, depths)
     attention = head.layers[0].self_attn
-    pairs = sum(  # a causal part is computed in a block of whole rows, whose keys are padded
+    pairs = sum(  # a causal segment is one block of all pairs, with padded keys
         q * (-(-k // cpu_blocks.KEY_MULTIPLE) * cpu_blocks.KEY_MULTIPLE if part.is_causal else k)
         for part in packing.segments
         for q, k in part.lengths
     )
     num_queries = num_layers * (depths + 1) - 1
     inside = num_queries * (depths + 1) * attention.o_proj.in_features * 4 * rows
-    # Single draft positions recompute the teacher's logits at each depth.
+    # With single draft positions, the target's logits are computed again at each depth after the first.
     teachers = 2 * vocab_size * target_config.hidden_size * (depths - 1) * 4 * rows * packed
     expected = flops.per_token * 4 * length + flops.per_row * 4 * rows + 2 * inside + teachers
     expected += flops.per_pair * pairs * (14 + 8 / attention.head_dim) / 12
@@ -52,9 +52,12 @@ def test_the_step_of_blocks_costs_what_the_formula_says(packed: bool, num_layers
 def test_the_training_step_costs_what_the_formula_says(
     share: float, name: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`Head.step_flops` against the operators that run; flash attention computes its scores twice, so that it has 14
-    for the formula's 12, and attention to prompts in blocks two more columns in two products."""
-    monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)  # blocks of rows compute more than the causal half
+    """Compares `Head.step_flops` with the operators that run.
+
+    Attention computes its scores twice, so it runs 14 FLOPs where the formula has 12. Attention to prompts is
+    computed in blocks, which have two extra columns in two matmuls.
+    """
+    monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)  # use the flash kernel: blocks compute more than the causal half
     depths, length, vocab_size = 3, 65, 260
     target_config = read_target_config(tiny_target)
     settings = {"eagle3": {"capture_layers": [0, 1, 2]}, "medusa": {"num_layers": 2}, "hydra": {"num_layers": 2}}
@@ -76,7 +79,10 @@ def test_the_training_step_costs_what_the_formula_says(
 def test_the_training_step_of_a_draft_model_costs_what_the_formula_says(
     share: float, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every token passes all layers, one more of each document too; flash attention has 14 for the formula's 12."""
+    """Every token passes through all layers, including one more token per document.
+
+    Flash attention computes its scores twice, so it runs 14 FLOPs where the formula has 12.
+    """
     monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)
     length, rows = 65, round(64 * share)
     target_config = read_target_config(tiny_target)
@@ -101,7 +107,7 @@ def test_a_draft_models_memory_in_serving_is_planned_beside_a_heads(
     )
     config = config_for("head=draft_model", *sizes, "head.num_key_value_heads=2", "deepspeed=zero1")
     plan = make_plan(config)
-    layer = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 96 + 2 * 128  # q, o, k, v, MLP, norms
+    layer = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 96 + 2 * 128  # q and o, k and v, MLP, norms
     weights = 2 * (260 * 128 + 3 * layer + 128)
     assert plan.serving is not None and weights == 2 * plan.head_parameters
     assert plan.serving.startswith(
@@ -109,14 +115,14 @@ def test_a_draft_models_memory_in_serving_is_planned_beside_a_heads(
     )
     assert plan.serving.endswith(
         "256 bytes; the target caches 512 bytes per token"
-    )  # one key and value head of 64, and two layers
+    )  # one kv head of 64; the target has two layers
     assert ("serving", plan.serving) in plan_rows(plan, config)
     assert make_plan(config_for()).serving is None
 
 
 @pytest.mark.parametrize("lengths", [[2048], [100] * 20], ids=["one document", "twenty documents"])
 def test_the_planned_activations_are_the_memory_that_a_step_takes(lengths: list[int], tiny_target: Path) -> None:
-    """Against the allocations that torch's profiler records of the same step with data."""
+    """Compares with the allocations that torch's profiler records for the same step on real tensors."""
     target_config = read_target_config(tiny_target)
     config = HEADS["mtp"].Config(ttt_steps=3)
     planned = step_costs(MicroBatch(config, target_config, torch.float32, lengths, 1.0, loss_chunk_rows=256)).peak_bytes
@@ -143,7 +149,7 @@ def _step_with_data(head: torch.nn.Module, parts: object, lengths: list[int]) ->
 
 
 def peak_of(profile: torch.profiler.profile) -> int:
-    """Most bytes that were allocated at once."""
+    """Returns the largest number of bytes that were allocated at the same time."""
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     alive = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -1,4 +1,4 @@
-"""A plan warns of all that will not fit, and of nothing that does."""
+"""Tests that a plan warns about everything that will not fit, and about nothing that fits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_settings_that_do_not_fit_are_warned_of(
 
 
 WINDOWS = ("train.stream_shards=2", "hidden_states.shard_tokens=100_000")
-"""Three windows of two shards: 600,000 of a million tokens."""
+"""With these settings, at most three windows of two shards are on disk: 600,000 of a million tokens."""
 
 
 def test_a_disk_that_is_too_small_is_warned_of(config_for: Callable[..., PipelineConfig]) -> None:
@@ -163,8 +163,10 @@ def test_without_validation_in_training_no_target_stands_beside_it(llama_70b: Pa
     ],
 )
 def test_states_in_flight_take_a_page_in_every_layer_of_each_gpu(head: str, num_streams: int, llama_70b: Path) -> None:
-    """Two batches and the longest document, whatever the tensor parallelism; the last layer once, where it is captured
-    too."""
+    """Every GPU needs pages for two batches and the longest document, whatever the tensor-parallel size.
+
+    The last layer counts once, even if it is also captured.
+    """
     settings = (
         "hidden_states.backend=vllm",
         "hidden_states.batch_tokens=512",

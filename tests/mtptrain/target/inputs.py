@@ -1,4 +1,4 @@
-"""The tokens that targets of the tests read, and configs that are only read."""
+"""Defines the tokens that targets read in tests, and writes configs without weights."""
 
 import json
 from pathlib import Path

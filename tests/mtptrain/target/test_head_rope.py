@@ -1,4 +1,4 @@
-"""The rotary embeddings that heads take from targets."""
+"""Tests the rotary embeddings that heads take from targets."""
 
 import math
 from pathlib import Path
@@ -27,12 +27,14 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
         "original_max_position_embeddings": 4096,
     },
 }
-"""As on the hub, in the format of older transformers."""
+"""Settings of the published config of DeepSeek-V2-Lite, in the format of older transformers versions."""
 
 
 def yarn_angles(head_dim: int, theta: float, factor: float, original_tokens: int) -> list[float]:
-    """Angles per position of YaRN (arXiv 2309.00071), sections 3.2 and 3.3, with the borders rounded outwards as in its
-    code."""
+    """Returns the angles per position of YaRN (arXiv 2309.00071, sections 3.2 and 3.3).
+
+    The ends of the ramp are rounded outwards, as in the authors' code.
+    """
 
     def pair_with(rotations: float) -> float:
         return head_dim * math.log(original_tokens / (2 * math.pi * rotations)) / (2 * math.log(theta))
@@ -40,7 +42,7 @@ def yarn_angles(head_dim: int, theta: float, factor: float, original_tokens: int
     low, high = max(math.floor(pair_with(32)), 0), min(math.ceil(pair_with(1)), head_dim - 1)
     angles = []
     for pair in range(head_dim // 2):
-        ramp = min(max((pair - low) / (high - low), 0.0), 1.0)  # 0: as it is, 1: stretched
+        ramp = min(max((pair - low) / (high - low), 0.0), 1.0)  # 0: unchanged, 1: divided by factor
         angles.append(theta ** (-2 * pair / head_dim) * ((1 - ramp) + ramp / factor))
     return angles
 
@@ -67,7 +69,7 @@ def test_rope_of_a_head_for_deepseek_follows_the_formula_of_yarn(
     )
     for table, function in ((cos, torch.cos), (sin, torch.sin)):
         wanted = (scale * function(torch.cat([angles, angles], -1))).float()[:, None]
-        torch.testing.assert_close(table, wanted, atol=0.02, rtol=0)  # f32 angles of up to 1e5
+        torch.testing.assert_close(table, wanted, atol=0.02, rtol=0)  # fp32 rounds angles of up to 1e5
         torch.testing.assert_close(table[:3], wanted[:3], atol=2e-5, rtol=0)
 
 

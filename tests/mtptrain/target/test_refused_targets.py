@@ -1,4 +1,4 @@
-"""Targets that cannot be read, trained on or placed are refused with the reason."""
+"""Tests that targets that cannot be read, trained on or placed are refused with the reason."""
 
 import json
 from pathlib import Path
@@ -181,7 +181,7 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
 def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Devices that are not here: what is asked of them is how many there are, and how large."""
+    """Simulates eight GPUs, of which only the number and the memory size are read."""
     directory = make_target(tmp_path)
     size = (directory / "model.safetensors").stat().st_size
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

@@ -1,4 +1,4 @@
-"""The frozen target in every family: partial reading, captured streams, its cache by position, sliding windows."""
+"""Tests the frozen target of every family: frozen parts, captured streams, position cache and sliding windows."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from tests.mtptrain.target.inputs import CPU, NUM_TOKENS, POSITIONS, TOKENS
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """In matrices as small as these a second thread only waits."""
+    """Uses one thread, because a second one does not speed up matrices as small as these."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
-    """A tiny random target of every family, in fp32."""
+    """Returns a tiny random target of every family, in fp32."""
     return {
         name: load_target(make_target(tmp_path_factory.mktemp("family"), *family), torch.float32, CPU)
         for name, family in FAMILIES.items()
@@ -93,7 +93,7 @@ PROMPTS = [TOKENS[0, :num_tokens].tolist() for num_tokens in (3, 40, 9)]
 
 
 def plain_greedy(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    """Each prompt alone, by transformers."""
+    """Returns the tokens that transformers generates after each prompt alone."""
     return [
         target.model.generate(torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)[
             0
@@ -150,7 +150,7 @@ def test_captured_streams_are_the_hidden_states_of_transformers(targets: dict[st
 
 
 def read_in_parts(target: Target, prompt_tokens: int) -> torch.Tensor:
-    """Post-norm states [1, S, H]: of a prompt, by causal attention, and of the tokens after it, by a mask."""
+    """Returns post-norm states [1, S, H]. The prompt is read without a mask, the tokens after it with one."""
     cache = PositionCache(NUM_TOKENS)
     parts = [slice(0, prompt_tokens), slice(prompt_tokens, NUM_TOKENS)][: 1 + (prompt_tokens < NUM_TOKENS)]
     return torch.cat([target.forward(TOKENS[:, part], POSITIONS[:, part], cache).hidden_states for part in parts], 1)

@@ -1,4 +1,4 @@
-"""The identity of a target tells any change of its weights, config, tokenizer and template."""
+"""Tests that a target's identity changes with its weights, config, tokenizer or chat template."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A run that is trained by the program, and the figures that it records."""
+"""Trains a run with the program, and reads the metrics that it records."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ FOUR_MICRO_BATCHES = "train.micro_batches_per_step=4"
 
 
 def train(run: Run, *overrides: str, num_ranks: int = 1) -> list[dict[str, object]]:
-    """Train and return the records of metrics.jsonl that hold a loss."""
+    """Train, and return the records of metrics.jsonl that hold a loss."""
     run_dir, settings = run
     result = run_program("mtptrain.train", *settings, *overrides, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -19,12 +19,12 @@ def train(run: Run, *overrides: str, num_ranks: int = 1) -> list[dict[str, objec
 
 
 def records(run_dir: Path) -> list[dict[str, object]]:
-    """Those written whole: a running program's last line may be seen before its end is in the file."""
+    """Returns the records that hold a loss, without a last line that a running program has not finished writing."""
     path = run_dir / "train" / "metrics.jsonl"
     lines = path.read_text().rpartition("\n")[0].splitlines() if path.is_file() else []
     return [record for record in map(json.loads, lines) if "loss" in record]
 
 
 def figures(found: list[dict[str, object]]) -> list[list[float]]:
-    """Every loss, loss by depth and gradient norm, step by step."""
+    """Returns the loss, the KL divergence at each depth and the gradient norm of each record."""
     return [[record["loss"], *record["kl_at"], record["grad_norm"]] for record in found]  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What checkpoints and the best head hold, and which ones a run goes on from."""
+"""Tests what checkpoints and the best head hold, and which checkpoints a run resumes from."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.mtptrain.train.runs import Run, train
 
 
 def test_checkpoints_hold_plain_tensors_in_fp32_whatever_trains(fresh_run: Run) -> None:
-    """Traps 24 and 26: no pickles, no moments in bf16; the weights are the masters."""
+    """Checkpoints hold no pickles and no moments in bf16. Their weights are the fp32 masters."""
     train(fresh_run, "deepspeed=zero1", "train.max_steps=3")
     (folder,) = (fresh_run[0] / "train/checkpoints").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "state.safetensors"]
@@ -52,10 +52,10 @@ def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_an
     train(fresh_run, "train.max_steps=2")
     marker = next((fresh_run[0] / "train/checkpoints").glob(f"step_*/{MARKER}"))
     facts = json.loads(marker.read_text())
-    del facts["head"]["norms"]  # as before that setting existed: no difference
+    del facts["head"]["norms"]  # as in a checkpoint older than this setting, which is no difference
     unpacked = {
         name: value for name, value in facts.items() if "packing" not in name
-    }  # steps once closed at the first misfit
+    }  # as in a checkpoint from before packing had a version
     marker.write_text(json.dumps(unpacked))
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
     assert (

@@ -1,4 +1,4 @@
-"""Training a head with a vocabulary of its own."""
+"""Tests the training of a head with its own vocabulary."""
 
 import json
 import re
@@ -20,7 +20,7 @@ EAGLE3 = ("head=eagle3", "head.capture_layers=[1,2]", "head.draft_vocab_size=48"
 
 @pytest.fixture(scope="module")
 def captured_run(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Stages 1 and 2 done for an eagle3 head with a draft vocabulary, which is not chosen yet."""
+    """Returns a run of stages 1 and 2 for an eagle3 head whose draft vocabulary is not chosen yet."""
     directory = tmp_path_factory.mktemp("eagle3") / "run"
     shutil.copytree(tiny_run[0] / "prompts", directory / "prompts")
     overrides = (f"run_dir={directory}", *tiny_run[1], *EAGLE3)
@@ -31,7 +31,7 @@ def captured_run(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run
 
 @pytest.fixture(scope="module")
 def chosen_run(captured_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`captured_run` with its draft vocabulary."""
+    """Returns a copy of `captured_run` with a draft vocabulary."""
     directory = tmp_path_factory.mktemp("chosen") / "run"
     shutil.copytree(captured_run[0], directory)
     overrides = (f"run_dir={directory}", *captured_run[1][1:])
@@ -47,13 +47,13 @@ def copy_of(run: Run, directory: Path) -> Run:
 
 @pytest.fixture
 def eagle3_run(chosen_run: Run, tmp_path: Path) -> Run:
-    """A copy of `chosen_run` of one's own."""
+    """Returns a copy of `chosen_run` for one test alone."""
     return copy_of(chosen_run, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def eagle3_one_rank(chosen_run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
-    """The reference for a head with a vocabulary of its own: one rank, ZeRO 0, fp32."""
+    """Trains the reference for a head with its own vocabulary: one rank, ZeRO 0, fp32."""
     run = copy_of(chosen_run, tmp_path_factory.mktemp("eagle3_one_rank"))
     return run[0], train(run, "deepspeed=zero0")
 
@@ -115,7 +115,7 @@ def test_a_draft_vocabulary_that_is_missing_stale_or_of_another_size_is_refused(
     captured_run: Run, tmp_path: Path, tiny_target: Path
 ) -> None:
     run_dir, overrides = copy_of(captured_run, tmp_path)
-    # It is told before the weights, which take long to read, are looked at.
+    # The error comes before the target's weights are read, which takes long.
     shutil.copytree(tiny_target, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     result = run_program("mtptrain.train", *overrides, f"target.path={tmp_path / 'bare'}")
     assert (

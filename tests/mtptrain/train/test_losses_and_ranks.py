@@ -1,4 +1,4 @@
-"""Losses fall, and are the same whatever the ranks, ZeRO stage, precision and compilation."""
+"""Tests that losses fall, and that they agree for every number of ranks, ZeRO stage, precision and compilation."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from tests.programs import ROOT
 
 @pytest.fixture(scope="module")
 def one_rank(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """The reference: one rank, ZeRO 0, fp32, 20 steps of two micro-batches."""
+    """Trains the reference: one rank, ZeRO 0, fp32, 20 steps of two micro-batches."""
     directory = tmp_path_factory.mktemp("one_rank")
     shutil.copytree(tiny_run[0], directory / "run")
     return train((directory / "run", (f"run_dir={directory}/run", *tiny_run[1])), "deepspeed=zero0")
@@ -40,7 +40,7 @@ def test_ranks_and_zero_stages_give_the_same_losses(
 
 @pytest.fixture(scope="module")
 def four_batches(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """As `one_rank`, with four micro-batches in a step."""
+    """Trains like `one_rank`, but with four micro-batches per step."""
     directory = tmp_path_factory.mktemp("four_batches")
     shutil.copytree(tiny_run[0], directory / "run")
     return train((directory / "run", (f"run_dir={directory}/run", *tiny_run[1])), "deepspeed=zero0", FOUR_MICRO_BATCHES)
@@ -62,9 +62,10 @@ def test_four_ranks_give_the_same_losses(four_batches: list[dict[str, object]], 
 def test_a_run_goes_on_with_another_number_of_ranks_and_another_zero_stage(
     fresh_run: Run, four_batches: list[dict[str, object]], ranks_and_stages: tuple[tuple[int, int], ...]
 ) -> None:
-    """The same documents, weights and moments: the losses are those of a run that never stopped."""
+    """Documents, weights and moments stay the same, so the losses are those of a run that never stopped."""
     for last_step, (num_ranks, stage) in zip((6, 12, 20), ranks_and_stages, strict=True):
-        # The schedule of all 20 steps; a signal would stop as well, but not at a step of our choosing.
+        # A kill, unlike a lower train.max_steps, keeps the schedule of 20 steps. A signal would also do so, but would
+        # not stop at a step of our choice.
         settings = (f"deepspeed=zero{stage}", *[FP32] * (stage > 0), FOUR_MICRO_BATCHES, "train.save_every=6")
         command = program_command("mtptrain.train", *fresh_run[1], *settings, num_ranks=num_ranks)
         if last_step == 20:

@@ -1,4 +1,4 @@
-"""Bad settings and damaged files are named before they train, and a run that diverges stops."""
+"""Tests that bad settings and damaged files are named before training uses them, and that a diverging run stops."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from tests.mtptrain.train.runs import Run, records, train
 
 
 def test_a_run_that_diverges_stops_before_it_saves_and_names_its_documents(fresh_run: Run) -> None:
-    """Trap 27. The first step's loss is finite, and so are the weights that it leaves: nothing of them is kept."""
+    """The first step's loss and the weights after it are finite, but the loss of these weights is not."""
     settings = (
         "train.lr=1e30",
         "train.warmup_steps=0",
@@ -89,7 +89,7 @@ def test_a_flipped_byte_that_decides_the_steps_is_named_before_training_begins(f
 
 
 def flip_states(shard: Path) -> None:
-    """Flip a bit of every state of the last layer, of which the steps read some documents."""
+    """Flip a bit in every byte of the last layer's states, so that any document a step reads is damaged."""
     content = bytearray(shard.read_bytes())
     header = int.from_bytes(content[:8], "little")
     begin, end = json.loads(content[8 : 8 + header])["hidden_states"]["data_offsets"]

@@ -1,4 +1,4 @@
-"""Runs that were killed, interrupted or asked to stop go on with the same losses."""
+"""Tests that runs that were killed, interrupted or asked to stop resume with the same losses."""
 
 import contextlib
 import os
@@ -90,7 +90,7 @@ def test_a_signal_ends_the_step_saves_it_and_the_next_run_goes_on_with_bit_ident
     try:
         output, _ = process.communicate(timeout=120)
     finally:
-        process.terminate()  # one that hangs; torchrun kills its ranks
+        process.terminate()  # in case it hangs; torchrun then kills its ranks
 
     errors = (tmp_path / "stderr").read_text()
     assert process.returncode == 75 if num_ranks == 1 else re.search(r"exitcode *: 75 ", errors), errors[-3000:]
@@ -106,10 +106,10 @@ def test_a_signal_ends_the_step_saves_it_and_the_next_run_goes_on_with_bit_ident
 
 
 def children(parent: int) -> list[int]:
-    """Processes that `parent` has started, the youngest last."""
+    """Returns the ids of the processes that `parent` has started, the youngest last."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process may have ended meanwhile
             if path.read_text().rpartition(")")[2].split()[1] == str(parent):
                 found.append(int(path.parent.name))
     return sorted(found)
@@ -119,7 +119,7 @@ def test_metrics_that_a_kill_has_torn_do_not_keep_a_run_from_going_on(fresh_run:
     train(fresh_run, "train.max_steps=3", "train.validation_prompts=0")
     with (fresh_run[0] / "train/metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
-    (fresh_run[0] / "train/checkpoints/step_00000002").mkdir()  # without its marker
+    (fresh_run[0] / "train/checkpoints/step_00000002").mkdir()  # a checkpoint without its marker
     assert [record["step"] for record in train(fresh_run, "train.max_steps=5", "train.validation_prompts=0")] == [
         1,
         2,

@@ -1,4 +1,4 @@
-"""In every test of warm starts, a setting that is ignored with a warning is an error."""
+"""Turns the warning about an ignored tensor or setting into an error in every test of warm starts."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _warnings_are_errors() -> Iterator[None]:
-    """What is ignored warns; nothing is ignored unless a test says so."""
+    """Raises the warning as an error, except where a test expects it with `pytest.warns`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=r".*which is used, but")
         yield

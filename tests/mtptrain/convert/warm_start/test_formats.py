@@ -1,4 +1,4 @@
-"""Every format gives back the head that was written in it, public names and defaults included."""
+"""Tests that every format reads back the head that was written in it, with public tensor names and defaults too."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,10 @@ def test_a_head_of_ours_is_read_whatever_its_depths_and_its_own_start(
 
 
 def test_public_eagle3_names_and_extras_are_understood(tmp_path: Path, tiny_target: Path) -> None:
-    """`model.` and `layers.0.`, the class of a plain Llama, rotary tables, a copy of the embeddings, biases of zero."""
+    """Public heads may use the prefixes `model.` and `layers.0.` or the class of a plain Llama.
+
+    They may also hold rotary tables, a copy of the embeddings and zero biases.
+    """
     state = write(tmp_path / "head", "vllm", EAGLE3, tiny_target)
 
     def publish(tensors: Tensors) -> Tensors:
@@ -113,7 +116,7 @@ def test_public_eagle1_names_and_extras_are_understood(tmp_path: Path, tiny_targ
 def test_explicit_layer_ids_are_taken_as_either_engine_counts_unless_the_export_says_for_which(
     tmp_path: Path, tiny_target: Path
 ) -> None:
-    """Trap 4: id k is the stream after k layers for vLLM, after k + 1 for SGLang."""
+    """Layer id k means the stream after k layers in vLLM, but after k + 1 layers in SGLang."""
     write(tmp_path / "head", "vllm", Eagle3Head.Config(capture_layers=[0, 1]), tiny_target)
     as_vllm, as_sglang = (Eagle3Head.Config(capture_layers=layers) for layers in ([0, 1], [1, 2]))
     load_init(str(tmp_path / "head"), as_vllm, tiny_target)

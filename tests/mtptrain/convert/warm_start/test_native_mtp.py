@@ -1,4 +1,4 @@
-"""The MTP layer of a checkpoint is read alone, or refused if our head is another."""
+"""Tests that the MTP layer of a checkpoint is read without the rest, and refused if head `mtp` differs from it."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.mtptrain.convert.warm_start.written_heads import MTP, assert_equal, r
 
 
 def native_checkpoint(directory: Path, target_dir: Path, layers: tuple[int, ...] = (2,)) -> Tensors:
-    """A target of two layers with MTP layers of DeepSeek's layout behind them; returns the head's weights."""
+    """Write a target of two layers and equal MTP layers in DeepSeek's layout, and return the weights of each."""
     make_target(directory)
     state = random_state(MTP, target_dir)
     tensors = load_file(directory / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Runs that start from a published head, and measure it before they train."""
+"""Tests that runs start from a published head, and can measure it before training."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Heads that start as the target's last layer."""
+"""Tests that heads start as the target's last layer."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: 
     before.load_state_dict(head.state_dict())
     start_from_target(head, tiny_target)
     weights, random = dict(head.named_parameters()), dict(before.named_parameters())
-    for part in ("q_proj", "k_proj", "v_proj"):  # those of eagle3 read the embedding first
+    for part in ("q_proj", "k_proj", "v_proj"):  # in eagle3, their first columns read the embedding
         weight = weights[f"self_attn.{part}.weight"]
         assert torch.equal(weight[:, -64:], layer[f"self_attn.{part}.weight"])
         assert torch.equal(weight[:, :-64], random[f"self_attn.{part}.weight"][:, :-64])
@@ -48,8 +48,11 @@ def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(family: str, tmp_path: Path) -> None:
-    """The division by a row's own root mean square is what remains: scores of random rows differ by a tenth or so, by
-    half as copied."""
+    """Compares the attention scores of random rows, which agree only approximately.
+
+    The target divides each row by its own root mean square; the head's weights contain a constant divisor instead.
+    The scores differ by about a tenth, and by about half if the projections are copied unchanged.
+    """
     sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
     model_type, settings = FAMILIES[family]
     target_dir = make_target(tmp_path / "target", model_type, {**settings, **sizes})

@@ -1,4 +1,4 @@
-"""Random heads in the formats of engines, and changes to what was written."""
+"""Writes random heads in the formats of engines, and changes the written files."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,10 @@ VARIANTS = {
 
 
 def random_state(config: HeadConfig, target_dir: Path) -> Tensors:
-    """Weights of a head, norms that differ from one and offsets to odd tokens included."""
+    """Returns random weights of a head.
+
+    Norms differ from one, weights that start at zero are random too, and `d2t` maps draft ids to odd token ids.
+    """
     torch.manual_seed(3)
     state = build_head(config, read_target_config(target_dir)).state_dict()
     for name, tensor in state.items():
@@ -41,7 +44,7 @@ def random_state(config: HeadConfig, target_dir: Path) -> Tensors:
 
 
 def write(directory: Path, engine: str, config: HeadConfig, target_dir: Path) -> Tensors:
-    """Export a random head; returns its weights."""
+    """Export a random head and return its weights."""
     state, target_config = random_state(config, target_dir), read_target_config(target_dir)
     form = format_for(engine, config, target_config)
     write_head(directory, form, state)
@@ -56,7 +59,7 @@ def assert_equal(found: Tensors, wanted: Tensors) -> None:
 
 
 def rewrite(directory: Path, change: Callable[[Tensors], Tensors], **config: object) -> None:
-    """Change a written head's tensors, and settings of its config.json."""
+    """Change a written head's tensors and the settings in its config.json, and delete its serving.json."""
     tensors = change(load_file(directory / "model.safetensors"))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     stored = json.loads((directory / "config.json").read_text())
