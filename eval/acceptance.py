@@ -22,6 +22,7 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker, load_config
@@ -305,9 +306,8 @@ def print_example(shown: list[dict[str, Any]]) -> None:
     """Print the example of median acceptance length, with coloured accepted drafts, if the output is a terminal."""
     if shown and (console := Console()).is_terminal:
         example = shown[len(shown) // 2]
-        console.rule(
-            f"prompt {example['id']}: {example['acceptance_length']:.2f} tokens per round, accepted drafts coloured"
-        )
+        title = f"prompt {example['id']}: {example['acceptance_length']:.2f} tokens per round, accepted drafts coloured"
+        console.rule(Text(title))
         console.print(coloured(example))
 
 

@@ -25,7 +25,7 @@ def colours_of(drafters: Drafters) -> dict[str, str]:
 
 
 def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
-    """Returns the plots that have content, by title."""
+    """Returns the plots that have more than one point, by title."""
     plots: dict[str, Callable[[Axes, Drafters], bool]] = {
         "Share of rounds that accept the draft at each position, with 95 % intervals": plot_positions,
         "Acceptance length by prompt length": lambda axes, each: plot_groups(axes, each, "by_prompt_tokens", "from"),
@@ -43,7 +43,7 @@ def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
 
 @matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name does not begin a formula
 def draw(plot: Callable[[Axes, Drafters], bool], drafters: Drafters) -> str:
-    """Returns a plot as SVG, or an empty string if it has no content."""
+    """Returns a plot as SVG, or an empty string if it has one point at most."""
     figure, buffer = Figure(figsize=(6.4, 3.8), layout="constrained"), io.StringIO()
     has_content = plot(figure.subplots(), drafters)
     figure.savefig(buffer, format="svg")
@@ -70,7 +70,7 @@ def plot_positions(axes: Axes, drafters: Drafters) -> bool:
             axes.set_xticks(positions)
     axes.set(xlabel="position in the draft", ylabel="accepted", ylim=(0, 1))
     put_legend(axes)
-    return True
+    return any(len(each["acceptance_rate_at"]) > 1 for each in drafters.values() if each["drafted"])
 
 
 def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
@@ -125,7 +125,7 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
         axes.set_xticks(positions)
     axes.set(xlabel="position in the draft", ylabel="mean over rounds", ylim=(0, 1))
     put_legend(axes)
-    return bool(shown)
+    return any(len(quality["overlap_at"]) > 1 for quality in shown.values())
 
 
 def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
@@ -151,7 +151,7 @@ def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
     axes.plot([0, 1], [0, 1], color="#999", linewidth=0.8)
     axes.set(xlabel="the head's probability for its draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
     put_legend(axes)
-    return bool(shown)
+    return any(len(quality["calibration"]) > 1 for quality in shown.values())
 
 
 def plot_costs(axes: Axes, drafters: Drafters) -> bool:
@@ -172,7 +172,7 @@ def plot_costs(axes: Axes, drafters: Drafters) -> bool:
         axes.text(total, names.index(name), f" {drafters[name]['tokens_per_s']:,.0f} tokens/s", va="center", fontsize=9)
     axes.set(xlabel="ms per new token", xlim=(0, max(left) * 1.2))
     axes.legend(fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
-    return True
+    return len(names) > 1
 
 
 def plot_serving(rows: Sequence[Mapping[str, Any]]) -> str:

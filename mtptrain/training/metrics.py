@@ -13,6 +13,7 @@ import wandb
 
 from mtptrain.config import PipelineConfig, Tracker
 from mtptrain.heads.base import StepFlops
+from mtptrain.target.hub import one_line
 from mtptrain.training.batches import Batch
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
@@ -53,16 +54,26 @@ class Tracking:
 
 
 def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb.Run:
-    """Start a wandb run in the group of `run_dir`, offline unless WANDB_MODE says otherwise."""
+    """Start a wandb run in the group of `run_dir`, offline unless WANDB_MODE says otherwise.
+
+    Raises:
+        ValueError: wandb cannot start, for example without a key or a connection.
+    """
     os.environ.setdefault("WANDB_MODE", "offline")
-    return wandb.init(
-        project="mtptrain",
-        group=str(config.run_dir),
-        job_type=job_type,
-        dir=directory,
-        config=asdict(config),
-        settings={"silent": True},
-    )
+    try:
+        return wandb.init(
+            project="mtptrain",
+            group=str(config.run_dir),
+            job_type=job_type,
+            dir=directory,
+            config=asdict(config),
+            settings={"silent": True},
+        )
+    except (wandb.Error, ValueError) as error:
+        raise ValueError(
+            f"train.tracker: wandb must start with WANDB_MODE={os.environ['WANDB_MODE']}, but reports: "
+            f"{one_line(error)}; mend that, or set WANDB_MODE=offline or train.tracker=none"
+        ) from error
 
 
 def curves(metrics: dict[str, object]) -> dict[str, object]:
@@ -83,14 +94,19 @@ def track_report(directory: Path, config: PipelineConfig, figures: dict[str, obj
         directory: where wandb keeps its own files.
         figures: metrics by name, as in `Tracking.write`.
         files: files to log as one artifact of type "report".
+
+    If wandb fails, this prints a warning: the report itself is complete.
     """
-    run = start_wandb(directory, config, "acceptance")
-    run.log(curves(figures))
-    artifact = wandb.Artifact(f"report-{run.id}", type="report")
-    for file in files:
-        artifact.add_file(str(file))
-    run.log_artifact(artifact)
-    run.finish()
+    try:
+        run = start_wandb(directory, config, "acceptance")
+        run.log(curves(figures))
+        artifact = wandb.Artifact(f"report-{run.id}", type="report")
+        for file in files:
+            artifact.add_file(str(file))
+        run.log_artifact(artifact)
+        run.finish()
+    except (wandb.Error, ValueError) as error:
+        print(f"warning: the report is not logged to wandb: {one_line(error)}")
 
 
 class StepMeter:

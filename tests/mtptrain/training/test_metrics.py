@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import wandb
 
 from mtptrain.heads.base import StepFlops
 from mtptrain.training.metrics import StepMeter, Tracking, track_report
@@ -85,3 +86,17 @@ def test_wandb_gets_one_curve_for_each_depth_and_the_report(tmp_path: Path) -> N
     training = written_by_wandb(tmp_path / "wandb", *keys)
     assert b"top1_accuracy_at" not in training
     written_by_wandb(tmp_path / "report/wandb", b"acceptance_rate/depth_0", b"report.html", str(tmp_path).encode())
+
+
+def test_a_wandb_that_cannot_start_stops_training_at_once_and_leaves_a_finished_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(f"run_dir={tmp_path}")
+    monkeypatch.setenv("WANDB_MODE", "elsewhere")
+    message = (
+        r"train\.tracker: wandb must start with WANDB_MODE=elsewhere, but reports: .*; mend that, or set WANDB_MODE"
+    )
+    with pytest.raises(ValueError, match=message):
+        Tracking(tmp_path, config, 0)
+    track_report(tmp_path, config, {}, [])
+    assert "warning: the report is not logged to wandb" in capsys.readouterr().out
