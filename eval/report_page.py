@@ -257,6 +257,10 @@ def verdict(drafters: Mapping[str, ReportFigures], has_speed: bool) -> list[str]
     if plain is not None and has_speed:
         gain = drafting[best]["tokens_per_s"] / plain["tokens_per_s"]
         sentences.append(f"With {best}, decoding was {gain:.2f} times as fast as without drafts in this measurement.")
+    fastest = max(drafting, key=lambda name: drafting[name]["tokens_per_s"])
+    if fastest != best and has_speed:
+        speeds = [f"{drafting[name]['tokens_per_s']:,.0f} tokens/s" for name in (fastest, best)]
+        sentences.append(f"The fastest was {fastest}, at {speeds[0]}; {best} gave {speeds[1]}.")
     return sentences
 
 

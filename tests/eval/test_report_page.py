@@ -87,6 +87,8 @@ def test_the_verdict_names_the_best_drafter_and_whether_it_is_certain(
     assert first.startswith("Each step of the target gives 2.50 tokens with b and 2.00 with a, the next best")
     assert first.endswith(certainty)
     assert speed == "With b, decoding was 1.50 times as fast as without drafts in this measurement."
+    slow = verdict({"a": figures(2.0, low, 9.0), "b": figures(2.5, high, 6.0)}, has_speed=True)
+    assert slow[1:] == ["The fastest was a, at 9 tokens/s; b gave 6 tokens/s."]
     assert verdict({"a": figures(2.0, None)}, has_speed=True) == ["Each step of the target gives 2.00 tokens with a."]
 
 
