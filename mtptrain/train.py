@@ -274,7 +274,11 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
 
 
 def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-    """Wait for the states of step `step` (from 0) if they are streamed. Returns a stop signal if any rank got one."""
+    """Wait for the states of step `step` (from 0) if they are streamed.
+
+    Returns:
+        The stop signal, if a rank received one while the states were missing.
+    """
     if run.releases is None or step >= run.num_steps:
         return None
     return run.releases.wait_for(step, ranks, stop)

@@ -40,7 +40,7 @@ class DraftModelHead(Head):
 
     @dataclass
     class Config(HeadConfig):
-        """Settings of the model. Sizes are for random weights only; with `init_from`, they come from its config.json.
+        """Settings of the model. Sizes are for random weights only; with `init_from`, that model or head has them.
 
         Here `init_from` is a language model (a directory or a hub name), or a head of another run.
         """
@@ -211,8 +211,8 @@ def _published(config: DraftModelHead.Config, target_config: PreTrainedConfig) -
         wanted, there = getattr(config, name), getattr(found, name)
         if wanted not in (None, there):
             raise ValueError(
-                f"head.{name}: must be left out with head.init_from={config.init_from}, whose config.json says {there}"
-                f", but is {wanted}; remove it"
+                f"head.{name}: must be left out or {there}, as in head.init_from={config.init_from}, but is {wanted}; "
+                "remove it"
             )
     return found
 

@@ -64,7 +64,8 @@ def forward_values(target_config: PreTrainedConfig) -> int:
     dense = 3 * target_config.intermediate_size
     experts_size = getattr(target_config, "moe_intermediate_size", None)
     routed = target_config.num_experts_per_tok * (3 * experts_size + 2 * hidden_size) if experts_size else 0
-    return int(max(dense, routed) + 4 * hidden_size)  # plus the residual stream, its norm, and their sums
+    # Four more rows of the hidden size: residual stream, its norm, the MLP's output, and the sum of stream and output.
+    return int(max(dense, routed) + 4 * hidden_size)
 
 
 def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:

@@ -10,7 +10,7 @@ from mtptrain.serving.load_generator import Latencies
 from mtptrain.serving.vllm_client import EngineCounts
 
 MOST_DIFFERENT_TOKENS = 0.01
-"""Warn if the numbers of output tokens of two engines differ by more than this share."""
+"""Warn if the numbers of output tokens of two rows differ by more than this share."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ def speeds_of(rows: Sequence[Row]) -> dict[int, dict[int, float]]:
 
 
 def warn_of_unequal_work(rows: Sequence[Row]) -> None:
-    """Warn if the engines wrote different numbers of tokens, because their speeds are then not comparable."""
+    """Warn if the numbers of output tokens of two rows differ too much for their speeds to be comparable."""
     numbers = {row.latencies.output_tokens for row in rows}
     if max(numbers) > (1 + MOST_DIFFERENT_TOKENS) * min(numbers):
         warnings.warn(
-            f"serving_bench: all engines must write the same number of tokens, but wrote {min(numbers):,} "
+            f"serving_bench: all runs must write the same number of tokens, but wrote {min(numbers):,} "
             f"to {max(numbers):,}, because rounding or sampling has changed where answers end; set "
             "serving_bench.ignore_eos=true for equal numbers",
             stacklevel=2,

@@ -35,17 +35,17 @@ class FakeEvent:
         return 1.0
 
     def synchronize(self) -> None:
-        raise RuntimeError("the host must not wait for the device during a rehearsal")
+        raise RuntimeError("the host must not wait for the device, but code under fake_cuda() synchronized an event")
 
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
     """Make new tensors fake, with eight CUDA devices to put them on; skips the test where that cannot be done.
 
-    Tensors on the CPU that exist already keep their data and may meet fake ones.
+    CPU tensors created earlier keep their data. One operator may take such tensors together with fake ones.
     """
     if guard.LIBRARY is None:
-        pytest.skip(f"*** REHEARSALS ON FAKE CUDA DEVICES ARE SKIPPED: {guard.WHY_NOT} ***")
+        pytest.skip(f"*** TESTS ON FAKE CUDA DEVICES ARE SKIPPED: {guard.WHY_NOT} ***")
     answers = {
         "device_count": lambda: NUM_DEVICES,
         "current_device": lambda: 0,

@@ -87,7 +87,7 @@ def reference_backward(
 
 
 class ReferenceOps:
-    """Stands for torch.ops.aten, of which the CUDA branch calls these two."""
+    """Replaces torch.ops.aten. The CUDA branch calls only these two of its operators."""
 
     _flash_attention_forward = staticmethod(reference_forward)
     _flash_attention_backward = staticmethod(reference_backward)

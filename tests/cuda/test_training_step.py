@@ -144,7 +144,7 @@ RECIPES_WITH_ZERO = [(LLAMA_8B, "mtp", 1), (LLAMA_70B, "eagle3", 2)]
 def zero_steps() -> list[dict[str, object]]:
     """What steps of these recipes took with DeepSpeed on eight ranks."""
     if guard.LIBRARY is None:
-        pytest.skip(f"*** REHEARSALS ON FAKE CUDA DEVICES ARE SKIPPED: {guard.WHY_NOT} ***")
+        pytest.skip(f"*** TESTS ON FAKE CUDA DEVICES ARE SKIPPED: {guard.WHY_NOT} ***")
     cases = [f"{target},{head},zero{stage}" for target, head, stage in RECIPES_WITH_ZERO]
     result = subprocess.run(
         [sys.executable, "-m", "tests.cuda.zero_steps", *cases],

@@ -95,14 +95,15 @@ def test_a_task_of_an_extraction_that_dies_leaves_the_rest_and_the_printed_comma
     variables = {"ARRAY_TASKS": "2", "SKIP": "prompts acceptance export", "NPROC": "1"}
     jobs = jobs_of(slurm.run(ROOT / "slurm/pipeline.sh", *overrides, **variables))
     dead, other = f"{jobs['hidden_states']}_1", f"{jobs['hidden_states']}_0"
-    # Kills the step with torchrun but not the job's shell, as the kernel does when memory runs out.
     slurm.wait(
         dead,
         lambda: slurm.run("squeue", "--steps", "--noheader", f"--jobs={dead}", "--format=%i %j").count("python") > 0,
     )
 
+    # Kill the step that runs torchrun, but not the job's shell, as the kernel does when memory runs out.
     def is_dead() -> bool:
-        slurm.try_to_run("scancel", "--signal=KILL", f"{dead}.0")  # again and again: a step in its start may miss one
+        # Send the signal in every round, because a step that is still starting may miss it.
+        slurm.try_to_run("scancel", "--signal=KILL", f"{dead}.0")
         return slurm.state(dead) == "FAILED"
 
     wait_for(is_dead, report=slurm.report)

@@ -24,7 +24,7 @@ def on_node() -> ModuleType:
 def started(
     on_node: ModuleType, monkeypatch: pytest.MonkeyPatch, index: int, **variables: str
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the command that takes the place of the process, and the two variables that it gets."""
+    """Returns the command that on_node.py would exec, and the two interface variables in its environment."""
     found: list[list[str]] = []
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in names:

@@ -39,7 +39,7 @@ def test_an_interrupt_asks_nothing_more_and_keeps_what_ends_with_the_requests_on
     server.behave, config = interrupted, by_server("responses.concurrency=4", rows=rows)
     with pytest.raises(KeyboardInterrupt):
         respond(config)
-    assert 10 <= len(server.requests) <= 13, "those on their way, at most four"
+    assert 10 <= len(server.requests) <= 13, "at most the three other concurrent requests still arrive"
     asked = Counter(
         re.findall(r"of (chat\d+)", str(tokenizer.decode(request["prompt"])))[-1] for request in server.requests
     )

@@ -156,7 +156,7 @@ def test_sizes_that_no_model_has_are_refused(settings: dict[str, Any], message: 
 
 
 def test_sizes_beside_a_published_model_are_refused(tiny_target: Path) -> None:
-    message = r"head\.hidden_size: must be left out with head\.init_from=.*, whose config\.json says 64, but is 32"
+    message = r"head\.hidden_size: must be left out or 64, as in head\.init_from=.*, but is 32; remove it"
     with pytest.raises(ValueError, match=message):
         build_head(Config(init_from=str(tiny_target), hidden_size=32), read_target_config(tiny_target))
 

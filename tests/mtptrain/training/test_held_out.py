@@ -56,7 +56,10 @@ def measured(target: Target, head: Head, generations: list[Generation]) -> HeldO
 
 @torch.no_grad()
 def drafted_row_by_row(target: Target, head: Head, generations: list[Generation]) -> list[tuple[float, float, int]]:
-    """Mean KL, mean top-1 accuracy and number of drafts at each depth: the first token of an answer is not drafted."""
+    """Returns the mean KL, the mean top-1 accuracy and the number of drafts at each depth.
+
+    The first token of an answer is never drafted, so it does not count.
+    """
     sums = torch.zeros(DEPTHS, 3)
     for prompt, generation in zip(PROMPTS, generations, strict=True):
         ids = torch.tensor(prompt + generation.tokens)

@@ -38,7 +38,7 @@ def test_documents_that_cost_nothing_are_left_out() -> None:
 
 
 def test_the_micro_batches_of_a_step_cost_about_the_same() -> None:
-    """The cost counts what trains, not tokens: one document in ten has a long answer."""
+    """Costs do not follow the number of tokens here: one document in ten costs 20 times as much as the others."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 12, 2000)
     costs = np.where(rng.random(2000) < 0.1, 20.0, 1.0) * rng.random(2000)
@@ -82,13 +82,16 @@ def test_whatever_the_lengths_are_a_document_is_packed_at_most_once_and_few_are_
     assert all(len(step) == micro_batches and all(step) for step in steps)
     assert all(lengths[indices].sum() <= 64 for step in steps for indices in step)
     assert np.count_nonzero(costs) - len(seen) < micro_batches, (
-        "only a last step that does not reach every micro-batch is left out"
+        "documents are left out only if the last step leaves a micro-batch empty"
     )
     assert steps == pack(lengths, micro_batches, epoch, costs)
 
 
 def lengths_of(share_long: float, num_steps: int) -> np.ndarray:
-    """Documents of a few thousand tokens and, among them, some of 16,000 to 32,768, enough for so many full steps."""
+    """Returns the lengths of documents that together fill about `num_steps` steps.
+
+    A share `share_long` has 16,384 to 32,767 tokens; the others have 16 to 16,384, with a median near 1,500.
+    """
     rng = np.random.default_rng(0)
     short = rng.lognormal(np.log(1500), 1.0, 100_000).clip(16, BATCH_TOKENS // 2).astype(int)
     lengths = np.where(rng.random(100_000) < share_long, rng.integers(BATCH_TOKENS // 2, BATCH_TOKENS, 100_000), short)
@@ -102,7 +105,7 @@ def fill_of(steps: list[Step], lengths: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("share_long", [0.02, 0.1, 0.2])
 def test_long_documents_leave_no_step_unfilled(share_long: float) -> None:
-    """If the first document that fits nowhere closed a step, steps would be 0.6 full on average, the emptiest 0.2."""
+    """If a step ended at the first document that does not fit, steps would be 0.6 full on average, the emptiest 0.2."""
     lengths = lengths_of(share_long, num_steps=60)
     steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0))
     fill = fill_of(steps, lengths)
@@ -141,7 +144,7 @@ def test_a_document_that_fits_nowhere_waits_a_few_steps_only() -> None:
 
 
 def test_the_last_steps_of_a_streamed_store_keep_to_its_order() -> None:
-    """Each step takes the next documents of the order, even at its end, because later windows are not on disk yet."""
+    """Even the last steps of an epoch take documents in order, because later windows may not be on disk yet."""
     lengths = np.random.default_rng(0).integers(10, 60, 200)
     order = shuffled(len(lengths), 0, 0)
     place = np.empty_like(order)
@@ -152,4 +155,6 @@ def test_the_last_steps_of_a_streamed_store_keep_to_its_order() -> None:
     assert max(end - start for start, end in zip(first, last, strict=True)) < 4 * LOOK_AHEAD
     evened = pack_documents(lengths, lengths.astype(float), 64, 2, order)
     spread = [max(place[index] for documents in step for index in documents) for step in evened[-EVENED_STEPS:]]
-    assert min(spread) > min(last[-EVENED_STEPS:]), "steps that are evened mix the documents of several"
+    assert min(spread) > min(last[-EVENED_STEPS:]), (
+        "evening out the last steps must spread their documents over several steps"
+    )
