@@ -1,5 +1,4 @@
-"""Every recipe and every choice of a group composes; wrong names, keys and values are answered by what would be
-right."""
+"""Tests that every recipe and every choice of a group composes, and that errors say what would be valid."""
 
 import ast
 import inspect
