@@ -1,4 +1,4 @@
-"""Small real things that every test builds on: a tiny random target with a tokenizer, and composed configs."""
+"""Provides what most tests use: tiny random targets with a tokenizer, composed configs and runs of programs."""
 
 import os
 import random
@@ -11,14 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# Tests run on the CPU even where there are GPUs. DS_ACCELERATOR is for DeepSpeed alone; torch needs its own variable.
+# Tests run on the CPU even if there are GPUs. DeepSpeed reads DS_ACCELERATOR, and torch reads CUDA_VISIBLE_DEVICES.
 os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 import tests.cuda.guard  # noqa: F401 - must come before torch
 
 os.environ.setdefault("WANDB_MODE", "offline")
-os.environ.setdefault(
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-)  # looking for a GPU must not keep forked processes from using it
+# Without this variable, forked processes could not use CUDA after torch has looked for a GPU.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ GENERATION_TEMPLATE = (
 
 
 def make_tokenizer(chat_template: str | None = GENERATION_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer: 256 bytes, `<|end|>` (256, end of text) and the three roles."""
+    """Returns a byte-level tokenizer of 260 tokens: 256 bytes, `<|end|>` (id 256, end of text) and three roles."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,7 +73,7 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 WINDOW = 16
-"""Tokens that the layers with a sliding window see, in the families below that have one."""
+"""The size of the sliding window, in tokens, of the families below that have sliding windows."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
@@ -129,7 +128,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Every family of targets that is supported, as arguments of `make_target`."""
+"""Every supported family of targets, as arguments of `make_target`."""
 
 
 def make_target(
@@ -141,8 +140,10 @@ def make_target(
     chat_template: str | None = GENERATION_TEMPLATE,
     **config: object,
 ) -> Path:
-    """Write a tiny random target: H=64, 2 layers, 1 query head of 64, context of 512, vocabulary of 260, unless
-    settings differ."""
+    """Write a tiny random target.
+
+    By default, it has H=64, 2 layers, 1 query head of size 64, a context of 512 tokens and a vocabulary of 260.
+    """
     torch.manual_seed(seed)
     settings: dict[str, object] = {
         "vocab_size": 260,
@@ -163,7 +164,7 @@ def make_target(
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # so that the results change if a norm is left out
+            if "norm" in name:  # leaving out a norm must change the results
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
     make_tokenizer(chat_template).save_pretrained(directory)
@@ -171,7 +172,7 @@ def make_target(
 
 
 def as_draft_model(target: Target) -> Head:
-    """A copy of the target, as a head that drafts for it."""
+    """Returns a copy of the target as a draft model."""
     head = build_head(DraftModelHead.Config(init_from=target.config.name_or_path), target.config).eval()
     weights = target.model.state_dict()
     head.load_state_dict({name: weights[name] for name in head.state_dict()})
@@ -179,11 +180,11 @@ def as_draft_model(target: Target) -> Head:
 
 
 PLAIN = ("train.compile=false", "head.start_from_target=false")
-"""Compiling takes longer than a tiny run does, and random heads are what most tests are about."""
+"""Compiling takes longer than a tiny run, and most tests need a head with random weights."""
 
 
 def make_config(*overrides: str) -> PipelineConfig:
-    """The quickstart recipe with overrides, as a program sees it; its run folder does not exist."""
+    """Returns the config of the quickstart recipe with overrides. By default, its run folder does not exist."""
     with initialize_config_dir(RECIPES, version_base="1.3"):
         return load_config(compose("pipeline", ["recipe=quickstart", "run_dir=not_there", *PLAIN, *overrides]))
 
@@ -195,7 +196,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config_for(tmp_path: Path, tiny_target: Path) -> Callable[..., PipelineConfig]:
-    """Compose a config whose run folder is a temporary one and whose target is tiny."""
+    """Returns a function that composes a config with a temporary run folder and the tiny target."""
 
     def build(*overrides: str) -> PipelineConfig:
         return make_config(f"run_dir={tmp_path}/run", f"target.path={tiny_target}", *overrides)
@@ -204,7 +205,7 @@ def config_for(tmp_path: Path, tiny_target: Path) -> Callable[..., PipelineConfi
 
 
 def program_command(module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> list[str]:
-    """The command line of a program with a recipe of the demo target; torchrun starts it if there are several ranks."""
+    """Returns the command that runs a program with a recipe, by torchrun if `num_ranks` is above 1."""
     launcher = [sys.executable, "-m"]
     if num_ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
@@ -214,12 +215,12 @@ def program_command(module: str, *overrides: str, num_ranks: int = 1, recipe: st
 def run_program(
     module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart"
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program of the project to its end."""
+    """Run a program with a recipe, and return its exit code and output."""
     return run_ranks(module, [f"recipe={recipe}", *PLAIN, *overrides], num_ranks)
 
 
 def write_text_files(directory: Path, num_files: int = 40, num_lines: int = 30) -> Path:
-    """Write files that look like source code: all different, with recurring words."""
+    """Write files that look like source code. All differ, but names recur."""
     generator = random.Random(0)
     names = [f"{verb}_{noun}" for verb in ("read", "write", "open") for noun in ("file", "line", "row", "table")]
     directory.mkdir(parents=True, exist_ok=True)
@@ -250,12 +251,12 @@ TINY_SETTINGS = (
     "acceptance.max_new_tokens=16",
     "head.ttt_steps=3",
 )
-"""A run of the quickstart that takes seconds on a tiny target."""
+"""With these settings, a run of the quickstart takes seconds on a tiny target."""
 
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, tuple[str, ...]]:
-    """A run folder with stages 1 and 2 done, and the overrides that go with it (all but run_dir)."""
+    """Runs stages 1 and 2. Returns the run folder and the overrides, except run_dir."""
     directory = tmp_path_factory.mktemp("tiny")
     files = write_text_files(directory / "files")
     overrides = (*TINY_SETTINGS, f"target.path={tiny_target}", f"prompts.paths=[{files}]")
@@ -267,7 +268,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tup
 
 @pytest.fixture
 def fresh_run(tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
-    """A copy of `tiny_run` for one test alone: its folder, and every override, run_dir included."""
+    """Copies `tiny_run` for one test. Returns the folder and the overrides, including run_dir."""
     run_dir, overrides = tiny_run
     shutil.copytree(run_dir, tmp_path / "run")
     return tmp_path / "run", (f"run_dir={tmp_path}/run", *overrides)

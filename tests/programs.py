@@ -1,8 +1,7 @@
-"""Programs of the project, run in processes that fork from one which has imported everything: a run takes a second, not
-ten.
+"""Runs programs of the project in processes forked from one that has imported everything.
 
-What a program sees is what `python -m` and torchrun give it: arguments, environment, working directory, an exit code.
-Tests that kill a run, or look at processes, start the command itself: `program_command`.
+A run then takes one second instead of ten. A program gets the same arguments, environment and working directory as from
+`python -m` or torchrun. Tests that kill a run or look at its processes start the command of `program_command` instead.
 """
 
 import atexit
@@ -31,10 +30,10 @@ FORKED.set_forkserver_preload(
 
 
 def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module` to its end, in `num_ranks` processes. If one fails, the others are ended.
+    """Run `python -m module` to its end, in `num_ranks` processes. If one fails, kill the others.
 
     Returns:
-        The first exit code that is not 0, and what all ranks printed.
+        The first exit code that is not 0, or else 0, and the output of all ranks.
 
     Raises:
         subprocess.TimeoutExpired: after ten minutes.
@@ -56,14 +55,14 @@ def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subproce
 
 
 def ranks_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank of one node."""
+    """Returns the variables that torchrun sets for a rank on a single node."""
     of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
     return of_rank | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
 
 
 def run_module(module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
-    """Run `python -m module arguments`. The caller starts it in a process of its own."""
+    """Run `python -m module arguments`. Call this only in a new process."""
     for descriptor, path in ((1, stdout), (2, stderr)):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, descriptor)
@@ -71,19 +70,19 @@ def run_module(module: str, arguments: list[str], environment: dict[str, str], s
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
-    if "OMP_NUM_THREADS" in environment:  # was read when torch was imported
+    if "OMP_NUM_THREADS" in environment:  # torch reads this variable only when it is imported
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = [module, *arguments]
     warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
-    atexit._clear()  # of the process that this one was forked from
+    atexit._clear()  # drop the exit functions of the parent process
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
-        atexit._run_exitfuncs()  # which `multiprocessing` leaves out
+        atexit._run_exitfuncs()  # `multiprocessing` does not run them
 
 
 def wait_for(processes: list[BaseProcess]) -> list[int] | None:
-    """Wait for all processes, ending the others if one fails. Returns their exit codes, or None after `TIMEOUT_S`."""
+    """Wait for all processes, killing the others if one fails. Returns the exit codes, or None after `TIMEOUT_S`."""
     deadline = time.monotonic() + TIMEOUT_S
     while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
         if time.monotonic() > deadline:
@@ -91,7 +90,7 @@ def wait_for(processes: list[BaseProcess]) -> list[int] | None:
             return None
         time.sleep(0.01)
     for process in processes:
-        process.join(20)  # the others may still report errors of their own
+        process.join(20)  # the other processes may still report their errors
     end(processes)
     return [process.exitcode or 0 for process in processes]
 
@@ -108,7 +107,7 @@ def read_whole(file: IO[str]) -> str:
 
 
 def is_running(pid: int | str) -> bool:
-    """Returns whether a process exists and has not ended. One that has ended may wait for its parent as a zombie."""
+    """Returns whether a process exists and has not ended. A zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "XZ"
     except (FileNotFoundError, ProcessLookupError):
@@ -116,7 +115,7 @@ def is_running(pid: int | str) -> bool:
 
 
 def wait_until_ended(pid: int | str, timeout_s: float = 30) -> None:
-    """A killed process is gone only once the kernel has run it for the last time."""
+    """Wait until a process has ended, because a killed process may take a while to end."""
     deadline = time.monotonic() + timeout_s
     while is_running(pid):
         assert time.monotonic() < deadline, f"process {pid} is still running"

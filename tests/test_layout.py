@@ -110,7 +110,7 @@ def upward_imports(root: Path) -> list[str]:
 
 
 def circles(root: Path) -> list[list[str]]:
-    """Returns a circle of modules that import each other, at the top or inside functions, if there is one."""
+    """Returns a circle of modules that import each other, if there is one. Imports inside functions count."""
     all_modules = modules(root)
     graph = {
         name: {each for _, each in imports(name, path) if each in all_modules} - {name}
@@ -210,7 +210,7 @@ IN_AN_ENVIRONMENT_OF_ITS_OWN = {
     "mtptrain.serving.vllm_worker": "vllm",
     "eval.bench.speculators_worker": "speculators",
 }
-"""Modules that run in the Python environment of an engine or another trainer, with the package that it provides."""
+"""Modules that run in the Python environment of an engine or another trainer, and the package that it provides."""
 
 
 def test_every_third_party_import_is_a_declared_dependency() -> None:

@@ -1,5 +1,4 @@
-"""Every recipe and every choice of a group composes; wrong names, keys and values are answered by what would be
-right."""
+"""Tests that every recipe and every choice of a group composes, and that errors say what would be valid."""
 
 import ast
 import inspect
@@ -27,7 +26,7 @@ def choices(group: str) -> list[str]:
 
 GROUPS = sorted(path.name for path in Path(RECIPES).iterdir() if path.is_dir() and path.name != "recipe")
 
-# For each setting that has a range: values just outside it, and what the message must say.
+# For each setting that has a range, values outside the range and a part of the error message.
 OUT_OF_RANGE = {
     "distributed_timeout_hours": {"0": "at least 0.0002777777777777778, but is 0.0"},
     "run_dir": {

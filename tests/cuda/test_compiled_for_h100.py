@@ -1,4 +1,4 @@
-"""Every function that `train.compile` fuses on a GPU, compiled for an H100 without one: see `tests.cuda.inductor`."""
+"""Tests that `tests.cuda.inductor` compiles for an H100 every function that `train.compile` fuses on a GPU."""
 
 import ast
 import inspect
@@ -21,13 +21,13 @@ from tests.cuda.kernels import HIDDEN_SIZE, NUM_DEPTHS, VOCAB_SIZE, Kernel
 
 OWN_VOCABULARY = 32_000
 CASES = {"mtp": ("mtp", None, "kl"), "eagle3": ("eagle3", OWN_VOCABULARY, "lk")}
-"""Head, draft vocabulary and loss of each step that is compiled."""
+"""Head, size of the draft vocabulary and loss of each training step that is compiled."""
 NOT_IN_STEPS = {"_softmax", "_own_probs"}
-"""Fused functions that a training step on a GPU does not call: those of the teacher on a CPU."""
+"""Fused functions that compute the teacher on a CPU. A training step on a GPU does not call them."""
 
 
 OTHER_HEADS = {"dflash": (dflash, draft_blocks), "medusa": (medusa,), "peagle": (), "draft_model": ()}
-"""Heads with further fused functions, or other shapes, and the modules of those functions."""
+"""Heads with other fused functions or shapes, and the modules of those functions."""
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +104,11 @@ def bytes_of(kernels: list[Kernel], function: str) -> int:
 
 
 def test_the_loss_moves_at_most_12_bytes_for_each_drafted_logit(kernels: dict[str, list[Kernel]]) -> None:
-    """In bf16, the drafts' logits are read twice, the teacher's once at each depth and once before all depths, and the
-    gradient is written once.
+    """In bf16, each logit of the drafts is read twice, and its gradient is written once. Each logit of the teacher is
+    read once at each depth and once before all depths.
 
-    Around them a row's states and their gradients are zeroed, copied and scaled: 16 bytes for each of H values, 0.5 for
-    each logit.
+    Zeroing, copying and scaling a row's states and their gradients moves another 16 bytes for each of H values, which
+    is 0.5 bytes for each logit.
     """
     at_depths, before = (bytes_of(kernels["mtp"], name) for name in ("_rows_and_grad", "_totals"))
     assert (at_depths, before) == (2 + 2 + 2 + 2, 2)
@@ -116,7 +116,7 @@ def test_the_loss_moves_at_most_12_bytes_for_each_drafted_logit(kernels: dict[st
 
 
 def test_the_lk_loss_moves_12_bytes_for_each_drafted_logit(kernels: dict[str, list[Kernel]]) -> None:
-    """Its gradient needs sums over the row's softmax: drafts' logits are read three times, and the teacher's twice."""
+    """The gradient needs sums over a row's softmax, so draft logits are read three times, and the teacher's twice."""
     assert bytes_of(kernels["eagle3"], "_rows_and_grad") == 3 * 2 + 2 * 2 + 2
 
 
@@ -126,7 +126,7 @@ def test_the_cross_entropy_moves_no_more_bytes_than_the_kl(tmp_path: Path) -> No
 
 
 def test_every_loss_moves_at_most_12_bytes_for_each_logit_that_is_computed(kernels: dict[str, list[Kernel]]) -> None:
-    """The logits are the drafts' at all depths, over the head's vocabulary, and the teacher's over the target's."""
+    """Counts the drafts' logits at all depths over the head's vocabulary, and the teacher's over the target's."""
     for name, (_, draft_vocab_size, _) in CASES.items():
         drafted = NUM_DEPTHS * (draft_vocab_size or VOCAB_SIZE)
         gathered = bytes_of(kernels[name], "_own_logits") * (draft_vocab_size or 0)

@@ -1,8 +1,7 @@
-"""Steps of recipes with DeepSpeed's own engine as rank 0 of 8, on fake CUDA tensors: prints what each takes as a line
-of JSON.
+"""Runs steps of recipes with DeepSpeed's own engine, as rank 0 of 8, on fake CUDA tensors.
 
-A program, not a test: it joins a process group that does nothing, and makes DeepSpeed believe that there is CUDA. No
-other test must see either.
+Prints the peak memory and other figures of each recipe as a line of JSON. This is a program and not a test, because its
+fake process group and its changes to DeepSpeed must not affect other tests.
 
     DS_ACCELERATOR=cuda python -m tests.cuda.zero_steps llama3_1_8b,mtp,zero1
 """
@@ -34,7 +33,7 @@ NUM_RANKS = 8
 
 
 class FakeStream:
-    """A stream on which nothing runs."""
+    """Replaces a CUDA stream. Does nothing."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -68,14 +67,14 @@ CUDA: dict[str, Any] = {
     "empty_cache": nothing,
     "reset_peak_memory_stats": nothing,
 }
-"""What DeepSpeed asks of torch.cuda besides what `fake_cuda` answers."""
+"""Replacements for what DeepSpeed uses of torch.cuda and `fake_cuda` does not replace."""
 ACCELERATOR: dict[str, Any] = {"is_available": lambda _: True, "range_push": nothing, "range_pop": nothing}
 
 
 def rehearse(target: str, head_name: str, zero: str) -> dict[str, Any]:
-    """Run a short step of a recipe and one over the longest document that it allows, and return what they took.
+    """Run a short step of a recipe, then one with the longest document that it allows, and return their figures.
 
-    The first step makes the optimizer's moments, so that the second takes the memory of all that follow.
+    The first step creates the optimizer's moments, so the second step needs as much memory as all later ones.
     """
     config = recipe_config(f"{target}_{head_name}", f"deepspeed={zero}")
     target_config, train = PUBLISHED_TARGETS[target].config(), config.train
@@ -85,7 +84,7 @@ def rehearse(target: str, head_name: str, zero: str) -> dict[str, Any]:
         stack.enter_context(patch.multiple(type(accelerator), **ACCELERATOR))
         stack.enter_context(
             patch.object(nn.Module, "_apply", lambda module, *_, **__: module)
-        )  # all is in its place already
+        )  # every tensor is on its device already
         head = place(build_head(config.head, target_config), DEVICE)
         assert isinstance(head, Head)
         parts = frozen_parts(target_config)

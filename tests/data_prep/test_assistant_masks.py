@@ -12,7 +12,7 @@ from data_prep.renderings import render_conversation
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 
 PLAIN_TEMPLATE = GENERATION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-# Like Qwen3's template: removes the reasoning of earlier turns, and adds a line feed after the end-of-turn token.
+# Like Qwen3's, this removes the reasoning of earlier turns and adds a line feed after the end-of-turn token.
 REASONING_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
     "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
@@ -48,7 +48,7 @@ def generated_parts(tokenizer: PreTrainedTokenizerFast, encoding: Encoding) -> l
 
 
 def make_merging_tokenizer(template: str, merge: str, *, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with one token of two bytes."""
+    """Returns a byte-level tokenizer that also has a token of two bytes."""
     vocabulary = {char: i for i, char in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), merge])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(merge[0], merge[1])]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,4 +1,4 @@
-"""Figures of a head's distributions: overlap is the probability of acceptance, and confidence is binned correctly."""
+"""Tests that overlap is the probability of acceptance, and that confidence is binned correctly."""
 
 from pathlib import Path
 
@@ -25,8 +25,8 @@ def test_figures_count_rounds_that_reach_a_position_and_active_sequences(tmp_pat
     )
     head = build_head(Eagle3Head.Config(capture_layers=[1], draft_vocab_size=2), target.config)
     assert head.d2t is not None
-    head.d2t.copy_(torch.tensor([1, 2]))  # its tokens are the target's 1 and 3
-    draft_probs = torch.tensor([[0.75, 0.25], [0.55, 0.45]])  # of positions 0 and 1, for every sequence
+    head.d2t.copy_(torch.tensor([1, 2]))  # the head's tokens 0 and 1 are the target's 1 and 3
+    draft_probs = torch.tensor([[0.75, 0.25], [0.55, 0.45]])  # at positions 0 and 1, equal for all sequences
     target_probs = torch.tensor([[0.1, 0.6, 0.1, 0.2], [0.5, 0.0, 0.4, 0.1], [0.25, 0.25, 0.25, 0.25]])
     tokens = torch.tensor([[1, 3], [1, 3], [1, 3]])
     draft = Draft(
@@ -40,10 +40,11 @@ def test_figures_count_rounds_that_reach_a_position_and_active_sequences(tmp_pat
         Round(draft, accepted, target_probs.log().clamp(min=-1e4).expand(3, 3, 4), torch.tensor([True, True, False]))
     )
     found = quality.figures(quality.sums())
-    assert found.rounds_at == [2, 1]  # the first was rejected at position 0, the third does not count
+    assert found.rounds_at == [2, 1]  # the first sequence is rejected at position 0, and the third is not active
     assert found.overlap_at == pytest.approx([0.6 + 0.2, 0.0 + 0.1], abs=1e-6)
     assert found.accepted_at == pytest.approx([0.5, 1.0])
-    assert [tenth["drafts"] for tenth in found.calibration] == [1, 2]  # 0.45 at position 1, 0.75 twice at position 0
+    # The confidence is 0.45 in one round at position 1, and 0.75 in two rounds at position 0.
+    assert [tenth["drafts"] for tenth in found.calibration] == [1, 2]
     assert [tenth["confidence"] for tenth in found.calibration] == pytest.approx([0.45, 0.75], abs=1e-6)
     assert [tenth["accepted"] for tenth in found.calibration] == pytest.approx([1.0, 0.5])
     assert found.calibration_error == pytest.approx((1 * 0.55 + 2 * 0.25) / 3, abs=1e-6) and found.temperature == 1.0
@@ -53,7 +54,7 @@ def test_figures_count_rounds_that_reach_a_position_and_active_sequences(tmp_pat
 def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap(
     filters: dict[str, float], tmp_path: Path
 ) -> None:
-    """This is the theorem of speculative sampling (arXiv 2211.17192), so the test also checks the acceptance rule."""
+    """Speculative sampling guarantees this (arXiv 2211.17192), so the test also checks the acceptance rule."""
     directory = make_target(tmp_path / "target", vocab_size=12, eos_token_id=None, initializer_range=0.15)
     target = load_target(directory, torch.float32, torch.device("cpu"))
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""`eval.serving_check` refuses settings and exports that it cannot compare, before it serves anything."""
+"""Tests that `eval.serving_check` refuses what it cannot compare, and names the first difference."""
 
 import json
 from pathlib import Path

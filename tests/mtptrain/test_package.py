@@ -1,4 +1,4 @@
-"""What importing the package sets for OpenMP, and how Ctrl-C stops the import."""
+"""Tests what importing the package sets for OpenMP, and how Ctrl-C stops the import."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def openmp_settings(package: str, **variables: str) -> str:
-    """Returns what OpenMP prints of its settings when it is loaded by `import package`."""
+    """Returns the settings that OpenMP prints when `import package` loads it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     environment |= {"OMP_DISPLAY_ENV": "verbose", **variables}
     command = [sys.executable, "-c", f"import {package}"]
@@ -36,7 +36,7 @@ def test_what_the_user_sets_stays() -> None:
 def test_ctrl_c_while_torch_is_imported_ends_in_one_line(module: str) -> None:
     process = subprocess.Popen([sys.executable, "-m", module, "prompts"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
-        assert process.poll() is None, "it ended before Ctrl-C"
+        assert process.poll() is None, "the process ended before Ctrl-C was sent"
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=120)[1] == "stopped by Ctrl-C before anything started\n"

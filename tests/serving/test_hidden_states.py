@@ -1,5 +1,4 @@
-"""Hidden states that stock vLLM extracts are those of transformers: every residual stream, the one before the final
-norm too."""
+"""Tests that stock vLLM extracts the same residual streams as transformers, also the one before the final norm."""
 
 import random
 import re
@@ -22,9 +21,9 @@ from tests.conftest import FAMILIES, make_target
 
 CONTEXT_TOKENS, BATCH_TOKENS = 512, 200
 LAYERS = (2, 0, 1)
-"""The last layer before the final norm, the embeddings and the one in between."""
+"""The residual streams after the last layer (before the final norm), after the embeddings and after the first layer."""
 HEAD_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType({"llama": {"head_dim": 32}, "qwen2": {"head_dim": 32}})
-"""Sizes that vLLM can run: attention heads of at least 32 on CPUs, and hidden_size / num_attention_heads for Qwen2."""
+"""vLLM needs attention heads of at least 32 on CPUs, and of hidden_size / num_attention_heads for Qwen2."""
 REFUSED = {
     "deepseek_v2": "has multi-head latent attention",
     "gemma3_text": "has layers that vLLM cannot capture",
@@ -35,12 +34,12 @@ REFUSED = {
 EXTRACTED = [family for family in FAMILIES if family not in REFUSED]
 _RANDOM = random.Random(0)
 PROMPTS = [[_RANDOM.randrange(256) for _ in range(length)] for length in (CONTEXT_TOKENS, 5, 1, 150, 17, 333)]
-"""The first fills the target's context, and takes three forwards."""
+"""The first prompt fills the target's context, and takes three forward passes."""
 
 
 @pytest.fixture(scope="module")
 def target_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes a target of `FAMILIES`, once."""
+    """Returns a function that makes a target of a family, once for each family."""
 
     def make(family: str) -> Path:
         model_type, settings = FAMILIES[family]
@@ -53,7 +52,7 @@ def target_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 def extracted(
     vllm_python: str, target_of_family: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], dict[int, torch.Tensor]]:
-    """Extracts the streams [n, L, H] of `LAYERS` of every prompt for a family, once."""
+    """Returns a function that extracts the streams [n, L, H] of `LAYERS` of every prompt, once for each family."""
     settings = HiddenStatesConfig(dtype=Dtype.float32, batch_tokens=BATCH_TOKENS)
 
     def extract(family: str) -> dict[int, torch.Tensor]:
@@ -68,7 +67,7 @@ def extracted(
 
 
 def streams_here(target: Target, prompt: list[int]) -> torch.Tensor:
-    """The residual streams of `LAYERS` [T, L, H] by transformers."""
+    """Returns the residual streams [T, L, H] of `LAYERS`, computed by transformers."""
     positions = torch.arange(len(prompt))[None]
     states = target.forward(torch.tensor([prompt]), positions, PositionCache(len(prompt)), LAYERS)
     assert states.aux_hidden_states is not None

@@ -1,5 +1,4 @@
-"""One engine serves all shards of a rank: same bits whatever went before, bounded scratch space, and no process left
-behind."""
+"""Tests that an engine extracts the same bits for a shard in any order, limits its files, and ends with its rank."""
 
 import os
 import random
@@ -34,7 +33,7 @@ from tests.programs import is_running
 LAYERS, LONGEST = (1, 2), 300
 SETTINGS = HiddenStatesConfig(batch_tokens=256)
 HANGS_AFTER_S = 1800
-"""A TP engine's start and its first shard take about a minute on an idle machine."""
+"""A tensor-parallel engine takes about a minute for its start and its first shard on an idle machine."""
 _RANDOM = random.Random(0)
 
 
@@ -44,7 +43,7 @@ def make_shard(num_documents: int) -> list[NDArray[np.int32]]:
 
 
 A, B = make_shard(9), make_shard(12)
-B[3] = B[0]  # what a prefix cache would serve
+B[3] = B[0]  # a prefix cache would find this document
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +79,7 @@ def test_states_depend_on_their_shard_alone_and_two_shards_of_files_exist_at_mos
         for number, shard in enumerate(streams.extract([A, B, A, B])):
             states = read_all(shard)
             found.append(states)
-            # what is left belongs to the next shard, which the engine runs already
+            # Files that are left belong to the next shard, which the engine may have started.
             left = {path.name.split("_")[1] for path in scratch_dir.glob("window_*")}
             assert left <= {f"{number + 1:05d}"}
     assert not scratch_dir.exists()
@@ -149,7 +148,7 @@ with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, 
 
 @pytest.fixture
 def forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes an engine fork its workers, as vLLM does on GPUs by default; on a CPU it always asks for `spawn`."""
+    """Makes vLLM fork its workers, as it does on GPUs by default. On CPUs it always asks for `spawn`."""
     (tmp_path / "sitecustomize.py").write_text(FORK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -165,7 +164,7 @@ multiprocessing.get_context = lambda method=None: get_context("fork" if method =
 def started_rank(
     target_dir: Path, scratch_dir: Path, python: str, tensor_parallel_size: int
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that extracts shards of 100 documents without end, and is killed at last."""
+    """Starts a process that extracts up to 1000 shards of 100 documents, and kills it at the end."""
     command = [sys.executable, "-c", USER, str(target_dir), str(scratch_dir), python, str(tensor_parallel_size)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as rank:
         try:
@@ -193,7 +192,7 @@ def check_end_in_the_midst_of_a_shard(
 ) -> None:
     with started_rank(target_dir, scratch_dir, python, tensor_parallel_size) as rank:
         assert rank.stdout is not None and select.select([rank.stdout], [], [], HANGS_AFTER_S)[0], "the engine hangs"
-        assert rank.stdout.readline() == b"100\n"  # the second shard is under way
+        assert rank.stdout.readline() == b"100\n"  # the first shard is done
         engine = children(str(rank.pid))
         segments = shared_memory(engine)
         assert len(engine) >= tensor_parallel_size and bool(segments) == (tensor_parallel_size > 1)
@@ -202,7 +201,7 @@ def check_end_in_the_midst_of_a_shard(
     assert not any(segment.exists() for segment in segments)
     left = sorted(scratch_dir.iterdir())
     time.sleep(1)
-    assert sorted(scratch_dir.iterdir()) == left  # nobody writes any more
+    assert sorted(scratch_dir.iterdir()) == left  # no process writes any more
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -211,24 +210,24 @@ def test_the_engine_ends_while_it_is_being_built_when_its_rank_is_killed(
 ) -> None:
     with started_rank(target_dir, tmp_path / "rank", vllm_python, 2) as rank:
         deadline = time.monotonic() + HANGS_AFTER_S
-        while sum(map(is_worker, engine := children(str(rank.pid)))) < 2:  # the workers are there, but not ready
+        while sum(map(is_worker, engine := children(str(rank.pid)))) < 2:  # the workers exist, but are not ready
             assert rank.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         for pid in engine:
             if is_worker(pid):
-                os.kill(int(pid), signal.SIGSTOP)  # nor ever will be: a stopped worker cannot end by itself
+                os.kill(int(pid), signal.SIGSTOP)  # a stopped worker cannot end by itself
     wait_for_end(engine)
 
 
 def shared_memory(pids: list[str]) -> set[Path]:
-    """The segments through which an engine talks to its workers; nobody else would remove them."""
+    """Returns the shared memory that an engine and its workers use, and that no other process would remove."""
     return set(
         map(Path, re.findall(r"/dev/shm/psm_\w+", "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)))
     )
 
 
 def is_worker(pid: str) -> bool:
-    """Returns whether this process was forked by an engine's process: then both have the same command line."""
+    """Returns whether a process was forked by an engine's process, so that both have the same command line."""
     try:
         parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
         return b"vllm_worker.py" in (command := command_line(pid)) and command == command_line(parent)
@@ -250,7 +249,7 @@ def wait_for_end(pids: list[str]) -> None:
 
 
 def children(pid: str) -> list[str]:
-    """Returns the children of a process, and all of theirs."""
+    """Returns all descendants of a process."""
     found = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
     return found + [grandchild for child in found for grandchild in children(child)]
 
@@ -305,9 +304,8 @@ def test_an_engine_has_one_thread_and_no_part_in_the_group_of_ranks() -> None:
 
 
 def test_the_cache_on_a_cpu_has_room_for_two_batches_in_blocks_shared_with_hidden_states(target_dir: Path) -> None:
-    config = read_target_config(
-        target_dir
-    )  # 2 layers with 2 heads of 64: pages of 128 tokens with 2 * 2 * 64 numbers each
+    # The target has 2 layers with 2 key/value heads of 64. A page holds 128 tokens of 2 * 2 * 64 numbers each.
+    config = read_target_config(target_dir)
     page_bytes, blocks_of_ends = 128 * 2 * 2 * 64 * 2, 4 * 65
     kv_blocks, state_blocks = 2 * (256 + 256) // 128, 2 * (256 + 256) // 128
     found = cpu_cache_bytes(config, num_streams=2, itemsize=2, max_model_len=256, batch_tokens=256)

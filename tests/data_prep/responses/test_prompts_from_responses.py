@@ -178,7 +178,7 @@ def test_a_character_that_was_cut_is_no_part_of_its_answer(
 ) -> None:
     tokenizer = load_tokenizer(speaking_target)
     whole, end = tokenizer("ok \U0001f600")["input_ids"], len(tokenizer("ok ")["input_ids"])
-    assert len(whole) == end + 4, "one token a byte"
+    assert len(whole) == end + 4, "the tokenizer must have one token for each byte"
     server.behave = lambda request: completion(request["prompt"], whole[:-2], "length")
     config = by_server(rows=[chat(f"chat{i}", 1) for i in range(8)])
     respond(config)

@@ -1,4 +1,4 @@
-"""The bench of decoding runs and writes all its figures. Speed is not asserted."""
+"""Tests that the decoding benchmark runs and writes all its figures. Speed is not tested."""
 
 import json
 from pathlib import Path
@@ -47,13 +47,14 @@ def test_the_prediction_uses_the_cost_of_random_rounds_and_the_acceptance_on_oth
     costs = {
         0: Spent(7, 10, (), {"prompt": 7.0, "verify": 0.2}),
         2: Spent(7, 10, (), {"draft": 0.1, "verify": 0.15}),
-    }  # 20 and 25 ms
+    }  # a round takes 20 ms without drafts and 25 ms with two
     others = [[answer(50, 50, 25, 5)], [answer(50, 25, 0, 0)]]  # 2.5 and 1.5 tokens a round with two drafts
     row = describe(1, 2, measured, costs, others)
     assert row["speed_up"] == pytest.approx(2.0)
     assert row["predicted_speed_up"] == pytest.approx(200 / (100.8 / 2.5 + (100 + 1 / 3) / 1.5) * 20 / 25)
     assert row["speed_up_with_prompt"] == pytest.approx(6 / 0.5)
-    assert row["refilled_speed_up"] == pytest.approx(4 * 10 / 12.5)  # 4 tokens in 12.5 ms, against one in 10 ms
+    # A round takes 12.5 ms for 4 tokens with drafts, and 10 ms for one token without drafts.
+    assert row["refilled_speed_up"] == pytest.approx(4 * 10 / 12.5)
     assert (
         row["tokens_per_round"] == 2.5
         and row["draft_ms"] == pytest.approx(2.5)

@@ -1,4 +1,4 @@
-"""The bench of training runs and writes all its figures. Speed is not asserted; the compared formulas must agree."""
+"""Tests that the training benchmark writes all its figures, and that the formulas that it compares agree."""
 
 import json
 import os
@@ -73,7 +73,7 @@ for head, depths, draft_vocab_size in bench_train.GPU_CASES:
 
 
 def test_what_runs_on_a_gpu_runs_here_at_a_tiny_size() -> None:
-    """It runs in its own process, because an engine leaves behind a process group and torchrun's variables."""
+    """Runs the benchmark in a new process, because an engine leaves behind a process group and torchrun's variables."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     result = subprocess.run(
         [sys.executable, "-c", AS_ON_A_GPU], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

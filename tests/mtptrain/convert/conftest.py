@@ -1,5 +1,7 @@
-"""Heads of known sizes: H=64, I=96, one attention and one key/value head of 64; the target has 4 layers and 260
-tokens."""
+"""Builds heads with H=64, I=96, and one attention head and one key/value head of size 64.
+
+The target has 4 layers and a vocabulary of 260.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Directories for SGLang: names, shapes and settings from its 0.5.23 source."""
+"""Tests that directories for SGLang have the names, shapes and settings of its 0.5.23 source."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def test_mtp_has_the_tensors_of_mimo_mtp(target: LlamaConfig) -> None:
 
 
 def test_columns_of_the_hidden_state_come_first_in_mimo(target: LlamaConfig) -> None:
-    """Trap: in every other format the columns of the embedding come first."""
+    """In every other format, the columns of the embedding come first."""
     form = format_for("sglang", head_config("mtp"), target)
     head = random_head(form.head, target)
     weight = form.tensors(head.state_dict())[MIMO + "input_proj.weight"]
@@ -43,7 +43,7 @@ def test_the_norms_of_mimo_are_those_of_what_they_read(target: LlamaConfig) -> N
 
 
 def test_mtp_is_a_qwen2_layer_with_its_head_dim_and_a_note_on_position_0() -> None:
-    target = target_config(hidden_size=256, num_attention_heads=8, head_dim=80)  # the head: 2 heads of 128
+    target = target_config(hidden_size=256, num_attention_heads=8, head_dim=80)  # head mtp has 2 heads of 128
     form = format_for("sglang", head_config("mtp"), target)
     config = form.config_json("bfloat16")
     assert config["architectures"] == ["MiMoForCausalLM"] and config["model_type"] == "qwen2"
@@ -87,8 +87,10 @@ def test_eagle3_is_vllms_directory_but_for_the_layer_ids(target: LlamaConfig, se
 def test_layer_ids_are_one_less_than_ours_and_left_out_where_they_are_the_default(
     model_type: str, layers: list[int] | None, ids: list[int] | None
 ) -> None:
-    """Trap: SGLang adds one to given ids, but not to its defaults. Its DeepSeek class does so only if the first id is
-    1."""
+    """SGLang adds one to the ids of a config, but not to its default ids.
+
+    Its DeepSeek class adds one only if the first id is 1.
+    """
     target = AutoConfig.for_model(
         model_type, num_hidden_layers=12, hidden_size=128, num_attention_heads=1, num_key_value_heads=1
     )

@@ -1,4 +1,4 @@
-"""A chat template is someone else's program: whatever it does, rendering ends in a prompt or an error that names it."""
+"""Tests that rendering any chat template ends with a prompt, or with an error that names the template."""
 
 import signal
 

@@ -16,7 +16,7 @@ def random_head(target: Target, name: str = "mtp", seed: int = 0) -> Head:
     torch.manual_seed(seed)
     settings = {"capture_layers": [1, 2]} if name in ("peagle", "dflash") else {}
     head = build_head(HEADS[name].Config(**settings), target.config).eval()
-    if name in ("medusa", "hydra"):  # a new head passes the target's state on unchanged
+    if name in ("medusa", "hydra"):  # without this, a new head would return the target's state unchanged
         draw_norms(head)
     return head
 

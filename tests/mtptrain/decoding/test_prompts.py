@@ -1,4 +1,4 @@
-"""The prompts that acceptance is measured on."""
+"""Tests which prompts acceptance is measured on."""
 
 import json
 import os
@@ -32,7 +32,8 @@ DOCUMENTS = Documents.from_list(
 
 def test_a_conversation_is_cut_before_its_first_answer_and_a_text_after_the_prompt_length() -> None:
     prompts = held_out_prompts(DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128)
-    assert {name: len(prompt) for name, prompt in prompts.items()} == {"0": 64, "2": 12}  # 1 is too short, 3 too long
+    # Document 1 is too short, and document 3 is too long.
+    assert {name: len(prompt) for name, prompt in prompts.items()} == {"0": 64, "2": 12}
     assert prompts == held_out_prompts(
         DOCUMENTS, num_prompts=10, prompt_tokens=64, max_new_tokens=32, context_tokens=128
     )
@@ -92,21 +93,21 @@ def test_every_window_of_a_text_may_give_a_prompt(tmp_path: Path) -> None:
 
 
 def test_the_best_head_is_not_chosen_on_the_files_that_are_reported(tmp_path: Path) -> None:
-    names = [f"file {index // 3}" for index in range(300)]  # three windows each
+    names = [f"file {index // 3}" for index in range(300)]  # each file has three windows
     prompts_dir = write_held_out(tmp_path, *((name, index % 3, 0, [1] * 10) for index, name in enumerate(names)))
     parts = {part: {names[i] for i in held_out_documents(prompts_dir, part).document_ids} for part in HeldOut}
     assert parts[HeldOut.choosing] | parts[HeldOut.reporting] == parts[HeldOut.all] == set(names)
     assert not parts[HeldOut.choosing] & parts[HeldOut.reporting]
-    assert 15 < len(parts[HeldOut.choosing]) < 35  # a quarter of 100
+    assert 15 < len(parts[HeldOut.choosing]) < 35  # about a quarter of 100 files
     documents = held_out_documents(prompts_dir, HeldOut.reporting)
-    assert len(documents) == 3 * len(parts[HeldOut.reporting]), "every window of a file is in its part"
+    assert len(documents) == 3 * len(parts[HeldOut.reporting]), "all windows of a file must be in the same part"
     fewer = write_held_out(tmp_path / "fewer", *((name, 0, 0, [1] * 10) for name in names[::6]))
     kept = {names[6 * i] for i in held_out_documents(fewer, HeldOut.choosing).document_ids}
-    assert kept == parts[HeldOut.choosing] & set(names[::6]), "a file's part does not depend on the others"
+    assert kept == parts[HeldOut.choosing] & set(names[::6]), "the part of a file must not depend on other files"
 
 
 def test_a_question_is_asked_once_and_in_one_half(tmp_path: Path) -> None:
-    """Copies of a question must not weigh more, nor be both in the choice of the best head and in the report."""
+    """Copies of a question must not count twice, nor be used both to choose the best head and in the report."""
     entries = [DocumentEntry(i, f"abc_{i}", Split.validation, 20, 0, 0, f"question {i % 40}") for i in range(400)]
     DocumentEntry.write_all(tmp_path, entries)
     Documents.from_list([(i, np.arange(20), [0] * 10 + [1] * 10) for i in range(400)]).save(
@@ -176,7 +177,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
     questions = read_prompts_file(path, make_tokenizer(), 260).questions
     system = {"role": "system", "content": "Be brief."}
     groups = [question_group([system, {"role": "user", "content": text}]) for text in ("trained on?", "held out?")]
-    warn_of_trained_questions(questions, tmp_path)  # stage 1 has not run
+    warn_of_trained_questions(questions, tmp_path)  # must not warn, because stage 1 has not run
     entries = [
         DocumentEntry(i, f"chat{i}", split, 9, 0, 0, groups[i])
         for i, split in enumerate((Split.train, Split.validation))

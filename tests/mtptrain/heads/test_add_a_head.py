@@ -1,4 +1,4 @@
-"""The head of docs/add_a_head.md, built from the page, fulfils the contract and can be trained."""
+"""Tests that the head of docs/add_a_head.md fulfils the contract of heads and can be trained."""
 
 import importlib.util
 import re
@@ -27,7 +27,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "add_a_head.md"
 
 @pytest.fixture(params=[True, False], ids=["bias", "no bias"])
 def head(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Head:
-    """The page's head, registered as the page says."""
+    """Builds the page's head and registers it as the page says."""
     [source] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     path = tmp_path / "gated.py"
     path.write_text(source)

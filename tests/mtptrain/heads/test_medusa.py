@@ -1,4 +1,4 @@
-"""Heads with an MLP per depth: how often they run, and what is refused."""
+"""Tests how often heads with an MLP per depth run, and which settings are refused."""
 
 from pathlib import Path
 

@@ -47,7 +47,7 @@ def test_settings_that_do_not_fit_are_warned_of(
 
 
 WINDOWS = ("train.stream_shards=2", "hidden_states.shard_tokens=100_000")
-"""With these settings, at most three windows of two shards are on disk: 600,000 of a million tokens."""
+"""With these settings, at most three windows of two shards, 600,000 tokens, are on disk."""
 
 
 def test_a_disk_that_is_too_small_is_warned_of(config_for: Callable[..., PipelineConfig]) -> None:

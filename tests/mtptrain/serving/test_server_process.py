@@ -1,4 +1,4 @@
-"""Processes of the serving benchmark without vLLM: how they fail, and that none outlives the one that started it."""
+"""Tests how the processes of the serving benchmark fail, and that they end with their parent. vLLM is not needed."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def test_a_load_generator_that_ends_names_its_log_and_its_last_lines(tmp_path: P
 
 
 def sleeping_python(directory: Path) -> Path:
-    """A Python that sleeps, whatever it is given, and starts a child that would outlive it."""
+    """Returns the path of a fake Python that ignores its arguments, starts a sleeping child and waits."""
     path = directory / "python"
     path.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {directory}/child\nwait\n")
     path.chmod(0o755)
@@ -47,7 +47,7 @@ def test_a_server_that_does_not_answer_in_time_is_killed_with_its_children(tmp_p
 
 
 def test_a_worker_ends_with_its_children_when_its_parent_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "vllm").mkdir()  # in place of the engine: one that starts a child, and never answers
+    (tmp_path / "vllm").mkdir()  # a fake engine that starts a child and never answers
     (tmp_path / "vllm/__init__.py").write_text("")
     entry = tmp_path / "vllm/entrypoints/openai/api_server.py"
     entry.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Tests that a damaged target, or one whose files contradict each other, is refused by file before it is loaded."""
+"""Tests that a target with damaged or contradictory files is refused, with the file's name, before it is loaded."""
 
 import json
 import shutil

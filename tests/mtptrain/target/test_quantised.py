@@ -1,4 +1,4 @@
-"""Quantised targets as transformers runs them, and those that it cannot run here."""
+"""Tests that a target computes with quantised weights and activations, and that formats that cannot run are refused."""
 
 import json
 from pathlib import Path

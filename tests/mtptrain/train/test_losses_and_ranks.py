@@ -62,10 +62,10 @@ def test_four_ranks_give_the_same_losses(four_batches: list[dict[str, object]], 
 def test_a_run_goes_on_with_another_number_of_ranks_and_another_zero_stage(
     fresh_run: Run, four_batches: list[dict[str, object]], ranks_and_stages: tuple[tuple[int, int], ...]
 ) -> None:
-    """Documents, weights and moments stay the same, so the losses are those of a run that never stopped."""
+    """Documents, weights and Adam moments stay the same, so the losses equal those of a run that never stopped."""
     for last_step, (num_ranks, stage) in zip((6, 12, 20), ranks_and_stages, strict=True):
-        # A kill, unlike a lower train.max_steps, keeps the schedule of 20 steps. A signal would also do so, but would
-        # not stop at a step of our choice.
+        # Kill the run, because a lower train.max_steps would change the schedule of 20 steps, and SIGTERM would stop at
+        # a step that the test cannot choose.
         settings = (f"deepspeed=zero{stage}", *[FP32] * (stage > 0), FOUR_MICRO_BATCHES, "train.save_every=6")
         command = program_command("mtptrain.train", *fresh_run[1], *settings, num_ranks=num_ranks)
         if last_step == 20:
@@ -73,7 +73,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_another_zero_stage(
         else:
             process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
             while not (fresh_run[0] / f"train/checkpoints/step_{last_step:08d}/complete.json").is_file():
-                assert process.poll() is None, "it ended before it could be killed"
+                assert process.poll() is None, "the run ended before it could be killed"
                 time.sleep(0.01)
             kill_tree(process.pid)
             process.wait()
@@ -118,7 +118,7 @@ def test_without_validation_prompts_the_last_head_is_kept_as_the_best_and_the_ta
     fresh_run: Run, one_rank: list[dict[str, object]], tmp_path: Path
 ) -> None:
     found = train(fresh_run, "train.validation_prompts=0", "train.validate_every=5", "deepspeed=zero0")
-    assert figures(found) == figures(one_rank), "validation does not touch training"
+    assert figures(found) == figures(one_rank), "validation must not change training"
     stage_dir = fresh_run[0] / "train"
     last, best = (json.loads((stage_dir / name / "head.json").read_text()) for name in ("last", "best"))
     assert last == best and last["step"] == 20 and "acceptance_length" not in last

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest whole one, the same on all ranks."""
+"""Tests that all ranks of a run resume from the newest whole checkpoint."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def empty(state: Path) -> None:
 
 
 def zero(state: Path) -> None:
-    """What a file system may leave of a file whose blocks were never written."""
+    """Fills a file with zeros, as a file system may do if the file's blocks were never written."""
     state.write_bytes(bytes(state.stat().st_size))
 
 
@@ -86,7 +86,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(
         rf"WARNING {re.escape(str(newest))}/{message}.*; training resumes from {re.escape(str(older))}", printed
     )
     assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
-    assert capsys.readouterr().out == "", "the torn one counts no longer"
+    assert capsys.readouterr().out == "", "the torn checkpoint must not be reported twice"
 
 
 def test_the_newest_whole_checkpoint_is_taken_without_a_word(
@@ -136,7 +136,7 @@ def test_a_new_checkpoint_is_on_the_disk_before_an_old_one_is_removed(
     monkeypatch.setattr(checkpoint, "gather_state", lambda engine, keep_here: {"weight": torch.ones(4)})
     save_checkpoint(cast(Any, None), tmp_path, Progress(2), {}, 1, ONE_RANK)
     assert newest_whole_checkpoint(tmp_path, ONE_RANK) == new and not old.exists()
-    assert flushed[-1] == (tmp_path, True), "the folder that names the new checkpoint"
+    assert flushed[-1] == (tmp_path, True), "the parent folder must be flushed before the old checkpoint is removed"
     assert [path for path, _ in flushed] == [new / f"{STATE}.tmp", new, new / f"{MARKER}.tmp", new, tmp_path]
 
 
@@ -144,7 +144,7 @@ def test_a_new_checkpoint_is_on_the_disk_before_an_old_one_is_removed(
 def test_training_goes_on_from_the_checkpoint_before_a_torn_one(
     tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path, num_ranks: int
 ) -> None:
-    """All ranks go on from the same checkpoint, and end with the weights of a run without a torn one."""
+    """Tests that all ranks resume from the same checkpoint, and end with the weights of a run without a torn one."""
     shutil.copytree(tiny_run[0], tmp_path / "run")
     checkpoints = tmp_path / "run/train/checkpoints"
     settings = (f"run_dir={tmp_path}/run", *tiny_run[1], "train.max_steps=4", "train.save_every=2", *PLAIN_RUN)
@@ -153,11 +153,11 @@ def test_training_goes_on_from_the_checkpoint_before_a_torn_one(
     truncate(checkpoints / "step_00000004" / STATE)
     result = run_program("mtptrain.train", *settings, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("step_00000004/state.safetensors: must have") == 1, "rank 0 alone says so"
+    assert result.stdout.count("step_00000004/state.safetensors: must have") == 1, "only rank 0 must print the warning"
     assert (tmp_path / "run/train/last/head.safetensors").read_bytes() == undisturbed
     assert find_fault(checkpoints / "step_00000004") is None
     assert {path.name for path in checkpoints.iterdir()} == {"step_00000002", "step_00000004"}, (
-        "the torn one is removed"
+        "the torn checkpoint must be removed"
     )
 
 

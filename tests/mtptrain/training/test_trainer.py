@@ -1,4 +1,4 @@
-"""The training step against serving: the loss of stored states is that of the decode step, draft by draft."""
+"""Tests that the loss of a training step equals that of serving, and tests the trainer's settings."""
 
 import json
 import math
@@ -21,7 +21,10 @@ DEPTHS = 3
 
 @torch.no_grad()
 def served_kl(run: Run, documents: list[StoredDocument]) -> list[float]:
-    """Mean KL by depth of the untrained head, drafting row by row as an engine does, from the target's own forward."""
+    """Returns the untrained head's mean KL at each depth.
+
+    Like an engine, the head drafts row by row from the target's states.
+    """
     config = make_config(*run[1])
     target = load_target(Path(config.target.path), torch.float32, torch.device("cpu"))
     torch.manual_seed(config.seed)
@@ -50,7 +53,7 @@ def served_kl(run: Run, documents: list[StoredDocument]) -> list[float]:
 
 
 def test_the_first_steps_loss_is_that_of_serving(fresh_run: Run) -> None:
-    """A wrong norm, embedding, depth or teacher anywhere between the store and the loss shows here."""
+    """This test fails if the training step uses a wrong norm, embedding, depth or teacher."""
     run_dir, settings = fresh_run
     store = HiddenStore.open(run_dir / "hidden_states")
     few = ("train.max_steps=1", "deepspeed=zero0")
@@ -64,7 +67,7 @@ def test_the_first_steps_loss_is_that_of_serving(fresh_run: Run) -> None:
     ids = {document_id for batch in schedule.micro_batches(0, 0, 1) for document_id in batch.document_ids}
     documents = [store.document(i) for i in range(store.num_documents)]
     chosen = [document for document in documents if document.document_id in ids]
-    # The store holds bf16 states: their rounding moves the mean by a few parts in a thousand.
+    # The store holds bf16 states, whose rounding changes the mean by a few parts in a thousand.
     assert record["kl_at"] == pytest.approx(served_kl(fresh_run, chosen), rel=5e-3)
 
 
@@ -85,7 +88,7 @@ def test_a_step_is_compiled_on_gpus_unless_the_config_says_otherwise(setting: st
 
 
 def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
-    """In one piece a CPU's norm of so many is off by 4e-4."""
+    """On a CPU, a norm computed over all 10 million values at once is off by 4e-4."""
     tensors = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0)), torch.full((3, 5), 7.0)
     expected = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
     assert total_norm(tensors).item() == pytest.approx(expected, rel=1e-6)

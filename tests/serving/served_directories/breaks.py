@@ -12,7 +12,7 @@ from mtptrain.convert.mimo import MIMO_LAYER
 from mtptrain.utils.files import tensor_shapes
 
 Break = Callable[[Path], None]
-"""Changes an exported directory in place."""
+"""A function that changes an exported directory in place."""
 
 
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
@@ -69,7 +69,7 @@ def changed_dflash(**settings: Any) -> Break:
 
 
 def without_norms(*names: str) -> dict[str, Break]:
-    """Returns a break for each norm that sets its weight to one, by the norm's name."""
+    """Returns a break for each norm, by name. The break sets the norm's weights to one."""
     return {name: changed(name + ".weight", torch.ones_like) for name in names}
 
 
@@ -104,4 +104,4 @@ BREAKS: dict[str, dict[str, Break]] = {
     "peagle": {"mask_hidden": changed("mask_hidden", torch.neg), "mask_token": another_mask_token},
     "medusa": {"blocks": changed("blocks.0.layers.0.weight", torch.neg), "lm_head": another_lm_head},
 }
-"""Breaks by kind of head and name."""
+"""The breaks of each kind of head, by name."""

@@ -13,7 +13,7 @@ from tests.mtptrain.convert.warm_start.written_heads import MTP, assert_equal, r
 
 
 def native_checkpoint(directory: Path, target_dir: Path, layers: tuple[int, ...] = (2,)) -> Tensors:
-    """Write a target of two layers and equal MTP layers in DeepSeek's layout, and return the weights of each."""
+    """Write a target of two layers and equal MTP layers in DeepSeek's layout, and return the weights of one."""
     make_target(directory)
     state = random_state(MTP, target_dir)
     tensors = load_file(directory / "model.safetensors")
