@@ -1,5 +1,4 @@
-"""The targets of the recipes by the dimensions that were published with them: the fields of their config.json that give
-their sizes."""
+"""Lists the recipes' targets with the sizes that are published in their config.json."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,13 +38,13 @@ _QWEN3: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class PublishedTarget:
-    """One target."""
+    """Describes a published target."""
 
     name: str
     """The name on the hub."""
     model_type: str
     num_parameters: float
-    """As published, to three digits."""
+    """The published number, with at most three digits."""
     settings: dict[str, Any]
 
     def config(self) -> PreTrainedConfig:
@@ -182,4 +181,4 @@ PUBLISHED_TARGETS = {
         },
     ),
 }
-"""By the name of their file in recipes/target/."""
+"""Published targets by the name of their file in recipes/target/."""

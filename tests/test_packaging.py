@@ -1,4 +1,4 @@
-"""The wheel is whole, and a program runs from any folder: installed, and from a bare checkout."""
+"""Tests that the wheel is complete, and that programs run from any folder, both installed and from a checkout."""
 
 import json
 import os
@@ -18,7 +18,7 @@ WHERE = "import mtptrain, mtptrain.config as config; print(mtptrain.__file__, co
 
 
 def run(*command: str | Path, cwd: Path, pythonpath: Path | None = None) -> str:
-    """Run a command to its end, without this checkout on its path; returns its standard output."""
+    """Runs a command without this checkout on its Python path, and returns its standard output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if pythonpath:
         environment["PYTHONPATH"] = str(pythonpath)
@@ -31,7 +31,7 @@ def run(*command: str | Path, cwd: Path, pythonpath: Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is packaged, so that building leaves nothing behind and nothing stale is packaged."""
+    """Returns a copy of the files to package, so that building leaves no files here and packages no stale ones."""
     directory = tmp_path_factory.mktemp("checkout")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -51,7 +51,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a clean environment: the wheel, and this environment's dependencies behind it."""
+    """Returns the Python of a clean environment that has the wheel and can import this environment's dependencies."""
     directory = tmp_path_factory.mktemp("environment")
     venv.create(directory, symlinks=True)
     python = directory / "bin" / "python"
@@ -69,8 +69,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=directory,
     )
     [site_packages] = directory.glob("lib/python*/site-packages")
-    # A path listed in a .pth file is searched for packages, but its own .pth files, an editable install's say, are not
-    # read.
+    # Python searches a path listed in a .pth file for packages, but ignores .pth files in that path, such as those of
+    # an editable install.
     dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site_packages / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
     return python

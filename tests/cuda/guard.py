@@ -1,5 +1,7 @@
-"""Builds guard.cpp on first use and loads it, which works only before anything has imported torch: tests/conftest.py
-does it first."""
+"""Builds guard.cpp on first use and loads it.
+
+Loading works only before torch is imported, so tests/conftest.py imports this module first.
+"""
 
 import ctypes
 import hashlib
@@ -22,7 +24,7 @@ def _torch_dir() -> Path:
 
 
 def _build(torch_dir: Path) -> Path:
-    """Returns the library, compiled for this version of torch unless it is in the cache already."""
+    """Returns the path of the library for this version of torch. Compiles the library unless it is cached."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mtptrain-tests"
     key = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode() + str(torch_dir).encode()).hexdigest()[:16]
     library = cache / f"guard-{key}.so"
@@ -37,12 +39,12 @@ def _build(torch_dir: Path) -> Path:
             subprocess.run(
                 [compiler, "-shared", "-fPIC", "-std=c++20", *inputs, "-o", str(built)], check=True, capture_output=True
             )
-            os.replace(built, library)  # another process may be building it too
+            os.replace(built, library)  # another process may be building the library too
     return library
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    """Returns the library, or None and why there is none."""
+    """Returns the library and an empty string, or None and the reason."""
     torch_dir = _torch_dir()
     if (torch_dir / "lib" / "libtorch_cuda.so").exists():
         return None, "this torch is built for CUDA and has a device guard of its own"

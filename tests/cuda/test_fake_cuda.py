@@ -1,4 +1,4 @@
-"""The fake devices that all other rehearsals use, and what the meter counts on them."""
+"""Tests the fake CUDA devices, and what the meter counts on them."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_every_wait_of_the_host_is_counted(call: object, operator: str) -> None:
         mode.allow_scalar_outputs = True
         try:
             call(x)  # type: ignore[operator]
-        except Exception as error:  # a fake tensor has no value to read: some operators say so
+        except Exception as error:  # some operators raise, because a fake tensor has no value to read
             assert "Data" in type(error).__name__ or "DynamicOutputShape" in type(error).__name__, error
     assert any(name.startswith(f"{operator} at ") for name in meter.syncs), meter.syncs
 

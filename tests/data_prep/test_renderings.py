@@ -18,8 +18,8 @@ from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
-# Qwen3's rules: reasoning, from its own key or from the content, is rendered only after the last user turn; the last
-# turn of a conversation has at least an empty block of it.
+# Like Qwen3's template, this renders reasoning, from its own key or from the content, only after the last user turn. An
+# assistant turn that ends the conversation always has a reasoning block, which may be empty.
 QWEN3 = (
     "{% set last = namespace(query=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set last.query = loop.index0 %}{% endif %}{% endfor %}"
@@ -43,7 +43,7 @@ QWEN3_BLOCKS = (
     )
     .replace("~", "{% endgeneration %}{{ '\n' }}")
 )
-# Reasoning is rendered only in the last assistant turn, even if a user turn follows it.
+# This template renders reasoning only in the last assistant turn, even if a user turn follows.
 LAST_ANSWER = (
     "{% set last = namespace(answer=-1) %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}{% set last.answer = loop.index0 %}{% endif %}{% endfor %}"
@@ -58,7 +58,7 @@ LLAMA3 = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Phi-3's rule: an end-of-text token follows a conversation that is not a prompt.
+# Like Phi-3's template, this adds an end-of-text token to a conversation rendered without a generation prompt.
 CLOSED = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 
 
@@ -88,14 +88,14 @@ FAMILIES: dict[str, tuple[str, Callable[[Message], str]]] = {
 
 @dataclass(frozen=True)
 class Generated:
-    """An assistant turn as an engine generates it."""
+    """Holds the prompt and the text that an engine generates for an assistant turn."""
 
     prompt: str
     answer: str
 
 
 def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
-    """Returns the demo target's tokenizer, with tokens of many bytes, and the special tokens of the templates above."""
+    """Returns the demo target's BPE tokenizer with `template` and the special tokens of the templates above."""
     tokenizer = load_tokenizer(resolve_target(DEMO))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = template
@@ -106,7 +106,7 @@ TOKENIZERS = {name: tokenizer_of(template) for name, (template, _) in FAMILIES.i
 
 
 def generated_answers(family: str, messages: Sequence[Message]) -> list[Generated]:
-    """Returns every assistant turn after the prompt that the template makes of the messages before it."""
+    """Returns each assistant turn with the prompt that the template renders from the messages before the turn."""
     found = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -158,7 +158,7 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
         assert len(holders) == 1
         supervised[holders[0]][start:end] += 1
     for encoding, expected in zip(encodings, supervised, strict=True):
-        if family == "closed":  # the end-of-text token after the last turn is not generated
+        if family == "closed":  # skip the newline and the end-of-text token after the last turn
             expected[-2:] = encoding.loss_mask[-2:]
         assert encoding.loss_mask.tolist() == expected.tolist()
     assert sum(encoding.answers for encoding in encodings) == len(generated_answers(family, messages))

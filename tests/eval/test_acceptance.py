@@ -1,4 +1,4 @@
-"""Tests of the limits within which acceptance is measured, and of the example on a terminal."""
+"""Tests the longest prompt with which acceptance is measured, and how an example is printed on a terminal."""
 
 from types import SimpleNamespace
 

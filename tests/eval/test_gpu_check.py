@@ -1,4 +1,4 @@
-"""The checks for a machine with GPUs pass on a CPU at a tiny size, and can fail."""
+"""Tests that the checks for GPU machines pass on a CPU at a tiny size, and that they find errors."""
 
 import json
 import re
@@ -35,11 +35,11 @@ NEEDS_MORE = {
     "served by vLLM",
     "training step, compared with vLLM Speculators",
 }
-"""Checks that need another environment."""
+"""Names of the checks that need another Python environment, and are skipped here."""
 
 
 def run_quickly(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
-    """Forks start faster, but the training step benchmark needs its own process, in which compilation is disabled."""
+    """Runs a program in forks, which start faster. The step benchmark needs a new process without compilation."""
     return (run_in_process if module == "eval.bench.train" else run_ranks)(module, arguments, num_ranks)
 
 

@@ -1,4 +1,4 @@
-"""Studies train and measure every variant and seed once, on prompts that end at the same positions."""
+"""Tests that studies train and measure every variant and seed once, on prompts that end at the same positions."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_variants_are_trained_and_measured_once_and_those_that_diverge_are_named
     assert measured["wild"] == {"1": None} and "1 seeds, 1 diverged" in shown
     assert all(set(measured[name]["1"]["acceptance"]) == {"16", "48"} for name in ("short", "norms", "kept"))
     assert "<svg" in (directory / "study.svg").read_text()
-    # Variants with the same settings of stages 1 and 2 share their output, and each variant has its own settings.
+    # Variants with equal settings for stages 1 and 2 share the output of these stages. Each has its own head settings.
     assert sorted(path.name for path in (directory / "data").iterdir()) == ["norms", "short"]
     head = json.loads((directory / "norms" / "seed_1" / "train" / "best" / "head.json").read_text())
     assert head["head"]["norms"] == ["norm"] and head["step"] == 20

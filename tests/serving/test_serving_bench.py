@@ -1,4 +1,4 @@
-"""`eval.serving_bench` with vLLM itself: engines that it starts, and a running server."""
+"""Tests `eval.serving_bench` with a real vLLM, both with engines that it starts and with a running server."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def run(
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, tuple[str, ...]]:
-    """The folder of a run with its head trained and exported, and its overrides."""
+    """Returns the folder of a run whose head is trained and exported, and the overrides of the run."""
     directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
     overrides = (
         *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
@@ -66,7 +66,7 @@ STARTED = (
 
 @pytest.fixture(scope="module")
 def started(run: tuple[Path, tuple[str, ...]]) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The program with engines that it starts, and its report."""
+    """Runs the program with engines that it starts, and returns the finished process and the report."""
     result = run_program("eval.serving_bench", *run[1], *STARTED)
     assert result.returncode == 0, result.stderr[-3000:]
     return result, json.loads((run[0] / "serving_bench/report.json").read_text())
@@ -102,13 +102,13 @@ def test_the_counts_agree_with_the_tokens_that_clients_received(
         if row["num_speculative_tokens"] == 0:
             assert row["rounds"] is None and row["acceptance_length"] is None
             continue
-        # Each request begins with a token of the prefill; its last round may be cut at max_new_tokens.
+        # The prefill gives the first token of each request. The last round may be cut at max_new_tokens.
         emitted = row["rounds"] + sum(row["accepted_at"]) + NUM_REQUESTS
         assert row["output_tokens"] <= emitted <= row["output_tokens"] + 3 * NUM_REQUESTS
         assert row["drafted"] == 3 * row["rounds"] and len(row["accepted_at"]) == 3
         assert row["acceptance_length"] == pytest.approx(1 + sum(row["accepted_at"]) / row["rounds"])
         assert 0 < row["accepted_at"][0] < row["rounds"]
-        # `vllm bench serve` reads the same counters, but right after the last answer, before its last step is counted.
+        # `vllm bench serve` reads these counters right after the last answer, before the last step is counted.
         name = f"load_K3_concurrency{row['concurrency']}_run1.json"
         early = json.loads((run[0] / "serving_bench" / name).read_text())["spec_decode_num_drafts"]
         assert row["rounds"] - 2 <= early <= row["rounds"]
@@ -116,7 +116,7 @@ def test_the_counts_agree_with_the_tokens_that_clients_received(
 
 @pytest.fixture(scope="module")
 def server(run: tuple[Path, tuple[str, ...]], vllm_python: str, target_of: Callable[[str], OnDisk]) -> Iterator[str]:
-    """The address of a vLLM server with a written setting: 3 drafts for one request, 1 for two, none for more."""
+    """Yields the address of a vLLM server whose K is 3 for one request, 1 for two requests and 0 for three."""
     export = run[0] / "export/vllm"
     speeds = {1: {0: 10.0, 1: 11.0, 3: 12.0}, 2: {0: 10.0, 1: 11.0, 3: 9.0}, 3: {0: 10.0, 1: 9.0, 3: 9.0}}
     draft, _ = vllm_settings(speeds, json.loads((export / "serving.json").read_text()), export)
@@ -139,8 +139,10 @@ def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_co
     assert sum(row["drafted"] for row in rows) == counts.drafted
     assert [sum(row["accepted_at"][i] for row in rows) for i in range(3)] == counts.accepted_at
     assert [row["speed_up"] for row in rows] == [None, None]
-    assert rows[0]["drafted"] == 3 * rows[0]["rounds"], "one request: K = 3"
-    assert rows[1]["drafted"] < 2 * rows[1]["rounds"], "two requests: K = 1, except while the last runs alone"
+    assert rows[0]["drafted"] == 3 * rows[0]["rounds"], "K must be 3 for one request"
+    assert rows[1]["drafted"] < 2 * rows[1]["rounds"], (
+        "K must be 1 for two requests, except while the last request runs alone"
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_ctrl_c_ends_every_process(run: tuple[Path, tuple[str, ...]], tmp_path: 
     try:
         wait_until(lambda: "EngineCore" in read(tmp_path / "server_K0.log"))
         groups = {os.getpgid(pid) for pid in descendants(process.pid)} - {os.getpgid(process.pid)}
-        assert len(groups) == 2, "the server and the load generator"
+        assert len(groups) == 2, "the server and the load generator must each have a process group"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     finally:
@@ -206,7 +208,7 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 120) -> None:
 
 
 def status(pid: str) -> list[str]:
-    """State, parent and process group of a process, and what follows in its line of /proc."""
+    """Returns the state, parent and process group of a process, and the later fields of /proc/PID/stat."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Prints what an installed vLLM for CPUs needs besides torch, one requirement a line; run by its own Python.
+"""Prints the requirements of an installed vLLM for CPUs except torch, one per line. vLLM's own Python runs this.
 
-torch is installed first and alone, so that pip takes the build for this machine; its companions for images and audio
-are left out.
+torch is installed first and alone, so that pip takes the build for this machine; torchvision, torchaudio and
+torchcodec are left out.
 """
 
 from importlib.metadata import requires

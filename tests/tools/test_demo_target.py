@@ -1,4 +1,4 @@
-"""The target that ships with the package: small, sound over its context, and decoded exactly with drafts."""
+"""Tests that the packaged target is small, works over its whole context, and is decoded exactly with drafts."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """The start of one hundred held-out files of this machine's standard library, 16 to 160 tokens."""
+    """Returns the first 16 to 160 tokens of one hundred held-out files of this machine's standard library."""
     texts = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE + GENERATED).texts
     held_out = {name: text for name, text in texts.items() if is_held_out(name, 0.2) and len(text) > 2000}
     names = sorted(held_out)[:100]
@@ -52,14 +52,16 @@ def test_its_published_held_out_loss_never_rises_with_position_and_is_at_most_2_
     losses = list(by_position["nats_per_token"].values())
     assert len(losses) == 4 and losses == sorted(losses, reverse=True)
     fine = by_position["nats_per_token_by_256_positions"]
-    assert len(fine) == 8 and max(fine[5:]) < fine[4], "flat, within the noise of 0.001, over its last kilotoken"
+    assert len(fine) == 8 and max(fine[5:]) < fine[4], (
+        "the loss from position 1280 on must be below that of positions 1024 to 1279"
+    )
     assert FIGURES["held_out_source"]["nats_per_token"] <= 2.0
 
 
 def test_its_weights_still_have_the_published_loss_on_this_machines_library(
     target: Target, prompts: list[list[int]]
 ) -> None:
-    """Another Python has other files, so a quarter plus half a nat is allowed; random weights have ln 4096 = 8.3."""
+    """Allows 25 % plus 0.5 nats more, because another Python has other files. Random weights have ln 4096 = 8.3."""
     total, count = 0.0, 0
     for prompt in prompts[50:]:
         logits = target.model(torch.tensor([prompt])).logits[0, :-1]
@@ -71,7 +73,7 @@ def test_its_weights_still_have_the_published_loss_on_this_machines_library(
 def test_the_recipe_leaves_out_what_is_generated_and_holds_out_what_its_training_held_out() -> None:
     config = make_config()
     assert tuple(config.prompts.exclude) == EXCLUDE + GENERATED
-    assert config.prompts.validation_fraction == 0.05, "the fraction that training held out"
+    assert config.prompts.validation_fraction == 0.05, "the recipe must hold out the fraction that training held out"
 
 
 def test_its_tokenizer_gives_back_every_text_and_starts_it_with_the_beginning_of_text() -> None:
@@ -106,14 +108,14 @@ def test_greedy_speculation_equals_plain_greedy_decoding_on_a_hundred_held_out_p
         accepted.append(sum(sum(generation.accepted_at) for generation in generations))
         for prompt, generation in zip(prompts, generations, strict=True):
             assert generation.tokens == plain_greedy(target, tuple(prompt))
-    assert accepted[1] > 500, "prompt lookup must really accept, or this shows little"
+    assert accepted[1] > 500, "equality proves little unless prompt lookup accepts many drafts"
 
 
 _greedy: dict[tuple[int, ...], list[int]] = {}
 
 
 def plain_greedy(target: Target, prompt: tuple[int, ...]) -> list[int]:
-    """transformers' own greedy decoding, once per prompt."""
+    """Returns the tokens that transformers decodes greedily, computed once per prompt."""
     if prompt not in _greedy:
         output = target.model.generate(
             torch.tensor([prompt]),

@@ -27,7 +27,7 @@ def extract(config: PipelineConfig, num_ranks: int) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the child processes of `pid`. Killing its process group would miss torchrun's workers."""
+    """Returns the IDs of the child processes of `pid`. Killing its process group would miss torchrun's workers."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -72,7 +72,7 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
 
 
 def work(config: PipelineConfig, rank: int, num_ranks: int, port: int) -> None:
-    """Runs the stage as one rank of torchrun does."""
+    """Runs the stage as one rank under torchrun."""
     os.environ.update(ranks_environment(rank, num_ranks, port))
     extract_hidden_states(config, init_ranks())
 
@@ -117,7 +117,7 @@ def test_runs_killed_at_ten_random_moments_with_changing_ranks_leave_an_undistur
         for process in processes:
             process.kill()
         end_ranks(processes)
-        assert not (store_dir / "manifest.json").exists(), "it was finished before it was killed"
+        assert not (store_dir / "manifest.json").exists(), "the run finished before it was killed"
     assert 10 < count_shards() < len(undisturbed) - 1
     assert end_ranks(start_ranks(config, 2)) == [0, 0]
     assert read_store(store_dir) == undisturbed

@@ -32,7 +32,10 @@ CHATS = [chat(f"chat{i}", f"question {i}", f"answer {i}") for i in range(20)]
 
 
 def read_output(config: PipelineConfig) -> dict[str, list[tuple[DocumentEntry, list[int], list[int]]]]:
-    """Returns each document's windows in order, by document name. A window is its entry, token ids and loss mask."""
+    """Returns each document's windows in order, by document name.
+
+    A window is a tuple of the document's entry and the window's token ids and loss mask.
+    """
     stage_dir = config.stage_dir("prompts")
     entries = DocumentEntry.read_all(stage_dir)
     found: dict[str, list[tuple[DocumentEntry, list[int], list[int]]]] = {}

@@ -78,7 +78,7 @@ def answers_of(row: dict[str, Any]) -> list[str]:
 def answer_by_question(table: dict[str, Callable[[list[int]], Any]], target: Path) -> Callable[[dict[str, Any]], Any]:
     """Returns a server behaviour that uses the first entry of `table` whose key is in the last user turn.
 
-    Without a match, it is `answer_by_prompt`.
+    Without a match, the server behaves as `answer_by_prompt`.
     """
     tokenizer = load_tokenizer(target)
 

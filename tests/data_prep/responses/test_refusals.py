@@ -1,4 +1,4 @@
-"""Tests which servers, keys, templates and settings the stage refuses before it requests any answer."""
+"""Tests which servers, keys, templates and settings the responses stage refuses."""
 
 from pathlib import Path
 from typing import Any

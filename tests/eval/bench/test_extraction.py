@@ -1,4 +1,4 @@
-"""The bench of extraction runs and writes all its figures. Speed is not asserted."""
+"""Tests that the extraction benchmark runs and writes all its figures, whatever the speed."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An export that an engine would not serve correctly is refused, with the reason and a way out."""
+"""Tests that an export that an engine would not serve correctly is refused with the reason and a remedy."""
 
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
@@ -136,7 +136,7 @@ def test_a_combination_that_the_engine_does_not_serve_is_refused_with_the_reason
 
 
 def test_every_row_is_among_the_cases() -> None:
-    """Every row must be the first one that some case violates."""
+    """Tests that every row of `LIMITS` is the first row that some case violates."""
     provoked = set()
     for engine, name, head, family, target, _ in REFUSED:
         rows = [row for row in LIMITS if (row.engine, row.head) == (engine, name)]
@@ -146,7 +146,7 @@ def test_every_row_is_among_the_cases() -> None:
 
 
 def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
-    """A family that is added must be looked up in the engines first."""
+    """Tests which families each engine serves. Before adding a family here, look it up in the engines."""
     served = {
         (engine, name, family)
         for family in SUPPORTED_MODEL_TYPES
@@ -176,7 +176,9 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     }
     expected |= {("vllm", "medusa", family) for family in families}
     expected |= {("vllm", "draft_model", family) for family in SUPPORTED_MODEL_TYPES}
-    assert served == expected | {("transformers", "mtp", "llama")}, "mistral's default has a sliding window"
+    assert served == expected | {("transformers", "mtp", "llama")}, (
+        "transformers must serve llama only, because mistral's default config has a sliding window"
+    )
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])

@@ -1,4 +1,4 @@
-"""The directory for transformers: its `generate` with `use_mtp` is compared with our own drafting."""
+"""Tests the export for transformers, and that `generate` with `use_mtp` accepts the same drafts as mtptrain."""
 
 import json
 import os
@@ -38,8 +38,8 @@ def test_mtp_is_one_more_layer_behind_the_targets_last() -> None:
 
 
 def guessing_pair(directory: Path, family: str) -> tuple[Target, Head]:
-    """Makes a target whose next token depends on little but the last token, and a head that mostly passes on the
-    embedding of that token, so that some drafts are right."""
+    """Makes a target whose next token depends mostly on the last token, and a head that mostly passes on the embedding
+    of the last token, so that some drafts are right."""
     make_target(
         directory, family, tie_word_embeddings=False, **({"sliding_window": None} if family == "mistral" else {})
     )
@@ -67,7 +67,7 @@ def write(directory: Path, target_dir: Path, target: Target, head: Head) -> Form
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], **how: object) -> tuple[list[int], int]:
-    """Returns the answer, and how many forwards of the target it took."""
+    """Returns the answer and the number of target forwards that produced the answer."""
     forwards = 0
 
     def count(*_: object) -> None:
@@ -99,7 +99,7 @@ def test_generate_accepts_exactly_the_drafts_that_our_own_loop_accepts(
         settings = {"num_speculative_tokens": 1, "max_new_tokens": NEW_TOKENS, "sampler": Sampler()}
         ours = speculate(target, drafter, [prompt], **settings)[0]
         assert drafted == plain == ours.tokens
-        assert forwards == 1 + ours.rounds, "the prompt, and one forward a round"
+        assert forwards == 1 + ours.rounds, "the target must run once for the prompt and once per round"
         accepted += sum(ours.accepted_at)
     assert accepted > 10
 

@@ -32,7 +32,7 @@ MANIFEST = DraftVocabManifest(
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Writes a draft vocabulary of tokens 0, 3, 4 and 9 of ten."""
+    """Writes a draft vocabulary of tokens 0, 3, 4 and 9 for a target with ten tokens, and returns its directory."""
     sha256 = write_draft_vocab(tmp_path, offsets(TOKEN_IDS), vocab_size=10)
     write_manifest(tmp_path, replace(MANIFEST, draft_vocab_sha256=sha256))
     return tmp_path

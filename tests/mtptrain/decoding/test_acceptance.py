@@ -1,4 +1,4 @@
-"""Lengths, rates and intervals from counts; detection of loops; batches."""
+"""Tests acceptance lengths, rates and intervals from counts, detection of loops, and batches of prompts."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_a_loop_is_a_block_that_follows_itself_twice_over_32_tokens(tokens: list
 
 
 def test_intervals_contain_the_length_and_match_the_standard_error() -> None:
-    """With equal rounds, the interval is 1.96 standard errors, sd / sqrt(n), to each side of the mean of n lengths."""
+    """If n answers have equally many rounds, the interval is about the mean of their lengths +- 1.96 sd / sqrt(n)."""
     rng = np.random.default_rng(1)
     generations = [Generation([], 10, 0, 20, [int(count), 0]) for count in rng.binomial(10, 0.6, size=200)]
     alone = [[generation] for generation in generations]
@@ -62,15 +62,15 @@ def test_intervals_contain_the_length_and_match_the_standard_error() -> None:
         0.0,
     )
     assert found.tokens_per_step == found.acceptance_length
-    assert intervals(alone) == found, "the same seed gives the same interval"
+    assert intervals(alone) == found, "the same seed must give the same interval"
     twice = intervals([answers * 2 for answers in alone])
     assert twice is not None and twice.acceptance_length == pytest.approx((low, high)), (
-        "a conversation of two equal answers tells no more than one of a single answer"
+        "two equal answers from one source must give the same interval as one answer"
     )
 
 
 def test_one_source_gives_no_interval() -> None:
-    """Resampling one conversation always gives the same one, and an interval without width."""
+    """Resampling a single source always draws that source, so the interval would have no width."""
     answers = [generation(10, [9, 6]), generation(10, [3, 0])]
     assert intervals([answers]) is None
     found = intervals([[answer] for answer in answers])
@@ -82,8 +82,8 @@ def test_one_source_gives_no_interval() -> None:
     [
         (2, None, [[1, 3], [0, 4], [2]]),
         (2, 1000, [[1, 3], [0, 4], [2]]),
-        (8, 60, [[1, 3, 0], [4], [2]]),  # 3 prompts of up to 10 tokens and 10 new ones are 60
-        (8, 59, [[1, 3], [0], [4], [2]]),  # 2 of 10 and 20 would be 60
+        (8, 60, [[1, 3, 0], [4], [2]]),  # three prompts padded to 10 tokens, with 10 new tokens each
+        (8, 59, [[1, 3], [0], [4], [2]]),  # two prompts padded to 20 tokens, with 10 new tokens each, exceed 59
         (8, 1, [[1], [3], [0], [4], [2]]),  # a prompt too long for any batch is decoded alone
     ],
 )

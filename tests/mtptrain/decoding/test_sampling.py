@@ -77,7 +77,7 @@ def test_extreme_settings_keep_the_likeliest_token(temperature: float, filters: 
 
 
 def joint_distribution(target: Target, temperature: float, filters: Filters) -> torch.Tensor:
-    """Returns the probability of every (token 2, token 3, token 4), found by enumeration [V, V, V]."""
+    """Returns the probabilities [V, V, V] of tokens 2, 3 and 4, computed by enumerating all sequences."""
     sequences = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=4)])
     logits = target.model(sequences).logits[:, len(PROMPT) - 1 : -1]
     probs = filtered(logits, temperature, filters).gather(2, sequences[:, len(PROMPT) :, None])[..., 0].prod(1)
@@ -89,7 +89,7 @@ def chi_square_p_value(
 ) -> float:
     """Returns the p-value of a chi-square test that sampled speculation follows `joint_distribution`.
 
-    Combinations of tokens with fewer than 8 expected samples are pooled. The p-value is Wilson and Hilferty's normal
+    Combinations of tokens with fewer than 8 expected samples are pooled. The p-value uses Wilson and Hilferty's normal
     approximation.
     """
     filters = filters or {}
@@ -172,7 +172,7 @@ def test_a_wrong_acceptance_rule_is_caught(
 
 
 def accept_first_child(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Tensor, num_depths: int) -> Accepted:
-    """Applies a wrong rule to a tree: where the target chose no child, every other sequence accepts the first one."""
+    """Applies a wrong rule to trees: in every second sequence, a row whose children are all wrong accepts the first."""
     assert draft.parents is not None
     biased = target_tokens.clone()
     for row in range(target_tokens.shape[1]):

@@ -1,4 +1,4 @@
-"""The contract of every head: decoding at depth k computes the states of training at depth k."""
+"""Tests that decoding with every head computes the same states at depth k as training does."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 
 
 LAYER_CASES = [case for case, (name, _) in CASES.items() if issubclass(HEADS[name], LayerHead)]
-"""Heads whose attention reads other tokens at later depths than at depth 0."""
+"""Cases whose head is a `LayerHead`: its attention reads other keys at later depths than at depth 0."""
 
 
 def test_every_head_is_among_the_cases() -> None:
@@ -85,7 +85,7 @@ def random_head(case: str) -> Head:
 
 @torch.no_grad()
 def draw_norms(head: Head, generator: torch.Generator | None = None) -> None:
-    """Draw the weights of norms, and weights that start at 0, so that one in the wrong place changes the result."""
+    """Randomise norms, biases and weights that start at 0, so that a weight in the wrong place changes the result."""
     for parameter in head.parameters():
         if parameter.ndim == 1:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
@@ -94,7 +94,7 @@ def draw_norms(head: Head, generator: torch.Generator | None = None) -> None:
 
 
 def packed_inputs(head: Head) -> PackedTokens:
-    """Random tokens and states of packed documents, in which every token is a draft position."""
+    """Returns random tokens and states of packed documents, in which every token is a draft position."""
     generator = torch.Generator().manual_seed(1)
     streams = (len(head.read_layers),) if head.read_layers else ()
     target_states = torch.randn(sum(LENGTHS), *streams, HIDDEN_SIZE, generator=generator)
@@ -103,12 +103,12 @@ def packed_inputs(head: Head) -> PackedTokens:
 
 
 def run(head: Head, tokens: PackedTokens) -> torch.Tensor:
-    """States of training [T, M, H]."""
+    """Returns the states of training [T, M, H]."""
     return head(tokens, PARTS, DEPTHS)
 
 
 def largest_difference(head: Head, states: torch.Tensor) -> float:
-    """Return the largest difference of training states [T, N, H] and serving, over every draft of every document."""
+    """Returns the largest difference between training states [T, N, H] and decoded states, over all drafts."""
     tokens, differences = packed_inputs(head), []
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
     for start, length in zip(starts.tolist(), LENGTHS, strict=False):
@@ -116,7 +116,7 @@ def largest_difference(head: Head, states: torch.Tensor) -> float:
         ids = F.pad(tokens.input_ids[document], (0, DEPTHS))
         for row in range(length - 1):
             served = drafted_states(head, PARTS, tokens.target_states[document], ids, row, DEPTHS)
-            # The document has no tokens for later depths to read.
+            # Later depths would read tokens beyond the end of the document.
             for depth, state in enumerate(served[: length - 1 - row]):
                 differences.append((states[depth, start + row] - state).abs().max().item())
     assert len(differences) > 50
@@ -145,7 +145,7 @@ def test_an_alignment_shifted_by_one_token_is_caught(name: str) -> None:
 @pytest.mark.parametrize("name", LAYER_CASES)
 @torch.no_grad()
 def test_an_alignment_shifted_by_one_position_is_caught(name: str) -> None:
-    """RoPE is relative, so shifting all positions changes nothing; shifting those of the later depths does."""
+    """Shifts only the positions of later depths: RoPE is relative, so shifting all positions would change nothing."""
     head = random_head(name)
     assert isinstance(head, LayerHead)
     tokens = packed_inputs(head)
@@ -186,7 +186,7 @@ def test_the_states_of_a_document_do_not_depend_on_other_documents(name: str) ->
 
 
 SOME_ROWS = ((0, 2, 3), (0, 6, 2), (1, 0, 4), (2, 4, 1))
-"""Spans as (document, first token, rows): two of one document, one from the start, one row alone."""
+"""Spans as (document, first token, rows): two of one document, one at the start of a document, one of a single row."""
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
@@ -194,7 +194,7 @@ SOME_ROWS = ((0, 2, 3), (0, 6, 2), (1, 0, 4), (2, 4, 1))
 def test_states_and_gradients_do_not_depend_on_which_other_tokens_are_draft_positions(
     name: str, activation_checkpointing: bool
 ) -> None:
-    """Compare all states and gradients: tokens that are not draft positions only provide keys and values."""
+    """Compares all states and gradients. Tokens that are not draft positions must only provide keys and values."""
     head = random_head(name)
     head.activation_checkpointing = activation_checkpointing
     tokens = packed_inputs(head)
@@ -252,7 +252,7 @@ def test_every_parameter_of_the_head_gets_a_gradient(name: str) -> None:
     assert all(
         parameter.grad is not None and parameter.grad.abs().sum() > 0
         for name, parameter in head.named_parameters()
-        if name != "lm_head.weight"  # the loss reads it
+        if name != "lm_head.weight"  # only the loss reads this weight
     )
 
 

@@ -1,4 +1,4 @@
-"""Eight bits round the fraction of a state, but keep its magnitude."""
+"""Tests that eight-bit states have the expected rounding error, and that decoding them is exact."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ FINITE = EVERY_VALUE[~EVERY_VALUE.float().isnan()]
 @pytest.mark.parametrize("exponent", [-126, -20, 0, 6, 7, 40, 118])
 def test_every_value_is_decoded_exactly_at_every_scale(exponent: int) -> None:
     scale = torch.tensor(2.0).pow(exponent)
-    expected = (FINITE.double() * scale.double()).to(torch.bfloat16)  # below 2^-133 bf16 itself rounds
+    expected = (FINITE.double() * scale.double()).to(torch.bfloat16)  # bf16 has no step finer than 2^-133
     assert torch.equal(decode(FINITE[None], scale[None], torch.bfloat16)[0], expected)
     assert torch.equal(decode(FINITE[None], scale[None], torch.float32)[0], expected.float())
 
@@ -25,9 +25,9 @@ def test_states_come_back_within_a_sixteenth_of_a_value_whatever_the_size_of_the
     values, scales = encode(states)
     assert values.dtype is FP8 and scales.shape == (300,)
     error = (decode(values, scales, torch.float32) - states).abs()
-    # half a unit of the third fraction bit; near zero, that of the smallest normal value
+    # With three fraction bits, a value is off by at most 1/16. Near zero, the error is at most half of a step of 2^-9.
     assert (error <= torch.maximum(states.abs() / 16, scales[:, None] * 2**-10)).all()
-    assert (error > states.abs() / 32).any(), "eight bits hold no finer fraction"
+    assert (error > states.abs() / 32).any(), "some error must exceed 1/32, because e4m3 has only three fraction bits"
 
 
 def test_rows_of_zeros_and_of_the_largest_floats_stay_what_they_are() -> None:
@@ -48,7 +48,7 @@ def test_many_rows_are_decoded_as_a_few_are() -> None:
 
 
 def plain_encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows at once in fp32, by a division."""
+    """Returns the values and scales of all rows at once, divided in fp32."""
     wide = states.float()
     _, exponents = torch.frexp(wide.abs().amax(-1) / LARGEST)
     scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.clamp(min=-126))
@@ -62,7 +62,7 @@ def test_states_are_encoded_part_by_part_to_the_bits_of_the_plain_formula(dtype:
     every = every[every.isfinite()]
     shuffled = every[torch.randperm(len(every), generator=generator)][: 127 * 2 * 256].view(
         127, 2, 256
-    )  # rows of any size
+    )  # values of every magnitude
     near = torch.randn(600, 2, 512, generator=generator) * torch.exp2(
         torch.randint(-150, 120, (600, 2, 1), generator=generator)
     )
@@ -71,4 +71,4 @@ def test_states_are_encoded_part_by_part_to_the_bits_of_the_plain_formula(dtype:
         assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(
             scales, expected_scales
         )
-    assert near[:, 1].numel() > CACHED_VALUES, "several parts"
+    assert near[:, 1].numel() > CACHED_VALUES, "the states must need several parts"

@@ -39,7 +39,7 @@ def test_only_shards_with_a_record_and_their_full_length_are_trusted(tmp_path: P
     for index, documents in enumerate(shard_ranges(LENGTHS, SHARD_TOKENS)[:3]):
         write_shard(tmp_path, index, make_shard(index, documents))
     os.truncate(tmp_path / "shard_00000.safetensors", 100)
-    (tmp_path / "shard_00001.json").unlink()  # as if killed before the record was written
+    (tmp_path / "shard_00001.json").unlink()  # as if the run had been killed before it wrote the record
     (tmp_path / "shard_00003.safetensors.77.tmp").write_bytes(b"half")
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     assert [has_shard(tmp_path, index) for index in range(4)] == [False, False, True, False]
@@ -47,7 +47,7 @@ def test_only_shards_with_a_record_and_their_full_length_are_trusted(tmp_path: P
 
 
 def test_resuming_reads_no_byte_of_a_finished_shard(tmp_path: Path) -> None:
-    """Resuming trusts the record, which is written once the bytes are on disk, because hashing terabytes is slow."""
+    """Resuming trusts the record, written after the shard is on disk, because hashing terabytes is slow."""
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     for index, documents in enumerate(shard_ranges(LENGTHS, SHARD_TOKENS)[:3]):
         write_shard(tmp_path, index, make_shard(index, documents))
@@ -98,7 +98,7 @@ def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Pa
     write_shard(directory, 1, shards[1])
     (directory / "shard_00003.safetensors.77.tmp").write_bytes(b"being written")
     begin_store(directory, IDENTITY, SHARD_TOKENS, range(0, 4, 2))
-    assert (directory / "shard_00003.safetensors.77.tmp").exists(), "another part is at work on it"
+    assert (directory / "shard_00003.safetensors.77.tmp").exists(), "another part is still writing this file"
     (directory / "shard_00003.safetensors.77.tmp").unlink()
     for index in (0, 2):
         write_shard(directory, index, shards[index])
@@ -106,7 +106,9 @@ def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Pa
     assert [has_shard(directory, index) for index in range(4)] == [True, True, True, False]
     write_shard(directory, 3, shards[3])
     manifest = finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
-    assert manifest == finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4), "parts may end together"
+    assert manifest == finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4), (
+        "a second part that ends at the same time must return the same manifest"
+    )
     assert read_all(directory) == read_all(tmp_path / "whole")
 
 
@@ -119,7 +121,9 @@ def test_a_part_that_begins_while_another_finishes_keeps_what_is_there(tmp_path:
     write_shard(tmp_path / "parts", 0, shards[0])
     assert begin_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, range(1, 4, 2)) is None
     assert finish_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is not None
-    assert has_shard(tmp_path / "parts", 1) and has_shard(tmp_path / "parts", 3), "by the manifest"
+    assert has_shard(tmp_path / "parts", 1) and has_shard(tmp_path / "parts", 3), (
+        "the part must find both shards in the manifest"
+    )
     write_shard(tmp_path / "parts", 3, shards[3])
     assert finish_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is not None
     assert read_all(tmp_path / "parts") == read_all(tmp_path / "whole")

@@ -26,8 +26,9 @@ def test_times_come_from_flops_and_the_peak(config_for: Callable[..., PipelineCo
         "prompts.max_train_tokens=1_000_000", "prompts.max_document_tokens=128", "planner.gpu_tflops=1e-3"
     )
     plan = make_plan(config)
-    layer = 2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64  # q and o, k and v, MLP, norms of the tiny target
-    # Two layers and a final norm, and attention of two matmuls per layer over half a document.
+    # Weights of one layer of the tiny target: q and o, k and v, MLP, norms.
+    layer = 2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64
+    # FLOPs of two layers and the final norm, and of two attention matmuls per layer over half a document.
     flops = 2 * (2 * layer + 64) + 2 * 2 * 2 * 64 * 128 / 2
     assert plan.extraction_speed.flops_per_token == flops
     assert plan.extraction_speed.tokens_per_s == pytest.approx(8 * 1e9 * 0.4 / flops)

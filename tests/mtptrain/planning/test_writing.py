@@ -1,4 +1,4 @@
-"""The plan's rate of one writer."""
+"""Tests how many tokens per second the plan expects one rank to write."""
 
 import pytest
 

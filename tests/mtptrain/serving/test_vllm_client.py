@@ -1,4 +1,4 @@
-"""Tests of the client without vLLM: finding its Python, and reporting its failures."""
+"""Tests, without vLLM, how the client looks for a Python with vLLM and how it reports failures."""
 
 import json
 import stat
@@ -24,7 +24,7 @@ def test_a_python_that_does_not_exist_or_has_no_vllm_is_refused(tmp_path: Path) 
 
 
 def engine_that_fails(directory: Path) -> str:
-    """A Python whose worker returns an engine's error as its result."""
+    """Returns the path of a fake Python whose worker returns an engine's error as its result."""
     python = directory / "python"
     result = json.dumps({"version": "0.32.0", "results": [{"error": "no kernel image is available"}]})
     python.write_text(f'#!/bin/sh\n[ "$1" = -I ] && exit 0\necho \'{result}\' >"$4"\n')

@@ -1,5 +1,4 @@
-"""The fast step against its plain formula: every row at every depth, dense masks, all logits alive, drafts by their
-definition."""
+"""Tests that the fast step equals a plain formula with every row at every depth, dense masks and all logits."""
 
 import math
 from collections.abc import Iterator
@@ -34,13 +33,13 @@ H, V = 128, 50
 DECAY = 0.8
 
 Document = tuple[list[int], list[int]]
-"""Token ids and loss mask."""
+"""Token ids and loss mask of a document."""
 
 
 def plain_loss(
     probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, kind: LossKind, eta: float, data_token: int
 ) -> torch.Tensor:
-    """The loss of one draft, from the target's distribution [V], the draft's logits [D] and the data's own token."""
+    """Returns the loss of a draft, given the target's distribution [V], the draft's logits [D] and the data's token."""
     ids = torch.arange(V) if ids is None else ids
     logprobs, inside = logits.log_softmax(-1), probs[ids]
     if kind in (LossKind.ce, LossKind.data_ce):
@@ -55,7 +54,7 @@ def plain_loss(
 
 
 def read_of_target(head: Head, hidden: torch.Tensor, captured: torch.Tensor | None) -> torch.Tensor:
-    """What a head reads [N, H] or [N, L, H]; the final norm changes nothing here."""
+    """Returns what a head reads, [N, H] or [N, L, H]. `hidden` serves as the state before and after the final norm."""
     if captured is not None:
         return captured
     return hidden[:, None] if head.read_layers else hidden
@@ -66,7 +65,7 @@ def plain_step(
     frozen: FrozenParts,
     loss: LossSettings,
 ) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
-    """The weighted mean loss, and the sum of losses at each depth."""
+    """Returns the weighted mean loss, and the sum of losses at each depth."""
     sums, counts = [torch.zeros(()) for _ in range(depths)], [0] * depths
     for (ids, mask), hidden, captured in zip(documents, states, aux, strict=True):
         n, teacher = len(ids), (hidden @ frozen.lm_head.T).softmax(-1)
@@ -91,7 +90,7 @@ def plain_step(
 
 
 def plain_model_states(head: DraftModelHead, depths: int, ids: list[int], *_: object) -> Iterator[torch.Tensor]:
-    """The states of a small language model by transformers' own attention: the row of token t + 1 + k is depth k."""
+    """Yields the states [n, H] of each depth by transformers. Depth k of row t is the output at token t + 1 + k."""
     stock = AutoModel.from_config(deepcopy(head.config), attn_implementation="eager")
     weights = {name.removeprefix("model."): x for name, x in head.named_parameters() if name.startswith("model.")}
     rows = functional_call(stock, weights, kwargs={"input_ids": torch.tensor([ids]), "use_cache": False})[0][0]
@@ -100,14 +99,14 @@ def plain_model_states(head: DraftModelHead, depths: int, ids: list[int], *_: ob
 
 
 def tokens_read(ids: list[int], depth: int) -> torch.Tensor:
-    """The token that each row reads at a depth; 0 beyond the end."""
+    """Returns the token that each row reads at a depth, or 0 beyond the end of the document."""
     return torch.tensor([ids[t + 1 + depth] if t + 1 + depth < len(ids) else 0 for t in range(len(ids))])
 
 
 def plain_layer_states(
     head: LayerHead, depths: int, ids: list[int], target_states: torch.Tensor, frozen: FrozenParts
 ) -> Iterator[torch.Tensor]:
-    """The states [n, H] of each depth of a head of one decoder layer."""
+    """Yields the states [n, H] of each depth of a head with one decoder layer."""
     n, attention, recycled = len(ids), head.self_attn, head.fuse(target_states)
     keys, values = [], []
     past = torch.ones(n, n, dtype=torch.bool).tril()
@@ -140,7 +139,7 @@ def plain_layer_states(
 def plain_mlp_states(
     head: Head, depths: int, ids: list[int], target_states: torch.Tensor, frozen: FrozenParts
 ) -> Iterator[torch.Tensor]:
-    """The states [n, H] of each depth of a head with an MLP per depth, from its weights by name."""
+    """Yields the states [n, H] of each depth of a head with an MLP per depth, computed from the head's weights."""
     weights = dict(head.named_parameters())
     inputs = target_states
     for depth in range(depths):
@@ -160,7 +159,7 @@ def fast_step(
     frozen: FrozenParts,
     loss: LossSettings,
 ) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
-    """Computes `plain_step` as the trainer does."""
+    """Returns what `plain_step` returns, computed as in the trainer."""
     stored = [
         StoredDocument(
             i,
@@ -190,7 +189,7 @@ def fast_step(
 
 @st.composite
 def texts(draw: st.DrawFn) -> list[Document]:
-    """A few documents with answers anywhere, at least one of which drafts."""
+    """Draws documents with random loss masks, and adds one that always has draft positions."""
     masks = draw(st.lists(st.lists(st.sampled_from([0, 1, 1, 1]), min_size=1, max_size=24), min_size=1, max_size=4))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     return [([int(i) for i in rng.integers(0, V, len(mask))], mask) for mask in [*masks, [0, 1, 1, 1, 0, 1, 1]]]
@@ -249,7 +248,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
 
 
 def test_training_on_data_takes_the_next_tokens_of_the_documents() -> None:
-    """This runs `training_losses`, the trainer's own pass, which takes these tokens from the batch."""
+    """Tests `training_losses`, the trainer's own pass, which takes the next tokens from the batch."""
     torch.manual_seed(0)
     name, head_settings = CASES["draft_model"]
     head = build_head(HEADS[name].Config(**head_settings), tiny_config())

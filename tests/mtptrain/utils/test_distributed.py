@@ -1,4 +1,4 @@
-"""Ranks wait for each other as long as the config says, in every process group."""
+"""Tests that ranks wait for each other as long as the config says, in every process group."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ TIMED_OUT = 3
 
 
 def wait_for_a_late_rank(rank: int, port: int, timeout_hours: float) -> None:
-    """Exits with `TIMED_OUT` where the wait itself fails."""
+    """Makes rank 1 late for a barrier, and exits with `TIMED_OUT` if the wait fails."""
     os.environ.update(ranks_environment(rank, 2, port))
     ranks = init_ranks(timeout_hours)
     if rank == 1:
@@ -34,8 +34,8 @@ def groups_have_the_timeout(rank: int, port: int, timeout_hours: float) -> None:
     os.environ.update(ranks_environment(rank, 2, port))
     ranks = init_ranks(timeout_hours)
     StopSignal(ranks)
-    dist.new_group(ranks=range(2))  # as DeepSpeed makes one
-    ranks.barrier()  # a rank that ended now could take the address store with it
+    dist.new_group(ranks=range(2))  # DeepSpeed creates a group in this way
+    ranks.barrier()  # if rank 0 ended earlier, the address store that rank 1 needs could end with it
     groups = list(dist.distributed_c10d._world.pg_map)
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
     assert timeouts == {timedelta(hours=timeout_hours)} and len(groups) >= 3 and distributed._waiting_group in groups, (

@@ -27,7 +27,7 @@ from tests.serving.served_directories.breaks import BREAKS
 
 
 def make_served_target(directory: Path, kind: str) -> Path:
-    """Makes a tiny target whose embeddings and lm_head continue the circle, and whose layers disturb it."""
+    """Makes a tiny target that walks through its vocabulary in a circle, disturbed by its layers; see cases.py."""
     settings: dict[str, Any] = {
         "hidden_size": 128,
         "num_hidden_layers": 4,
@@ -68,8 +68,8 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     if isinstance(head, DflashHead):
         share_key_norms(head)
         attend_to_masks(head)
-    # A head that feeds nothing back learns repetition, not the circle. It gets more prompts, because an answer that
-    # repeats one token shows few of them.
+    # A head that feeds nothing back can only learn to repeat a token. It gets more prompts, because a repeating answer
+    # has few distinct tokens.
     tokens = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48)))
     depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.drafts_all_depths else 3
     num_rows = tokens.shape[1] - 2

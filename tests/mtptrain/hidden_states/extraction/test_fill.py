@@ -1,4 +1,4 @@
-"""Tests of the main loop of stage 2 on a full disk: the error names the directory that is full."""
+"""Tests that the main loop of stage 2 names the directory whose disk is full."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ HIDDEN_SIZE = 8
 
 
 class Zeros:
-    """A backend whose states are zeros."""
+    """Replaces the backend, and yields states of zeros."""
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         for prompts in shards:
@@ -29,7 +29,7 @@ class Zeros:
 
 
 def engine_without_room(directory: Path) -> str:
-    """A Python whose vLLM ends because it cannot write."""
+    """Returns the path of a fake Python whose vLLM ends because the disk is full."""
     python = directory / "python"
     python.write_text(
         '#!/bin/sh\n[ "$1" = -I ] && exit 0\nread -r settings\nread -r shard\n'
