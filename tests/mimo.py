@@ -1,4 +1,4 @@
-"""Tiny MiMo targets with an MTP layer of their own, which `make_target` cannot write."""
+"""Adds an MTP layer to tiny MiMo targets, because `make_target` writes none."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,10 @@ MIMO_HEAD = MtpHead.Config(attention_bias=True, zero_first_embedding=True, preno
 
 
 def add_mimo_layer(directory: Path) -> Tensors:
-    """Add a random MTP layer to a tiny MiMo target, and the class name that engines know; returns the layer by the
-    names of head `mtp`."""
+    """Adds a random MTP layer, and the class name that engines know, to a tiny MiMo target.
+
+    Returns the layer's tensors under the names of head `mtp`.
+    """
     config = json.loads((directory / "config.json").read_text())
     settings = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps(config | settings))

@@ -1,7 +1,7 @@
 """Lists the slow tests: `make test` leaves them out, and `make test-all`, run by continuous integration, does not.
 
-Each entry is a pattern of test ids. The comment above it says which tests of the same behaviour `make test` keeps. A
-test is slow if a pattern matches the start of its id.
+Each entry is a pattern of test ids. A test is slow if a pattern matches the start of its id. The comment above an
+entry names the behaviour that its tests cover and, after "Kept", the tests of this behaviour that `make test` runs.
 """
 
 import re
@@ -49,7 +49,7 @@ SLOW = {
     r"tests/mtptrain/train/test_losses_and_ranks\.py::test_four_ranks",
     r"tests/mtptrain/train/test_draft_vocabulary\.py::test_ranks_and_zero_stages_agree",
     r"tests/mtptrain/train/test_losses_and_ranks\.py::test_ranks_and_zero_stages_give\w*\[(?!2-[12])",
-    # Attention in bf16 without AMX tiles. Kept: answers after prompts, at every size of scores.
+    # Attention in bf16 without AMX tiles. Kept: documents with answers after prompts, at every size of scores.
     r"tests/mtptrain/heads/test_layers\.py::test_attention_in_bf16\w*\[False-all rows",
     # Choosing a head after further training, and ten kills of an extraction. Kept: simpler choices, and one kill.
     r"tests/eval/test_choose_head\.py::test_(a_run_that_starts_again|training_that_measures)",

@@ -1,4 +1,4 @@
-"""The five programs in order on a tiny target: what each leaves behind, and the names that others rely on."""
+"""Tests the five programs in order on a tiny target: the files that they write, and the fields that others read."""
 
 import json
 import re
@@ -17,7 +17,7 @@ Run = tuple[Path, tuple[str, ...]]
 
 @pytest.fixture(scope="module")
 def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run with all five stages done; the console output of stages 3 to 5 is kept beside it."""
+    """Returns a run with all five stages finished. The output of stages 3 to 5 is in its parent folder."""
     import shutil
 
     directory = tmp_path_factory.mktemp("pipeline")
@@ -78,8 +78,10 @@ def test_the_export_holds_the_trained_weights_and_its_launch_command(finished: R
 
 
 def without_times(path: Path) -> dict[str, object]:
-    """The part of a report that depends on prompts and settings alone. `quality` does not: its sums of probabilities
-    round differently with other batches."""
+    """Returns the part of a report that depends on prompts and settings alone.
+
+    `quality` is left out, because its sums of probabilities round differently with other batches.
+    """
     report = json.loads(path.read_text())
     return {
         name: figures
@@ -104,7 +106,7 @@ def test_acceptance_takes_its_own_prompts_temperature_and_output_dir(finished: R
         result = run_program("eval.acceptance", *finished[1], *settings)
         assert result.returncode == 0, result.stderr[-3000:]
         reports.append(without_times(tmp_path / "out/report.json"))
-    assert reports[0] == reports[1], "the same seed gives the same figures"
+    assert reports[0] == reports[1], "the same seed must give the same figures"
     assert reports[0]["prompts"] == 5 and len(reports[0]["acceptance_rate_at"]) == 5
     assert reports[0]["temperature"] == 0.7 and reports[0]["dtype"] == "bfloat16"
     assert (finished[0] / "acceptance/report.json").read_bytes() == before
@@ -126,7 +128,7 @@ def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert list(report["baselines"]) == ["none", "prompt_lookup", "model", "tree", "hybrid"]
-    assert report["baselines"]["model"]["acceptance_length"] == 4.0, "the target drafts for itself"
+    assert report["baselines"]["model"]["acceptance_length"] == 4.0, "the target accepts its own 3 drafts"
     assert report["baselines"]["none"]["tokens_per_step"] == 1.0 and report["baselines"]["none"]["drafted"] == 0
     assert report["baselines"]["tree"]["acceptance_length"] >= report["acceptance_length"]
     assert report["baselines"]["tree"]["drafted"] == 12 * report["baselines"]["tree"]["rounds"]
@@ -199,7 +201,7 @@ def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path:
     assert result.returncode == 0, result.stderr[-3000:]
     report, plain = (json.loads((path / "report.json").read_text()) for path in (tmp_path, finished[0] / "acceptance"))
     assert report["top_p"] == 0.9 and report["acceptance_length"] == plain["acceptance_length"], (
-        "greedy answers have no top-p"
+        "top-p must not change greedy answers"
     )
     names = [f"temperature_{each}{drafts}" for each in ("0.7", "1") for drafts in ("", "_sampled_drafts")]
     assert list(report["baselines"]) == names and all(report["baselines"][name]["prompts"] == 8 for name in names)
@@ -209,8 +211,8 @@ def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path:
 
 
 def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: Run, tmp_path: Path) -> None:
-    """The recipe of continual use, as its header says: measured as it is served, trained on the traffic, measured
-    again."""
+    """Follows the header of recipe `quickstart_continual`: measures the served head, trains it on the traffic, and
+    measures it again."""
     lines = []
     for i in range(30):
         said = [

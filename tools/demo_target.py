@@ -1,8 +1,8 @@
 """Trains the demo target, a 6M-parameter Llama, or a smaller draft model for it, on the Python standard library.
 
 This is not a stage of the pipeline: the result ships in ``mtptrain/demo_target/`` so that ``make demo`` needs no
-network. Reads the ``.py`` files of the running Python's standard library; writes the tokenizer, config, bf16 weights
-and ``figures.json`` (data split, training, held-out loss by position).
+network. Reads the ``.py`` files of the running Python's standard library, and writes the tokenizer, config, bf16
+weights and ``figures.json`` (data split, training, held-out loss by position).
 
     python -m tools.demo_target --output-dir mtptrain/demo_target
     python -m tools.demo_target --output-dir mtptrain/demo_target --from-phase 1    (from saved weights)
@@ -45,8 +45,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
 )
 
-PEAK_LR = 4e-3  # of Muon, whose updates are scaled to the RMS of AdamW's
-EMBEDDING_LR = 4e-3  # of AdamW
+PEAK_LR = 4e-3  # for Muon, whose updates are scaled to the RMS of AdamW's
+EMBEDDING_LR = 4e-3  # for AdamW
 BATCH_TOKENS = 16_384
 MICRO_BATCH_TOKENS = 4_096
 WARMUP_FRACTION, DECAY_FRACTION = 0.02, 0.5
@@ -54,7 +54,7 @@ WARMUP_FRACTION, DECAY_FRACTION = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Phase:
-    """One training schedule: fresh optimizer states, and a learning rate that ends at zero."""
+    """Describes a training schedule, which has fresh optimizer states and a learning rate that ends at zero."""
 
     tokens: int
     row_tokens: dict[float, int]
@@ -76,7 +76,7 @@ PHASES = (
     Phase(28_000_000, {0.0: 256, 0.5: 512, 0.75: CONTEXT_TOKENS}, lr_scale=1.0),
     Phase(800_000, {0.0: 3 * CONTEXT_TOKENS // 2}, lr_scale=0.08),
 )
-# The draft model: two narrow layers, trained on fewer tokens with the target's tokenizer.
+# The draft model has two narrow layers, and is trained on fewer tokens with the target's tokenizer.
 DRAFT_SIZES = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -85,7 +85,7 @@ DRAFT_SIZES = {
     "num_key_value_heads": 1,
 }
 DRAFT_PHASES = (Phase(4_000_000, {0.0: 256}, lr_scale=1.0),)
-# Files of the library that were not written by people: documentation as one string, character tables.
+# Generated files of the library: documentation as one string, and character tables.
 GENERATED = ("pydoc_data/*", "encodings/*")
 
 
@@ -164,7 +164,7 @@ def learning_rate_scale(progress: float) -> float:
 
 
 def train(model: LlamaForCausalLM, documents: list[np.ndarray], phase: Phase, seed: int) -> None:
-    """Train bf16 weights with fp32 master copies: Muon for the matrices of the layers, AdamW for the rest."""
+    """Trains bf16 weights with fp32 master copies: Muon for the matrices of the layers, AdamW for the rest."""
     model.bfloat16()
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
@@ -216,7 +216,7 @@ def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> dict[
     """Returns the mean loss in nats per token, by position, over *the same tokens at every position*.
 
     Windows of the whole context start every 256 tokens of the held-out stream, so each token, except at the edges, is
-    scored once in each bucket of 256 positions: buckets differ only in context, not in text.
+    scored once in each bucket of 256 positions. The buckets therefore differ only in context, not in text.
     """
     num_buckets, bucket = CONTEXT_TOKENS // 256, 256
     stream = torch.from_numpy(np.concatenate(documents)).long()

@@ -10,7 +10,7 @@ BYTES = {"fp32": 4, "bf16": 2, "i64": 8, "i32": 4, "i1": 1, "u8": 1}
 
 @dataclass
 class Kernel:
-    """One Triton kernel that Inductor wrote, and what Triton made of it."""
+    """Holds a Triton kernel that Inductor wrote, with the architecture and size of its compiled form."""
 
     function: str
     """Name of the fused function."""
@@ -20,15 +20,16 @@ class Kernel:
     """Bytes read and written for each element of the rows that the kernel processes. Values shared by a whole row or
     column are not counted."""
     target: str = ""
-    """The architecture that its PTX names."""
+    """The architecture that the kernel's PTX names."""
     cubin_bytes: int = 0
 
 
 def bytes_per_element(source: str) -> int:
-    """Counts the bytes of the loads and stores whose address depends on both a row and a place in it, or was loaded.
+    """Counts the bytes of the loads and stores whose address depends on both a row and a position in the row, or was
+    computed from a loaded value.
 
-    A load in each of two loops over a row counts twice. In a reduction rows are `x` and places `r0_`; a pointwise
-    kernel has one index.
+    A value that is loaded in two loops over a row counts twice. In a reduction, the names of row indices begin with `x`
+    and those of positions with `r0_`. A pointwise kernel has one index.
     """
     signature = re.search(r"'signature': \{(.*?)\}", source)
     assert signature is not None

@@ -1,4 +1,4 @@
-"""Drafting and verification with a target whose layers are on two GPUs, on fake tensors."""
+"""Tests drafting and verification with a target whose layers are on two GPUs. All tensors are fake."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,8 +36,10 @@ PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8]]
 
 
 def spread_target(family: str = "llama", is_tied: bool = False) -> Target:
-    """A target in bf16 as accelerate places it: two layers on each GPU, the final norm and an untied lm_head on the
-    second."""
+    """Returns a bf16 target that accelerate spreads over two GPUs.
+
+    Each GPU has two layers. The final norm and an untied lm_head are on the second.
+    """
     model_type, settings = FAMILIES[family]
     sizes = {
         "vocab_size": 512,
@@ -58,7 +60,7 @@ def spread_target(family: str = "llama", is_tied: bool = False) -> Target:
     device_map = {**dict.fromkeys(on_first, FIRST), **dict.fromkeys(on_second, SECOND)}
     place(model, device_map)
     model = dispatch_model(model, device_map, main_device=FIRST, skip_keys=model._skip_keys_device_placement)
-    if is_tied:  # not before: accelerate knows tied weights by their addresses, which fake tensors do not have
+    if is_tied:  # tie only now: accelerate finds tied weights by their addresses, which fake tensors lack
         model.lm_head.weight = model.model.embed_tokens.weight
     return Target(model)
 
@@ -86,8 +88,8 @@ def drafter_of(kind: str, head: Head, target: Target) -> Drafter:
 class Answers(TorchDispatchMode):
     """Supplies the values that the host reads, because fake tensors have none.
 
-    Decoding reads numbers, slots and tokens, and truth values: before each round, whether any sequence goes on. After
-    those given here, every truth value is False.
+    Decoding reads numbers (slots and tokens) and, before each round, a truth value: whether any sequence continues.
+    After the last item of `truths`, every truth value is False.
     """
 
     truths: list[bool]
@@ -114,7 +116,7 @@ def rehearsal() -> Iterator[None]:
 
 
 def rounds_of(kind: str, head: Head, target: Target) -> list[Round]:
-    """Decodes with a drafter; returns the rounds."""
+    """Returns the rounds of decoding with a drafter."""
     quality = DraftQuality(head, Sampler(1.0), len(target.parts.lm_head), DEPTHS) if "chain" in kind else None
     rounds: list[Round] = []
 
@@ -123,7 +125,7 @@ def rounds_of(kind: str, head: Head, target: Target) -> list[Round]:
         if quality is not None:
             quality(seen)
 
-    # The hybrid also asks in each round whether prompt lookup drafts for all sequences: only in the first, it does.
+    # The hybrid also reads in each round whether prompt lookup drafts for all sequences. Say yes in the first only.
     truths = [True, True] + [True, False] * (NUM_ROUNDS - 1) if kind == "hybrid" else [True] * NUM_ROUNDS
     with Answers(truths):
         speculate(
@@ -166,7 +168,7 @@ def test_a_spread_target_returns_states_on_the_device_of_its_parts(family: str, 
         cache = PositionCache(64)
         positions = torch.arange(40, device=FIRST).repeat(2, 1)
         with Answers([], number=43):
-            for rows in (positions, positions[:, :4] + 40):  # a prompt, and a round
+            for rows in (positions, positions[:, :4] + 40):  # the rows of a prompt, then of a round
                 states = target.forward(torch.zeros_like(rows), rows, cache, (0, 2, 4))
                 assert states.aux_hidden_states is not None
                 for tensor in (
@@ -190,7 +192,7 @@ def test_slot_indices_are_copied_to_another_device_once_in_a_forward() -> None:
         assert meter.num_calls["_to_copy"] == 1
         with Meter() as meter:
             cache.keep(positions[:, :2], positions[:, 2:4])
-        assert meter.num_calls["_to_copy"] == 2  # slots, and positions
+        assert meter.num_calls["_to_copy"] == 2  # one copy of the slots, one of the positions
 
 
 def test_a_tied_table_is_not_copied_and_an_untied_one_is_moved() -> None:

@@ -28,7 +28,7 @@ SETTINGS = (*EAGLE3, "prompts.max_document_tokens=128", "prompts.validation_frac
 
 @pytest.fixture
 def config(tmp_path: Path, config_for: Callable[..., PipelineConfig]) -> PipelineConfig:
-    """Returns a run with finished prompts, for a head with 40 of the target's 260 tokens."""
+    """Returns the config of a run with finished prompts, for a head with 40 of the target's 260 tokens."""
     config = config_for(f"prompts.paths=[{write_text_files(tmp_path / 'files')}]", *SETTINGS)
     prepare_prompts(config)
     return config
@@ -98,7 +98,7 @@ def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_pl
         for split in ("train", "validation")
     }
     frequent = sorted(counts["train"], key=lambda token: (-counts["train"][token], token))
-    assert chosen >= set(frequent[:39]) and 256 in chosen, "the special token may take the place of the last one"
+    assert chosen >= set(frequent[:39]) and 256 in chosen, "special token 256 may replace the 40th most frequent token"
     for split, found in counts.items():
         share = sum(count for token, count in found.items() if token in chosen) / found.total()
         assert manifest.coverage[split] == pytest.approx(share)

@@ -75,7 +75,7 @@ def test_a_directory_that_cannot_be_read_is_refused_unless_it_is_excluded(
     write(tmp_path / "shut" / "a.py", b"pass\n")
     scandir = os.scandir
 
-    def refuse(path: str) -> Iterator[os.DirEntry[str]]:  # the tests may run as root, who may read everything
+    def refuse(path: str) -> Iterator[os.DirEntry[str]]:  # permissions would not stop root
         if Path(path).name == "shut":
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)

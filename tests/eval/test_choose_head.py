@@ -1,4 +1,4 @@
-"""The choice among heads that training kept without measuring them."""
+"""Tests the choice among heads that training kept without measuring them."""
 
 import json
 import shutil
@@ -99,7 +99,7 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     shutil.rmtree(stage_dir / "checkpoints/step_00000021")
     run("mtptrain.train", *overrides, *settings, "train.max_steps=22")
     assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000022"]
-    assert facts(stage_dir / "best")["step"] == 15, "the choice still holds: every head that it measured is still there"
+    assert facts(stage_dir / "best")["step"] == 15, "the choice must hold as long as every head that it measured exists"
 
 
 def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best_head_into_account(
@@ -144,7 +144,7 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
     for name in ("heads", "checkpoints"):
         shutil.rmtree(stage_dir / name)
     run("mtptrain.train", *settings, "train.max_steps=7")
-    assert facts(stage_dir / "best")["step"] == 7, "a choice of a run that is no longer there does not count"
+    assert facts(stage_dir / "best")["step"] == 7, "a choice from a deleted run must not count"
 
 
 @pytest.mark.parametrize(

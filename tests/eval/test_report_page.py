@@ -1,4 +1,4 @@
-"""The page of a measurement: the result first, a verdict, plots with more than one point, coloured example answers."""
+"""Tests the page of a measurement: the order of its parts, its verdict, plots and coloured example answers."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def test_the_result_comes_first_and_the_settings_last_and_text_is_escaped(tmp_pa
     places = [page.index(text) for text in ('class="length"', "Each step of the target", "<table>", "<svg", "<mark>")]
     assert places == sorted(places) and places[-1] < page.index("Settings and command")
     assert "<script>" not in page and "&lt;" in page and "<b>" not in page
-    assert "Acceptance length by prompt length" not in page, "one bucket"
+    assert "Acceptance length by prompt length" not in page, "a plot with one point must be left out"
     assert 'name="viewport"' in page
 
 

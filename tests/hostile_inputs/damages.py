@@ -51,7 +51,7 @@ class Place:
 
 
 Damage = Callable[[Place], list[str]]
-"""Damages something and returns the overrides that use it."""
+"""Damages the target, the data or a setting, and returns the overrides to run a program with."""
 
 
 def errors(stderr: str) -> list[str]:

@@ -100,7 +100,7 @@ class Case:
     num_speculative_tokens: int = 3
     dtype: str = "float32"
     broken: str = ""
-    """Key of the head's break in `BREAKS`. It applies only to the served head, not to the head that decodes here."""
+    """Key in `BREAKS` of a deliberate fault of the served head. The head that decodes in mtptrain has no fault."""
 
     def __str__(self) -> str:
         parts = [self.head, self.target, f"K{self.num_speculative_tokens}"]

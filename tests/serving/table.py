@@ -1,4 +1,4 @@
-"""The README's table of what is served, made from what engines did."""
+"""Makes the README's table of served heads from the results of the engines."""
 
 import os
 import warnings
@@ -88,7 +88,7 @@ def served_by_vllm(served: dict[str, Served], head: str, family: str) -> str:
 
 
 def served_by_transformers(directory: Path, target: OnDisk, head: Head) -> str:
-    """`generate(use_mtp=True)` needs one forward of the target a round, and accepts what we accept."""
+    """Checks that `generate(use_mtp=True)` accepts the same drafts as mtptrain, with one target forward per round."""
     model_class = getattr(transformers, target.target.config.architectures[0])
     before = model_class._keys_to_ignore_on_load_unexpected
     model_class._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{target.target.config.num_hidden_layers}\."]
@@ -117,7 +117,7 @@ def served_by_transformers(directory: Path, target: OnDisk, head: Head) -> str:
 def served_table(
     served: dict[str, Served], target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], directory: Path
 ) -> str:
-    """Engines x heads x families."""
+    """Returns a table with a row for each engine and head, and a column for each family."""
     lines = ["| engine | head | " + " | ".join(FAMILIES.values()) + " |", "|---|---|" + "---|" * len(FAMILIES)]
     for engine, engine_name in ENGINES.items():
         for head in IN_TABLE:

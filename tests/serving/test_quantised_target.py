@@ -1,4 +1,4 @@
-"""The whole pipeline on a quantised target: vLLM extracts its states, and serves the head that is trained on them."""
+"""Tests the pipeline on a quantised target. vLLM extracts the target's states and serves the head trained on them."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests.serving.conftest import OnDisk
 def test_a_head_for_a_quantised_target_is_accepted_in_the_engine_as_measured(
     name: str, dtype: str, vllm_python: str, target_of: Callable[[str], OnDisk], tmp_path: Path
 ) -> None:
-    # vLLM multiplies int4 weights in bf16 only. In fp32, int8 activations still round differently at a boundary.
+    # vLLM multiplies int4 weights in bf16 only. Even in fp32, activations may round to different int8 values.
     quantise(target_of("llama").directory, tmp_path / "target", name)
     overrides = (
         *TINY_SETTINGS,

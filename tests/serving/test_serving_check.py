@@ -1,4 +1,4 @@
-"""`eval.serving_check` as a user runs it: with an engine that it starts, and with a server that runs already."""
+"""Tests `eval.serving_check` with an engine that it starts, and with a server that runs already."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def run(
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, tuple[str, ...]]:
-    """The folder of a run with its head trained and exported, and its overrides."""
+    """Returns the folder of a run with a trained and exported head, and the run's overrides."""
     directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
     overrides = (
         *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
@@ -45,7 +45,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def wrong_export(run: tuple[Path, tuple[str, ...]]) -> Path:
-    """An export with one norm zeroed."""
+    """Returns an export with one norm set to zero."""
     directory = shutil.copytree(run[0] / "export/vllm", run[0] / "export/wrong")
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors | {"enorm.weight": 0 * tensors["enorm.weight"]}, directory / "model.safetensors")
@@ -54,7 +54,7 @@ def wrong_export(run: tuple[Path, tuple[str, ...]]) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run: tuple[Path, tuple[str, ...]], vllm_python: str, target_of: Callable[[str], OnDisk]) -> Iterator[str]:
-    """The address of a vLLM server with the exported head."""
+    """Yields the address of a vLLM server that drafts with the exported head."""
     draft = {"method": "eagle", "model": str(run[0] / "export/vllm"), "num_speculative_tokens": 3}
     arguments = ["--speculative-config", json.dumps(draft), "--no-enable-chunked-prefill"]
     arguments += ["--per-request-spec-decode-metrics", "detailed"]
@@ -102,7 +102,7 @@ def test_an_export_that_is_not_the_head_ends_with_status_1_and_the_first_draft_t
     )
     report = json.loads((tmp_path / "report.json").read_text())
     assert not report["is_equal"] and report["first_divergence"]["what"] == "draft"
-    assert report["theirs"]["plain_greedy_answers"] == 12, "a wrong head makes no wrong answer"
+    assert report["theirs"]["plain_greedy_answers"] == 12, "a wrong head must not change the answers"
     assert f"draft token {report['first_divergence']['position']} is" in result.stderr
 
 
@@ -117,11 +117,11 @@ def test_in_bfloat16_acceptance_lengths_must_agree_within_2_percent(
 
 
 def test_a_running_server_counts_as_we_do(run: tuple[Path, tuple[str, ...]], server: str, tmp_path: Path) -> None:
-    for number in range(2):  # the counters go on where they were
+    for number in range(2):  # the server's counters do not start again from zero
         result = check(run, tmp_path / str(number), f"serving.url={server}/")
         assert result.returncode == 0, result.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"{number}/report.json").read_text()) for number in range(2))
-    assert first.pop("command") != second.pop("command")  # they say where the report goes
+    assert first.pop("command") != second.pop("command")  # the commands name different output directories
     assert first == second and first["is_equal"]
 
 

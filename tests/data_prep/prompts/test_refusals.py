@@ -1,4 +1,4 @@
-"""Tests which data, limits, templates and tokenizers the stage refuses, and that it states the reason."""
+"""Tests which data, limits, templates and tokenizers `data_prep.prompts` refuses, and that it states the reason."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests the requests that the stage sends to a server, and the responses that it stores."""
+"""Tests the requests that `data_prep.responses` sends to a server, and the responses that it stores."""
 
 import json
 import random
@@ -64,7 +64,7 @@ def test_requests_carry_the_sampling_settings_and_a_seed_of_their_own_row_and_tu
     respond(by_server(*settings, "responses.concurrency=1", run="again"))
     assert {tuple(request["prompt"]): request["seed"] for request in server.requests} == seeds
     respond(by_server(run="greedy"))
-    assert server.requests[-1]["top_k"] == -1, "all tokens, in the words of both engines"
+    assert server.requests[-1]["top_k"] == -1, "top_k=-1 allows all tokens in both engines"
 
 
 def test_a_question_that_nobody_has_answered_is_answered_too(by_server: ConfigFor) -> None:
@@ -116,7 +116,7 @@ def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
     }
     server.behave = answer_by_question(table, speaking_target)
     long = chat("long", 3)
-    long["messages"][2]["content"] = "x" * 475  # the prompt has fewer than 512 tokens, but no room for 24 more
+    long["messages"][2]["content"] = "x" * 475  # the prompt leaves no room for 24 of 512 tokens
     config = by_server(rows=[chat("cut", 3), chat("empty", 3), chat("mute", 2), long, chat("whole", 3)])
     manifest = respond(config)
     rows = {row["id"]: row for row in answered(config)}

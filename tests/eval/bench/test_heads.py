@@ -1,4 +1,4 @@
-"""The bench of heads measures every head at every K. Speed is not asserted."""
+"""Tests that `eval.bench.heads` measures every head at every K. No speed is required."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every format keeps all of the head, and its config repeats the settings of the target that engines read there."""
+"""Tests that each format keeps the whole head, and that its config has the target's settings that engines read."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_a_heads_state_comes_back_exactly_from_what_is_written(
     restored = form.state(tensors)
     assert restored.keys() == state.keys()
     assert all(torch.equal(restored[key], state[key]) for key in state)
-    assert form.tensors(restored).keys() == tensors.keys(), "neither direction changes its argument"
+    assert form.tensors(restored).keys() == tensors.keys(), "neither direction may change its argument"
     write_head(tmp_path / "out", form, state)
     check_tensors(tmp_path / "out", form)
 
@@ -47,7 +47,7 @@ def test_a_heads_state_comes_back_exactly_from_what_is_written(
 def test_the_written_config_is_one_that_transformers_reads(
     tmp_path: Path, target: LlamaConfig, engine: str, name: str, settings: dict[str, object]
 ) -> None:
-    """Engines read it with transformers first."""
+    """Engines read the config with transformers first."""
     form = format_for(engine, head_config(name, **settings), target)
     write_head(tmp_path / "out", form, random_head(form.head, target).to(torch.bfloat16).state_dict())
     config = AutoConfig.from_pretrained(tmp_path / "out")
@@ -58,7 +58,7 @@ def test_the_written_config_is_one_that_transformers_reads(
 
 @pytest.mark.parametrize(("engine", "name"), LAYER_FORMATS)
 def test_the_targets_scaled_rope_goes_along(tmp_path: Path, engine: str, name: str) -> None:
-    """Trap: a scaled RoPE that is not copied from the target."""
+    """Tests that a scaled RoPE is copied from the target."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,

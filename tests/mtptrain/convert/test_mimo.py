@@ -1,4 +1,4 @@
-"""A MiMo checkpoint's own MTP layer: read, measured, and written back into the checkpoint."""
+"""Tests that the MTP layer of a MiMo checkpoint is read, and is replaced in an export."""
 
 import json
 import os
@@ -27,13 +27,13 @@ OVERRIDES = "head.attention_bias=true head.zero_first_embedding=true head.prenor
 
 
 def checkpoint(directory: Path) -> tuple[Path, Tensors]:
-    """A tiny MiMo target with an MTP layer, and the layer by our names."""
+    """Returns a tiny MiMo target with an MTP layer, and the layer's tensors under the names of head `mtp`."""
     make_target(directory, "mimo")
     return directory, add_mimo_layer(directory)
 
 
 def export(directory: Path, target_dir: Path) -> tuple[VllmMimo, Tensors]:
-    """Write a random head into a copy of the checkpoint; returns the format and the head's weights."""
+    """Writes a random head into a copy of the checkpoint, and returns the format and the head's weights."""
     form = format_for("vllm", MIMO_HEAD, read_target_config(target_dir))
     state = random_head(MIMO_HEAD, form.target).state_dict()
     write_head(directory, form, state)

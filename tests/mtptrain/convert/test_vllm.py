@@ -1,4 +1,4 @@
-"""Directories for vLLM: names, shapes and settings from its 0.32 source."""
+"""Tests exports for vLLM against the names, shapes and settings in the source of vLLM 0.32."""
 
 import json
 import shlex
@@ -29,8 +29,10 @@ LAYER = {
 
 
 def test_mtp_has_the_tensors_of_deepseek_eagle(target: LlamaConfig) -> None:
-    """They are enorm, hnorm, fc, norm and a layer with query, key and value already fused on disk. There are no
-    embeddings and no lm_head, which are shared."""
+    """The tensors are enorm, hnorm, fc, norm and a layer whose query, key and value are one tensor on disk.
+
+    The embeddings and the lm_head are left out, because the head shares the target's.
+    """
     config = head_config("mtp")
     head = random_head(config, target)
     tensors = format_for("vllm", config, target).tensors(head.state_dict())
@@ -44,7 +46,7 @@ def test_mtp_has_the_tensors_of_deepseek_eagle(target: LlamaConfig) -> None:
     assert shapes(tensors) == {**norms, "fc.weight": [64, 128], qkv: [192, 64], **layer}
     for part, tensor in zip("qkv", tensors[qkv].split(64), strict=True):
         assert torch.equal(tensor, head.state_dict()[f"self_attn.{part}_proj.weight"])
-    assert torch.equal(tensors["fc.weight"], head.state_dict()["eh_proj.weight"]), "columns of the embedding first"
+    assert torch.equal(tensors["fc.weight"], head.state_dict()["eh_proj.weight"]), "the embedding's columns come first"
 
 
 def test_grouped_query_heads_are_split_where_they_were_joined() -> None:
@@ -62,12 +64,12 @@ def test_mtp_is_a_dense_layer_without_latent_attention_in_a_class_for_deepseek(t
     config = format_for("vllm", head_config("mtp"), target).config_json("bfloat16")
     assert config["architectures"] == ["EagleDeepSeekMTPModel"] and config["model_type"] == "llama"
     assert config["qk_nope_head_dim"] == config["qk_rope_head_dim"] == config["n_routed_experts"] == 0
-    assert config["first_k_dense_replace"] > 1000, "the layer's index is the target's number of layers"
+    assert config["first_k_dense_replace"] > 1000, "must exceed the target's number of layers"
     assert "routed_scaling_factor" not in config and config["dtype"] == "bfloat16"
 
 
 def test_eagle_has_the_tensors_of_llama_eagle(target: LlamaConfig) -> None:
-    """The only norm is before the MLP: the class removes the input norm and has no final norm."""
+    """The only norm is before the MLP, because vLLM's class removes the input norm and has no final norm."""
     form = format_for("vllm", head_config("eagle"), target)
     tensors = form.tensors(random_head(form.head, target).state_dict())
     layer = {f"layers.0.{name}": shape for name, shape in LAYER.items() if name != "input_layernorm.weight"}
@@ -76,7 +78,7 @@ def test_eagle_has_the_tensors_of_llama_eagle(target: LlamaConfig) -> None:
 
 
 def eagle3_layer() -> dict[str, list[int]]:
-    wide = {f"self_attn.{part}_proj.weight": [64, 128] for part in "qkv"}  # [embedding; state]
+    wide = {f"self_attn.{part}_proj.weight": [64, 128] for part in "qkv"}  # columns of the embedding, then of the state
     return {f"midlayer.{name}": shape for name, shape in {**LAYER, **wide, "hidden_norm.weight": [64]}.items()}
 
 
@@ -97,7 +99,7 @@ def eagle3_layer() -> dict[str, list[int]]:
 def test_eagle3_has_the_tensors_of_llama_eagle3(
     target: LlamaConfig, settings: dict[str, object], more: dict[str, list[int]]
 ) -> None:
-    """Trap: vLLM refuses d2t and t2d if the head has the whole vocabulary."""
+    """Without a smaller draft vocabulary, d2t and t2d must be left out, because vLLM refuses them."""
     form = format_for("vllm", head_config("eagle3", **settings), target)
     tensors = form.tensors(random_head(form.head, target).state_dict())
     assert shapes(tensors) == {**eagle3_layer(), "norm.weight": [64], **more}
@@ -140,7 +142,7 @@ def test_medusa_has_its_own_names_and_the_targets_lm_head_in_a_second_file(tmp_p
 
 
 def test_medusas_config_has_no_key_that_vllm_would_take_for_a_number_of_heads_or_layers(target: LlamaConfig) -> None:
-    """Trap: `MedusaConfig.from_pretrained` of vLLM 0.32 renames every such key."""
+    """`MedusaConfig.from_pretrained` of vLLM 0.32 renames every such key."""
     config = format_for("vllm", head_config("medusa", num_layers=2), target).config_json("bfloat16")
     counts = {key: value for key, value in config.items() if "num" in key and ("heads" in key or "layers" in key)}
     assert counts == {"num_heads": 4, "num_hidden_layers": 2}
@@ -171,7 +173,7 @@ def test_dflash_is_a_qwen3_stack_whose_layer_ids_are_one_less_than_ours(target: 
     assert config["dflash_config"] == {"mask_token_id": 5, "target_layer_ids": [0, 1, 2]}
     assert (config["block_size"], config["num_hidden_layers"]) == (8, 2)
     assert config["layer_types"] == ["full_attention"] * 2
-    assert "rope_theta" in config["rope_parameters"], "vLLM's default differs from Llama's"
+    assert "rope_theta" in config["rope_parameters"], "must be written, because vLLM's default differs from Llama's"
     assert len(form.notes()) == 1 and not format_for("vllm", head_config("dflash"), target).notes()
 
 

@@ -1,4 +1,4 @@
-"""Drafts and counts equal those of a loop without caches."""
+"""Tests that drafts and counts equal those of a loop without caches."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ Plain = tuple[list[int], int, list[int], list[list[int]]]
 def plain_speculation(
     target: Target, head: Head, prompt: list[int], depths: int, max_new_tokens: int, eos: set[int]
 ) -> Plain:
-    """Returns new tokens, rounds, accepted by position and every draft.
+    """Returns the new tokens, the number of rounds, the accepted drafts at each position, and every draft.
 
     The whole text is read again for every token, and drafts come from the head's *training* forward over the tokens
     that the target has read.
@@ -56,8 +56,8 @@ def plain_speculation(
 def next_draft(target: Target, head: Head, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """Returns the logits [D] after a text, from the head's training forward.
 
-    The row of the target's last state drafts; its depths read the tokens after the newest one. The target's states of
-    those tokens do not exist: they are filled with zeros, which the row does not see.
+    The row of the target's last state drafts, and its depths read the tokens after the newest verified one. The target
+    has no states of those tokens yet, so they are filled with zeros, which the row does not see.
     """
     depth = len(tokens) - 1 - len(states)
     packed = torch.cat([states, states.new_zeros(depth, *states.shape[1:])])
@@ -82,7 +82,7 @@ CHAIN_CASES = HEAD_CASES | {"draft_model": ("draft_model", {"num_hidden_layers":
 
 
 class RecordingDrafter(HeadDrafter):
-    """Keeps every proposal."""
+    """Keeps the tokens and logits of every draft."""
 
     def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, rebuild_cache: bool = True) -> None:
         super().__init__(head, parts, num_speculative_tokens, rebuild_cache=rebuild_cache)
@@ -136,13 +136,13 @@ def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target,
 def test_drafts_and_counts_equal_those_of_a_loop_without_caches(
     tmp_path: Path, model_type: str, case: str, depths: int
 ) -> None:
-    """Sequences end inside accepted drafts."""
+    """Token 4 ends some sequences within accepted drafts."""
     target, head, prompts = target_and_head(tmp_path, model_type, case)
     drafter = RecordingDrafter(head, target.parts, depths)
     found = speculate(
         target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=20, sampler=Sampler(), eos_token_ids=[4]
     )
-    assert sum(sum(generation.accepted_at) for generation in found) > 0, "no draft is accepted, so little is shown"
+    assert sum(sum(generation.accepted_at) for generation in found) > 0, "accept some drafts, or the test shows little"
     for row, (prompt, generation) in enumerate(zip(prompts, found, strict=True)):
         tokens, rounds, accepted_at, proposals = plain_speculation(target, head, prompt, depths, 20, {4})
         assert generation.tokens == tokens
@@ -156,8 +156,8 @@ def speculation_that_keeps_keys(
 ) -> torch.Tensor:
     """Returns the logits of every draft [rounds, K, D], from a head whose accepted drafts keep their own keys.
 
-    `inputs` holds the state and the embedding from which each position's key was last computed. All keys are computed
-    again from them for every token.
+    `inputs` holds the state and the embedding from which each position's key was last computed. For every token, all
+    keys are computed again from `inputs`.
     """
     tokens = [*prompt, int(target.model(torch.tensor([prompt])).logits[0, -1].argmax())]
     inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -198,7 +198,7 @@ def test_a_head_that_keeps_the_keys_of_its_drafts_equals_a_loop_without_caches(
 ) -> None:
     target, head, prompts = target_and_head(tmp_path, "llama", case)
     assert isinstance(head, LayerHead)
-    logits: dict[bool, list[torch.Tensor]] = {}  # of every prompt [rounds, K, D]
+    logits: dict[bool, list[torch.Tensor]] = {}  # one tensor [rounds, K, D] per prompt
     for rebuild_cache in (True, False):
         drafter = RecordingDrafter(head, target.parts, depths, rebuild_cache=rebuild_cache)
         found = speculate(target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=12, sampler=Sampler())
@@ -211,7 +211,7 @@ def test_a_head_that_keeps_the_keys_of_its_drafts_equals_a_loop_without_caches(
     assert any(
         one.shape != other.shape or (one - other).abs().max() > 1e-3
         for one, other in zip(logits[True], logits[False], strict=True)
-    ), "keeping the keys makes no difference here"
+    ), "keeping the keys must change some logits"
 
 
 Branch = tuple[int, ...]
@@ -275,7 +275,7 @@ def test_trees_equal_those_of_a_loop_without_caches(
         target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=12, sampler=Sampler(), eos_token_ids=[4]
     )
     assert sum(sum(generation.accepted_at) for generation in generations) > 0, (
-        "no draft is accepted, so little is shown"
+        "accept some drafts, or the test shows little"
     )
     for index, (tokens, draft, row) in enumerate(drafter.found):
         if index // len(prompts) >= generations[row].rounds:
@@ -285,5 +285,5 @@ def test_trees_equal_those_of_a_loop_without_caches(
         lowest = min(expected.values())
         assert {branch for branch, score in expected.items() if score > lowest + 1e-4} <= set(
             branches
-        )  # ties at the end
+        )  # leave out ties for the last place
         assert all(branch[:-1] in {(), *branches} for branch in branches)

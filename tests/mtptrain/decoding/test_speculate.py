@@ -109,11 +109,11 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
         for prompt, generation in zip(batch, decode(target, drafters[kind], batch, eos_token_ids=[256]), strict=True):
             assert generation.tokens == plain_greedy(target, prompt, 24, eos_token_id=256)
             accepted += sum(generation.accepted_at)
-    assert accepted > (300 if kind in ("model", COPY) else 0), "nothing accepted shows little"
+    assert accepted > (300 if kind in ("model", COPY) else 0), "accept enough drafts, or the test shows little"
 
 
 def test_nothing_is_compiled_for_the_shapes_of_a_round(target: Target) -> None:
-    """Decoding must not use the functions that training compiles: most rounds would trigger a new compilation."""
+    """Decoding must not use the functions that training compiles, because most rounds would compile them again."""
     frames = torch._dynamo.utils.counters["frames"]
     compile_module.set_compilation(True)
     try:
@@ -180,7 +180,7 @@ def test_padding_of_a_draft_is_not_accepted_even_if_it_is_right() -> None:
 
 
 def test_the_branch_of_a_tree_that_the_target_chooses_is_kept() -> None:
-    """The branches of the tree are 5; 6, 7; and 6, 8, 9. The target chooses 6, 8, then 3."""
+    """The tree has the branches (5), (6, 7) and (6, 8, 9). The target chooses 6, then 8, then 3."""
     draft = Draft(
         torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.bool), parents=torch.tensor([[-1, -1, 1, 1, 3]])
     )
@@ -203,7 +203,7 @@ def test_prompt_lookup_proposes_what_followed_the_longest_match_and_its_first_oc
     look_up = PromptLookupDrafter(3)._look_up
     assert look_up(tokens) == [9, 8, 2]  # the tokens after 1 2 3
     assert look_up(tokens[1:]) == [9, 8, 2]  # the tokens after the first 2 3
-    assert look_up([9] * 6) == [9, 9]  # the first match has four tokens, which only two follow
+    assert look_up([9] * 6) == [9, 9]  # the first match is four tokens long, and only two follow it
     assert look_up([1, 2, 3, 4]) == []
     latest = PromptLookupDrafter(3, latest=True)._look_up
     assert latest(tokens[1:]) == [7, 6, 5]  # the tokens after the last 2 3

@@ -1,4 +1,4 @@
-"""Attention of blocks and single draft positions against plain masks, and what a DFlash head refuses."""
+"""Tests attention of blocks and single draft positions against plain masks, and what a DFlash head refuses."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ PROMPTS_ONLY_BEFORE = Packing.of_single([40], [np.array([39])])
 
 
 def seen_tokens(packing: Packing) -> torch.Tensor:
-    """Which tokens each row sees by the definition, bool[M, N]."""
+    """Returns which tokens each row sees by definition, bool[M, N]."""
     document, tokens = (packing.positions == 0).cumsum(0), torch.arange(len(packing.positions))
     return (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])
 
@@ -43,7 +43,7 @@ def dense_block_attention(
     block_value: torch.Tensor,
     packing: Packing,
 ) -> torch.Tensor:
-    """`block_attention` with one mask over all pairs of rows and tokens."""
+    """Computes `block_attention` with one mask over all pairs of rows and tokens."""
     groups = query.shape[2] // key.shape[1]
     key, value = (x[packing.key_indices].repeat_interleave(groups, 1) for x in (key, value))
     block_key, block_value = (x.repeat_interleave(groups, 2) for x in (block_key, block_value))
@@ -108,7 +108,7 @@ def test_the_first_draft_reads_all_masks_behind_it_and_no_token_behind_the_newes
     head = random_head("dflash")
     tokens = packed_inputs(head)
     whole, shorter = (head(tokens, PARTS, depths) for depths in (DEPTHS, DEPTHS - 1))
-    assert (whole[0] - shorter[0]).abs().max() > 1e-3, "with another block length the first draft is another one"
+    assert (whole[0] - shorter[0]).abs().max() > 1e-3, "another block length must change the first draft"
     later = replace(tokens, next_ids=tokens.next_ids.clone())
     later.next_ids[5] += 1
     changed = (head(later, PARTS, DEPTHS) != whole).any(-1).any(0)  # [M]

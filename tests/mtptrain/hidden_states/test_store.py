@@ -129,7 +129,7 @@ def test_a_token_costs_what_bytes_per_token_says_and_little_more(tmp_path: Path,
     make_store(tmp_path, dataclasses.replace(IDENTITY, capture_layers=(0, 2), dtype=dtype))
     for record in HiddenStore.open(tmp_path).manifest.shards:
         rest = record.num_bytes - record.num_tokens * expected - 8 * (4 * record.num_documents + 1)
-        assert 0 < rest < 900, "the header"
+        assert 0 < rest < 900, "only the header may remain"
 
 
 def test_the_manifest_says_what_the_states_are(tmp_path: Path) -> None:
@@ -188,6 +188,6 @@ assert sum(float(document.hidden_states.sum()) for document in documents) == 0.0
 print(anonymous() - before)
 """
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert float(output) < 100, "megabytes"
+    assert float(output) < 100, "memory must grow by less than 100 MB"
     on_disk = sum(path.stat().st_size for path in tmp_path.glob("shard_*"))
     assert on_disk / 1_000_000 < 2 * hidden_size * 1.01 + 8

@@ -1,4 +1,4 @@
-"""Extraction and training at the same time, over a store that is deleted as it is read."""
+"""Tests extraction and training at the same time, with a store that is deleted as training reads it."""
 
 import json
 import shutil
@@ -52,12 +52,12 @@ def test_every_document_comes_once_window_after_window() -> None:
     order = document_order(windows, shards, seed=0)
     assert sorted(order.tolist()) == list(range(50))
     assert {int(index) // 5 for index in order[:15]} == set(windows[0])
-    assert order[:15].tolist() != sorted(order[:15].tolist()), "documents of a window are shuffled"
+    assert order[:15].tolist() != sorted(order[:15].tolist()), "the documents of a window must be shuffled"
     assert not np.array_equal(order, document_order(shard_windows(10, 3, seed=1), shards, seed=1))
 
 
 class Observer:
-    """Counts the finished shards of a store again and again, in a thread."""
+    """Records in a thread the largest number of finished shards that a store holds."""
 
     def __init__(self, store_dir: Path) -> None:
         self.most, self._store_dir, self._stop = 0, store_dir, threading.Event()
@@ -79,7 +79,7 @@ class Observer:
 
 @contextmanager
 def running(overrides: tuple[str, ...], log: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Both programs; whatever happens, neither outlives the block."""
+    """Starts extraction and training, and kills both at the end of the block."""
     with log.open("ab") as file:
         modules = ("data_prep.hidden_states", "mtptrain.train")
         processes = [
@@ -96,14 +96,14 @@ def running(overrides: tuple[str, ...], log: Path) -> Iterator[list[subprocess.P
 
 @pytest.fixture
 def stream_run(tiny_run: Run, tmp_path: Path) -> Run:
-    """A run folder with prompts alone, and its overrides."""
+    """Returns a run folder that holds only prompts, and its overrides."""
     run_dir, overrides = tiny_run
     shutil.copytree(run_dir / "prompts", tmp_path / "run" / "prompts")
     return tmp_path / "run", (f"run_dir={tmp_path}/run", *overrides, *STREAMED)
 
 
 def stream(run: Run, log: Path) -> None:
-    """Run both programs to their ends."""
+    """Runs extraction and training until both end."""
     with running(run[1], log) as processes:
         for process in processes:
             assert process.wait(timeout=TIMEOUT_S) == 0, log.read_text()[-3000:]
@@ -123,9 +123,9 @@ def test_a_streamed_run_that_is_killed_goes_on_with_the_same_losses_and_a_bounde
         stream(stream_run, log)
     undisturbed, head = losses(run_dir), (run_dir / "train/last/head.safetensors").read_bytes()
     num_windows = json.loads((store_dir / STREAM).read_text())["released_windows"]
-    assert num_windows > OPEN_WINDOWS, "the store would have fitted whole"
+    assert num_windows > OPEN_WINDOWS, "the open windows must not hold the whole store"
     assert 0 < observer.most <= OPEN_WINDOWS * 2
-    assert not list(store_dir.glob("shard_*")), "every shard was trained on and deleted"
+    assert not list(store_dir.glob("shard_*")), "every shard must be deleted after training"
 
     shutil.rmtree(run_dir / "train")
     shutil.rmtree(store_dir)
@@ -162,7 +162,7 @@ def documents_of(lengths: list[int]) -> Documents:
 
 
 def streamed_store(directory: Path, num_documents: int, window_shards: int) -> StreamedStore:
-    """A store of ten tokens a document, two documents a shard; nothing of it is on the disk."""
+    """Returns a store whose documents have ten tokens and whose shards have two documents. None of it is on disk."""
     identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
     return StreamedStore(directory, identity, documents_of([10] * num_documents), 20, window_shards, seed=0)
 
@@ -170,7 +170,7 @@ def streamed_store(directory: Path, num_documents: int, window_shards: int) -> S
 def test_windows_are_released_after_the_last_step_that_reads_them(tmp_path: Path) -> None:
     store = streamed_store(tmp_path, num_documents=20, window_shards=2)  # five windows of four documents
     order = store.order.tolist()
-    order[3], order[4] = order[4], order[3]  # one document of the first window is read with the second
+    order[3], order[4] = order[4], order[3]  # swap the last document of window 0 with the first of 1
     releases = Releases(store, [[order[first : first + 2], order[first + 2 : first + 4]] for first in range(0, 20, 4)])
     assert [releases.num_unread(step) for step in range(6)] == [0, 0, 2, 3, 4, 5]
     assert [step for step in range(1, 6) if releases.is_due(step)] == [2, 3, 4, 5]

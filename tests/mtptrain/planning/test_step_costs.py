@@ -79,7 +79,7 @@ def test_the_training_step_costs_what_the_formula_says(
 def test_the_training_step_of_a_draft_model_costs_what_the_formula_says(
     share: float, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every token passes through all layers, including one more token per document.
+    """Every token passes through all layers, and each document has one token more than `length`.
 
     Flash attention computes its scores twice, so it runs 14 FLOPs where the formula has 12.
     """
@@ -115,14 +115,14 @@ def test_a_draft_models_memory_in_serving_is_planned_beside_a_heads(
     )
     assert plan.serving.endswith(
         "256 bytes; the target caches 512 bytes per token"
-    )  # one kv head of 64; the target has two layers
+    )  # one kv head of 64 takes 256 bytes per layer; the target has two layers
     assert ("serving", plan.serving) in plan_rows(plan, config)
     assert make_plan(config_for()).serving is None
 
 
 @pytest.mark.parametrize("lengths", [[2048], [100] * 20], ids=["one document", "twenty documents"])
 def test_the_planned_activations_are_the_memory_that_a_step_takes(lengths: list[int], tiny_target: Path) -> None:
-    """Compares with the allocations that torch's profiler records for the same step on real tensors."""
+    """Compares the plan with the allocations that torch's profiler records for the same step on real tensors."""
     target_config = read_target_config(tiny_target)
     config = HEADS["mtp"].Config(ttt_steps=3)
     planned = step_costs(MicroBatch(config, target_config, torch.float32, lengths, 1.0, loss_chunk_rows=256)).peak_bytes

@@ -1,4 +1,4 @@
-"""Tests of finding the first token on which an engine and we differ, and its logit gap."""
+"""Tests the search for the first token in which an engine and mtptrain differ, and the gap between their logits."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def ours(target: Target, head: Head) -> list[Generation]:
 
 
 def rejected_rounds(generation: Generation) -> list[int]:
-    """Rounds of a generation in which every draft was rejected: the random head is never right."""
+    """Returns the accepted drafts of each round: always 0, because the random head is never right."""
     assert sum(generation.accepted_at) == 0
     return [0] * generation.rounds
 
@@ -72,7 +72,7 @@ def test_the_first_draft_that_differs_is_found_with_the_gap_of_the_heads_logits(
     target: Target, head: Head, ours: list[Generation]
 ) -> None:
     theirs = [rejected_rounds(generation) for generation in ours]
-    theirs[2] = [0, 0, 2, *theirs[2][5:]]  # in its third round the engine drafted two tokens of the answer
+    theirs[2] = [0, 0, 2, *theirs[2][5:]]  # the engine accepted two drafts in the third round
     found = first_draft_divergence(target, head, DRAFTS, PROMPTS, ours, theirs)
     assert found is not None
     assert (found.what, found.prompt, found.position) == ("draft", 2, 3)

@@ -1,4 +1,4 @@
-"""Tests of the client of a running server without vLLM: a fake server has its pages and counters."""
+"""Tests the client of a running vLLM server with a fake server that has the same pages and counters."""
 
 import json
 import threading
@@ -25,7 +25,7 @@ vllm:request_success_total{{engine="0",finished_reason="length",model_name="a"}}
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers like vLLM's server; every completion increases the counters."""
+    """Answers like vLLM's server. Every completion increases the counters."""
 
     finished_per_request = 1
 
@@ -36,7 +36,7 @@ class FakeServer(ThreadingHTTPServer):
         """Bodies to send instead of the usual ones, by path."""
         self.headers: dict[str, str] = {}
         self.is_busy = False
-        """Whether the counters rise with every look at them."""
+        """Whether the counters rise with every GET request too."""
         self.max_tokens: list[int] = []
 
 

@@ -42,7 +42,7 @@ def yarn_angles(head_dim: int, theta: float, factor: float, original_tokens: int
     low, high = max(math.floor(pair_with(32)), 0), min(math.ceil(pair_with(1)), head_dim - 1)
     angles = []
     for pair in range(head_dim // 2):
-        ramp = min(max((pair - low) / (high - low), 0.0), 1.0)  # 0: unchanged, 1: divided by factor
+        ramp = min(max((pair - low) / (high - low), 0.0), 1.0)  # 0 keeps the angle, 1 divides it by factor
         angles.append(theta ** (-2 * pair / head_dim) * ((1 - ramp) + ramp / factor))
     return angles
 

@@ -52,10 +52,10 @@ def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_an
     train(fresh_run, "train.max_steps=2")
     marker = next((fresh_run[0] / "train/checkpoints").glob(f"step_*/{MARKER}"))
     facts = json.loads(marker.read_text())
-    del facts["head"]["norms"]  # as in a checkpoint older than this setting, which is no difference
+    del facts["head"]["norms"]  # imitate an older checkpoint: a missing `norms` must not count as a difference
     unpacked = {
         name: value for name, value in facts.items() if "packing" not in name
-    }  # as in a checkpoint from before packing had a version
+    }  # imitate a checkpoint from before packing had a version, which is refused
     marker.write_text(json.dumps(unpacked))
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
     assert (

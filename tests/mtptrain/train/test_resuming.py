@@ -28,7 +28,7 @@ def test_a_killed_run_resumes_with_bit_identical_losses(
     command = program_command("mtptrain.train", *overrides, *settings, num_ranks=num_ranks)
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     while len(records(run_dir)) < 10:
-        assert process.poll() is None, "it ended before it could be killed"
+        assert process.poll() is None, "training ended before the kill"
         time.sleep(0.01)
     kill_tree(process.pid)
     process.wait()
@@ -49,7 +49,7 @@ def test_ctrl_c_ends_with_a_line_and_the_same_command_goes_on_from_the_newest_ch
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(program_command("mtptrain.train", *overrides, *settings), cwd=ROOT, stderr=stderr)
     while len(records(run_dir)) < 5:
-        assert process.poll() is None, "it ended before Ctrl-C"
+        assert process.poll() is None, "training ended before Ctrl-C"
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     try:
@@ -84,13 +84,13 @@ def test_a_signal_ends_the_step_saves_it_and_the_next_run_goes_on_with_bit_ident
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
     while len(records(run_dir)) < 5:
-        assert process.poll() is None, "it ended before the signal"
+        assert process.poll() is None, "training ended before the signal"
         time.sleep(0.01)
     os.kill(children(process.pid)[-1] if num_ranks > 1 else process.pid, number)
     try:
         output, _ = process.communicate(timeout=120)
     finally:
-        process.terminate()  # in case it hangs; torchrun then kills its ranks
+        process.terminate()  # end training that hangs; torchrun then kills its ranks
 
     errors = (tmp_path / "stderr").read_text()
     assert process.returncode == 75 if num_ranks == 1 else re.search(r"exitcode *: 75 ", errors), errors[-3000:]

@@ -1,4 +1,4 @@
-"""The chunked loss against the plain formula with all logits alive."""
+"""Tests the chunked loss against the plain formula, which needs all logits at once."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ T, M, H, V = 3, 40, 16, 50
 
 
 def inputs(last_rows: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """Makes inputs with spans that end with these rows; rows after the last of them do not count."""
+    """Returns inputs whose spans end with these rows. Rows after the last span do not count."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(T, M, H, generator=generator).requires_grad_()
     target_states, lm_head = torch.randn(M, H, generator=generator), torch.randn(V, H, generator=generator)
@@ -70,7 +70,7 @@ def test_chunked_kl_and_its_gradient_equal_the_plain_formula(last_rows: tuple[in
 def test_top1_accuracy_counts_drafts_whose_most_likely_token_is_the_targets() -> None:
     states, target_states, lm_head, is_draft = inputs((20, 39))
     with torch.no_grad():
-        states[0] = target_states  # depth 0 knows the answer
+        states[0] = target_states  # depth 0 drafts what the target predicts
     ours = run_kl(states, target_states, lm_head, is_draft)
     assert ours.top1_accuracy[0] == is_draft[0].sum()
     assert ours.kl[0].abs() < 1e-3
@@ -85,7 +85,7 @@ def test_a_teacher_shifted_by_one_is_caught() -> None:
 
 @pytest.mark.parametrize("chunk_rows", [7, 1000])
 def test_a_draft_vocabulary_is_taught_by_the_targets_probabilities_as_they_are(chunk_rows: int) -> None:
-    """Trap: renormalised inside the draft vocabulary, a head that misses every token looks perfect."""
+    """With probabilities renormalised in the draft vocabulary, a head that misses every token would look perfect."""
     states, target_states, lm_head, is_draft = inputs((20, 39))
     ids = torch.arange(0, V, 3)  # 17 of 50 tokens
     own = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -114,7 +114,7 @@ def test_a_draft_vocabulary_is_taught_by_the_targets_probabilities_as_they_are(c
 def test_gradients_hold_where_the_target_is_almost_surely_outside_the_draft_vocabulary() -> None:
     states, target_states, lm_head, is_draft = inputs((20, 39))
     ids = torch.arange(0, V, 3)
-    bias = torch.full((V,), 12.0).index_fill_(0, ids, 0.0)  # a mass of some 1e-6 inside
+    bias = torch.full((V,), 12.0).index_fill_(0, ids, 0.0)  # gives the draft vocabulary a probability of some 1e-6
     scale, own = torch.ones(T), lm_head[ids]
     ours = draft_losses(
         states, own, target_states, lambda x: x @ lm_head.T + bias, is_draft, scale, LossSettings(), ids
@@ -178,7 +178,7 @@ OWN_VOCABULARY = torch.arange(1, V, 3)
 def run_kind(
     kind: LossKind, draft_token_ids: torch.Tensor | None, states: torch.Tensor, target_logits: torch.Tensor
 ) -> LossSums:
-    """Runs a loss over one span of all rows, with these logits of the target [M, V]."""
+    """Computes a loss over one span of all rows, from the target's logits [M, V]."""
     lm_head = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
     return draft_losses(
         states,
@@ -215,7 +215,7 @@ def test_a_compiled_loss_is_the_plain_one(
 def test_a_logit_of_the_target_that_is_not_finite_is_seen_in_the_kl(
     token: int, bad: float, draft_token_ids: torch.Tensor | None
 ) -> None:
-    """Token 1 is in the head's own vocabulary, token 0 is not."""
+    """Token 1 is in `OWN_VOCABULARY`, and token 0 is not."""
     states, target_states, lm_head, _ = inputs((M - 1,))
     logits = target_states @ lm_head.T
     assert run_kind(LossKind.kl, draft_token_ids, states, logits).kl.isfinite().all()
@@ -224,7 +224,7 @@ def test_a_logit_of_the_target_that_is_not_finite_is_seen_in_the_kl(
 
 
 def blocks(num_depths: int, num_positions: int, vocab_size: int) -> tuple[torch.Tensor, ...]:
-    """Drafts' logits [T * C, D], which of them count, the target's logits [C, V] and the weights of the depths."""
+    """Returns drafts' logits [T * C, D], which of them count, the target's logits [C, V] and the depths' weights."""
     generator = torch.Generator().manual_seed(num_depths)
     logits = 2 * torch.randn(num_depths * num_positions, vocab_size, generator=generator)
     is_counted = torch.rand(len(logits), generator=generator) < 0.9
@@ -234,7 +234,7 @@ def blocks(num_depths: int, num_positions: int, vocab_size: int) -> tuple[torch.
 @pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
 @pytest.mark.parametrize("kind", list(LossKind))
 def test_a_teacher_by_logits_is_the_one_by_probabilities(kind: LossKind, draft_token_ids: torch.Tensor | None) -> None:
-    """GPUs use the former, CPUs the latter."""
+    """GPUs use logits, and CPUs use probabilities."""
     logits, is_counted, target_logits, scale = blocks(3, 16, V if draft_token_ids is None else len(draft_token_ids))
     by_logits, by_probs = (form(target_logits, draft_token_ids) for form in (teach_by_logits, teach_by_probs))
     assert torch.equal(by_logits.tokens, by_probs.tokens)
@@ -257,8 +257,10 @@ def test_a_teacher_by_logits_shows_a_logit_that_is_not_finite_in_the_kl(
 
 
 def compare_compiled_in_one_process() -> None:
-    """Compares compiled blocks of different sizes and depths with plain ones, in the order that once ran code of one
-    depth for two."""
+    """Compares compiled blocks of different sizes and depths with plain ones.
+
+    Regression test: in this order, code that was compiled for one depth once ran for two.
+    """
     for num_depths, num_positions in ((1, 50), (2, 50), (1, 13), (2, 20)):
         logits, is_counted, target_logits, scale = blocks(num_depths, num_positions, V)
         teacher: Teacher = teach(target_logits, None)
@@ -271,7 +273,7 @@ def compare_compiled_in_one_process() -> None:
 
 
 def test_compiled_code_of_one_depth_does_not_run_for_two(tmp_path: Path) -> None:
-    """It needs a new process with an empty cache, because compiled code depends on what was compiled before."""
+    """The test needs a new process and an empty cache, because compiled code depends on earlier compilations."""
     code = f"from {__name__} import compare_compiled_in_one_process as run; run()"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

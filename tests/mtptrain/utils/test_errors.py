@@ -1,4 +1,4 @@
-"""Which errors are reported without a stack, and what the message says."""
+"""Tests which errors are reported without a stack, and what their messages say."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tests that heads start as the target's last layer."""
+"""Tests heads that start with the weights of the target's last layer."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: 
     before.load_state_dict(head.state_dict())
     start_from_target(head, tiny_target)
     weights, random = dict(head.named_parameters()), dict(before.named_parameters())
-    for part in ("q_proj", "k_proj", "v_proj"):  # in eagle3, their first columns read the embedding
+    for part in ("q_proj", "k_proj", "v_proj"):  # their first columns read the embedding in eagle3
         weight = weights[f"self_attn.{part}.weight"]
         assert torch.equal(weight[:, -64:], layer[f"self_attn.{part}.weight"])
         assert torch.equal(weight[:, :-64], random[f"self_attn.{part}.weight"][:, :-64])

@@ -1,4 +1,4 @@
-"""The writer's thread: every document reaches its shard, memory stays bounded, and no error is lost."""
+"""Tests that the writer's threads write every document, hold a bounded number of states and lose no error."""
 
 import errno
 import threading
@@ -39,7 +39,7 @@ def test_shards_are_complete_at_the_end_while_the_caller_never_waits_for_the_dis
     write, is_handed_over = ShardFile.write, threading.Event()
 
     def write_later(*args: Any) -> None:
-        assert is_handed_over.wait(60), "the caller waits for the disk"
+        assert is_handed_over.wait(60), "the caller must not wait for the disk"
         write(*args)
 
     monkeypatch.setattr(ShardFile, "write", write_later)
@@ -49,7 +49,7 @@ def test_shards_are_complete_at_the_end_while_the_caller_never_waits_for_the_dis
             for document in range(NUM_DOCUMENTS):
                 writer.write(document, states())
             writer.finish()
-            is_handed_over.set()  # the whole first shard, before a byte of it was written
+            is_handed_over.set()  # the first shard is handed over before any byte is written
     assert has_shard(tmp_path, 0) and has_shard(tmp_path, 1)
     assert not list(tmp_path.glob("*.tmp"))
 
