@@ -24,7 +24,7 @@ DEVICE = "cuda:0"
 
 
 class GpuRanks(Ranks):
-    """Replaces `Ranks` on a machine with GPUs."""
+    """Simulates ranks on a machine with GPUs."""
 
     device = torch.device(DEVICE)  # type: ignore[assignment]
 

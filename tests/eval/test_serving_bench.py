@@ -139,7 +139,7 @@ def test_no_settings_are_written_where_plain_decoding_always_wins(
 
 
 class OnCpus:
-    """Replaces a load generator whose vLLM runs on CPUs."""
+    """Replaces the load generator of a vLLM that runs on CPUs."""
 
     version, is_cpu = "0.32.0", True
 
