@@ -64,7 +64,7 @@ class Served:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread, because a second one would only wait at such small matrices."""
+    """Limits torch to one thread, because a second thread would not speed up such small matrices."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
