@@ -142,14 +142,8 @@ def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_m
 
     stop_commands = (
         ("scancel", "--batch", "--signal=USR1", job),  # as `--signal=B:USR1@120` does before the time limit
-        (
-            "sbatch",
-            "--partition=urgent",
-            "--nodes=2",
-            "--exclusive",
-            "--output=/dev/null",
-            "--wrap=true",
-        ),  # preempts the job
+        # A job in a partition of higher priority preempts this one.
+        ("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"),
         ("scontrol", "requeue", job),
     )
     for number, command in enumerate(stop_commands):
