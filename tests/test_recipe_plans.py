@@ -25,7 +25,7 @@ from tests.test_recipes import compose_recipe
 
 HEADS = ("mtp", "eagle3")
 DRAFT_MODELS = {"draft_1b": "llama3_2_1b"}
-"""Small language models that draft, by the name of their recipe."""
+"""Small language models that draft, by the last part of their recipe's name."""
 HEAD_CASES = [(target, head) for target in PUBLISHED_TARGETS for head in HEADS]
 CASES = [*HEAD_CASES, ("llama3_3_70b", "draft_1b")]
 SERVER = "http://localhost:8000/v1"

@@ -34,7 +34,7 @@ CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python
 KV_CACHE_BYTES = 256 << 20
 SERVER_START_S = 300
 NUM_GENERATED = 12
-"""Number of prompts that transformers answers too, one at a time."""
+"""Number of prompts that transformers also answers, one at a time."""
 
 
 @dataclass(frozen=True)
