@@ -1,7 +1,6 @@
-"""Recipes for real targets, at the dimensions that were published: their heads, what serves them, and the plans in
-their headers.
+"""Tests the heads, the export formats and the plans of recipes for real targets, at their published sizes.
 
-`WRITE_RECIPE_PLANS=1 python -m pytest tests/test_recipe_plans.py` writes the headers.
+`WRITE_RECIPE_PLANS=1 python -m pytest tests/test_recipe_plans.py` writes the plans into the headers of the recipes.
 """
 
 import os
@@ -26,12 +25,12 @@ from tests.test_recipes import compose_recipe
 
 HEADS = ("mtp", "eagle3")
 DRAFT_MODELS = {"draft_1b": "llama3_2_1b"}
-"""Small language models that draft, by the name of their recipe."""
+"""Small language models that draft, by the last part of their recipe's name."""
 HEAD_CASES = [(target, head) for target in PUBLISHED_TARGETS for head in HEADS]
 CASES = [*HEAD_CASES, ("llama3_3_70b", "draft_1b")]
 SERVER = "http://localhost:8000/v1"
 NODE_DISK_BYTES = 28 * 10**12
-"""The size of the local disks of a usual node with 8 GPUs; a plan should take half of it at most."""
+"""Size of all local disks of a usual node with 8 GPUs. A plan should use at most half of it."""
 BEGIN, END = (
     "# Commands, and the plan at the target's published sizes, written by tests/test_recipe_plans.py:",
     "# End of the plan.",
@@ -41,7 +40,7 @@ BETWEEN = re.compile(rf"{re.escape(BEGIN)}\n(.*?){re.escape(END)}\n", re.DOTALL)
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[PipelineConfig, Plan]]:
-    """The plan of a recipe, made from the published config.json of its target alone, for the disks of a node."""
+    """Returns a function that plans a recipe for the disks of a node, from published config.json files alone."""
     made: dict[str, tuple[PipelineConfig, Plan]] = {}
 
     def of(target: str, head: str) -> tuple[PipelineConfig, Plan]:
@@ -91,7 +90,7 @@ def test_both_engines_have_a_format_for_the_head_of_every_recipe(target: str, he
 
 
 def test_sglang_is_refused_an_eagle3_head_for_deepseek_that_reads_the_first_layer() -> None:
-    """The case of the README's table of what is served."""
+    """Tests the *no* of this head in the table of the README that lists what is served."""
     config, target_config = compose_recipe("deepseek_v2_lite_eagle3"), PUBLISHED_TARGETS["deepseek_v2_lite"].config()
     head = replace(config.head, capture_layers=[1, 13, 24])
     assert format_for("vllm", head, target_config)
@@ -158,7 +157,7 @@ def make_header(recipe: str, target: str, config: PipelineConfig, plan: Plan) ->
 
 
 def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> list[str]:
-    """The commands of the whole run, in order."""
+    """Returns the commands of the whole run, in order."""
     num_gpus, settings = config.planner.num_gpus, config.hidden_states
     engines = num_gpus // settings.tensor_parallel_size
     extracting = engines if settings.backend is Backend.vllm else 1 if plan.is_spread else num_gpus

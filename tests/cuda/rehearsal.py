@@ -1,4 +1,4 @@
-"""The trainer's step on fake CUDA tensors, with the target's and the head's real sizes."""
+"""Runs the trainer's step on fake CUDA tensors, with the real sizes of the target and the head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ DEVICE = "cuda:0"
 
 
 class GpuRanks(Ranks):
-    """Ranks on a machine with GPUs."""
+    """Simulates ranks on a machine with GPUs."""
 
     device = torch.device(DEVICE)  # type: ignore[assignment]
 
 
 class PlainEngine:
-    """Stands in for DeepSpeed's engine, without an optimizer: gradients stay where autograd leaves them."""
+    """Replaces DeepSpeed's engine and has no optimizer, so gradients stay where autograd leaves them."""
 
     def __init__(self, module: Head) -> None:
         self.module = module
@@ -48,7 +48,7 @@ class PlainEngine:
 
 @dataclass
 class Rehearsal:
-    """A step that has been run."""
+    """Holds the head, the measurements and the batch of a finished step."""
 
     head: Head
     meter: Meter
@@ -64,7 +64,7 @@ def frozen_parts(config: PreTrainedConfig, device: str = DEVICE) -> FrozenParts:
 
 
 def answers(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """A loss mask u8[length] that is set in each (first, last) of the spans."""
+    """Returns a loss mask u8[length] that is 1 from `first` to `last - 1` of each span, and 0 elsewhere."""
     mask = np.zeros(length, dtype=np.uint8)
     for first, last in spans:
         mask[first:last] = 1
@@ -72,7 +72,7 @@ def answers(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarray], depths: int) -> Batch:
-    """The batch that `make_batch` packs from documents with these masks, with states on the CPU that have no data."""
+    """Returns the batch that `make_batch` would pack from documents with these masks. Its states have no data."""
     spans, used, rows = [], [], []
     for document, mask in enumerate(loss_masks):
         first_rows, counts = draft_spans(mask)
@@ -102,7 +102,7 @@ def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarra
 def rehearse_step(
     head_config: HeadConfig, target_config: PreTrainedConfig, loss_masks: Sequence[np.ndarray], train: TrainConfig
 ) -> Rehearsal:
-    """Run one step of the trainer and measure it; weights and frozen parts are in the memory that it counts."""
+    """Run and measure one step of the trainer. The measured memory includes the weights and the frozen parts."""
     bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     initialize = patch("deepspeed.initialize", lambda model, **_: (PlainEngine(model), None, None, None))
     with fake_cuda(), initialize:

@@ -1,5 +1,7 @@
-"""Extraction from targets of every family, and decoding with the cache, on fake CUDA tensors with real kernels' names
-and dtypes."""
+"""Tests extraction from targets of every family, and decoding with caches, on fake CUDA tensors.
+
+The fake kernels have the names and dtypes of real ones.
+"""
 
 from collections import Counter
 from typing import Any
@@ -23,7 +25,7 @@ from tests.published_targets import PUBLISHED_TARGETS
 DEVICE = "cuda:0"
 LENGTHS = (300, 300, 40)
 PUBLISHED = ("llama3_1_8b", "llama3_3_70b", "qwen3_30b_a3b", "deepseek_v2_lite")
-"""Targets that are extracted from at their published widths, with two layers."""
+"""Targets whose extraction is tested at their published widths, with two layers."""
 
 
 def placed_target(config: PreTrainedConfig) -> Target:
@@ -43,17 +45,17 @@ def family_config(family: str) -> PreTrainedConfig:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    latent = {"v_head_dim": 16} if model_type == "deepseek_v2" else {}  # smaller than that of queries, as published
+    latent = {"v_head_dim": 16} if model_type == "deepseek_v2" else {}  # values are smaller than queries, as published
     return AutoConfig.for_model(model_type, **{**sizes, "num_key_value_heads": 2, "head_dim": 64, **settings, **latent})
 
 
 def extract(config: PreTrainedConfig) -> tuple[torch.Tensor, Meter, Counter[str]]:
-    """Streams of packed documents, and the kernels that attention called."""
+    """Returns the streams of packed documents, the meter, and how often each attention kernel was called."""
     meter, kernels = Meter(), Counter[str]()
     layers = (0, 1, config.num_hidden_layers)
     with fake_cuda():
         target = placed_target(config)
-        TransformersStreams(target, layers, batch_tokens=1024)  # its attention becomes the packed one
+        TransformersStreams(target, layers, batch_tokens=1024)  # switches the target to packed attention
         assert target.model.config._attn_implementation == PACKED
         with meter:
             states = residual_streams(target, [torch.zeros(length, dtype=torch.int32) for length in LENGTHS], layers)
@@ -72,10 +74,10 @@ def test_every_family_is_extracted_with_packed_attention(family: str) -> None:
     config = family_config(family)
     states, _, kernels = extract(config)
     check_states(states, config)
-    if family == "deepseek_v2":  # queries and values differ in size, which flash attention has no kernel for
+    if family == "deepseek_v2":  # flash attention has no kernel for queries and values of different sizes
         assert not any("varlen" in name for name in kernels)
     else:
-        assert sum(kernels.values()) == config.num_hidden_layers, kernels  # one kernel a layer, over all documents
+        assert sum(kernels.values()) == config.num_hidden_layers, kernels  # one call per layer
 
 
 def test_every_supported_family_is_rehearsed() -> None:
@@ -95,7 +97,7 @@ def test_published_sizes_are_extracted(name: str) -> None:
 
 
 class OpenCache(PositionCache):
-    """A cache that takes all its slots as used, because a fake tensor cannot tell the host the highest used one."""
+    """Treats all slots as used, because the highest used slot cannot be read from a fake tensor."""
 
     def begin(self, positions: torch.Tensor, tree: Any = None) -> torch.Tensor | None:
         with patch.object(torch.Tensor, "__int__", lambda _: self.num_slots - 1):
@@ -105,8 +107,10 @@ class OpenCache(PositionCache):
 @pytest.mark.parametrize("head_name", HEADS)
 @pytest.mark.parametrize("name", ["llama3_1_8b", "llama3_3_70b"])
 def test_target_and_head_decode_with_their_caches(head_name: str, name: str) -> None:
-    """A prompt and a round are read, with drafts at two depths after each, at the target's own width; eagle3, peagle
-    and dflash read captured layers."""
+    """Reads a prompt and then a round at the target's published width, and drafts at two depths after each.
+
+    Heads eagle3, peagle and dflash read captured layers.
+    """
     config = PUBLISHED_TARGETS[name].config()
     config.num_hidden_layers = 4
     captures = head_name in ("eagle3", "peagle", "dflash")

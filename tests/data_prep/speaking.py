@@ -1,4 +1,4 @@
-"""A tiny target that generates printable text, and a server with programmable responses."""
+"""Makes a tiny target that generates printable text, and a server with programmable responses."""
 
 import json
 import threading
@@ -24,7 +24,8 @@ def make_speaking_target(
     """Makes a random target that generates printable characters and sometimes the end-of-sequence token."""
     make_target(directory, seed=seed, chat_template=chat_template, **config)
     weights = load_file(directory / "model.safetensors")
-    embeddings = weights["model.embed_tokens.weight"]  # tied: a row of zeros has logit 0, and some other is larger
+    # The lm_head shares these weights, so a row of zeros gives logit 0, which is never the largest.
+    embeddings = weights["model.embed_tokens.weight"]
     embeddings[NUM_PRINTABLE:EOS] = 0
     embeddings[EOS + 1 :] = 0
     embeddings[EOS] *= 1.5
@@ -33,8 +34,8 @@ def make_speaking_target(
 
 
 Reply = tuple[int, Any]
-"""A status and a body: an object to send as JSON, or bytes, or an iterator of bytes without a Content-Length. The body
-of a redirect (307) is the new address."""
+"""A status and a body. The body is an object to send as JSON, bytes, or an iterator of bytes that is sent without a
+Content-Length. The body of a redirect (307) is the new address."""
 Behaviour = Callable[[dict[str, Any]], Reply]
 
 
@@ -52,7 +53,7 @@ def answer_by_prompt(request: dict[str, Any]) -> Reply:
 
 
 class FakeServer:
-    """A real HTTP server that records the requests for completions, except the initial check."""
+    """Defines the responses of a real HTTP server, and records completion requests except the initial check."""
 
     def __init__(self) -> None:
         self.models: Any = {"data": [{"id": "tiny", "max_model_len": 512}]}
@@ -127,7 +128,7 @@ def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
             pass
 
     class Server(ThreadingHTTPServer):
-        request_queue_size = 128  # waiting connections; one more would only be retried after a second
+        request_queue_size = 128  # a connection beyond this limit would be retried only after a second
 
     with Server((address, 0), Handler) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

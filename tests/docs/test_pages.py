@@ -1,5 +1,4 @@
-"""README.md and the pages of docs/: they build, their commands compose, and the settings and files that they name
-exist."""
+"""Tests that docs/ builds, and that the commands, settings and files in README.md and docs/ are valid."""
 
 import re
 import subprocess
@@ -36,7 +35,7 @@ RECORDER = """#!/usr/bin/env -S PATH=/usr/bin:/bin bash
 printf -v call '%s\\x1f' {name} "$@"
 printf '%s\\x1e' "$call" >>{calls}
 """
-"""Stands for a command in a block of a page: writes down its arguments, as the shell gives them."""
+"""Script that replaces a command of a shell block and records the arguments that the shell passes."""
 
 
 def text_without_code(page: str) -> str:
@@ -48,8 +47,10 @@ def shell_blocks(page: str) -> list[str]:
 
 
 def calls_of(block: str, directory: Path) -> list[list[str]]:
-    """Run a block in bash, with every command replaced by one that writes down its arguments; an unknown command
-    fails."""
+    """Run a block in bash with commands replaced by scripts, and return the name and arguments of each call.
+
+    An unknown command fails.
+    """
     calls = directory / "calls"
     scripts = [path.relative_to(ROOT).as_posix() for path in (ROOT / "slurm").glob("*.sh")]
     for name in (*COMMANDS, *scripts):
@@ -70,7 +71,7 @@ def calls_of(block: str, directory: Path) -> list[list[str]]:
 
 
 def check_call(call: list[str]) -> None:
-    """Raise unless the command exists and takes these arguments."""
+    """Raise an error unless the command exists and takes these arguments."""
     name, *arguments = call
     if name == "make":
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, check=True)
@@ -116,7 +117,7 @@ def check_overrides(overrides: list[str]) -> None:
 
 
 def settings() -> dict[str, set[str]]:
-    """Names of the settings of each group; a setting of any head counts for `head`."""
+    """Returns the names of the settings in each group. Group `head` has the settings of all heads."""
     groups = {
         field.name: field.default_factory() for field in fields(PipelineConfig) if callable(field.default_factory)
     }
@@ -125,7 +126,7 @@ def settings() -> dict[str, set[str]]:
 
 
 def prose_lines(page: str) -> Iterator[str]:
-    """Yields the lines outside code blocks and tables of results that hold no URL."""
+    """Yields the lines that have no URL and are neither in a code block nor in a table of docs/results/."""
     for line in text_without_code(page).splitlines():
         if not (page.startswith("docs/results/") and line.startswith("|")) and "http" not in line:
             yield line
@@ -170,7 +171,7 @@ def test_commands_of_a_page_compose(page: str, tmp_path: Path) -> None:
 
 
 def test_the_first_stages_run_as_the_pages_say(tmp_path: Path, tiny_target: Path) -> None:
-    """Stages 1 and 2 of the quickstart, as `Try it` shows them, on a tiny target."""
+    """Runs the commands of the first shell blocks of data.md and hidden_states.md on a tiny target."""
     small = [*TINY_SETTINGS, f"target.path={tiny_target}", f"prompts.paths=[{write_text_files(tmp_path / 'files')}]"]
     blocks = [*shell_blocks("docs/data.md")[:1], *shell_blocks("docs/hidden_states.md")[:1]]
     commands = []

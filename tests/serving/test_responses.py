@@ -1,5 +1,4 @@
-"""`data_prep.responses` by a real `vllm serve`: what it answers is what transformers answers, and a killed run goes
-on."""
+"""Tests that `data_prep.responses` gets the same answers from `vllm serve` as from transformers, and can resume."""
 
 import json
 import os
@@ -31,7 +30,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(vllm_python: str, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of a vLLM server of the target."""
+    """Yields the base URL of a vLLM server of the target."""
     log_path = tmp_path_factory.mktemp("server") / "server.log"
     with vllm_server(vllm_python, target, log_path, "--served-model-name", "speaking") as root:
         yield f"{root}/v1"
@@ -60,7 +59,7 @@ def turns(number: int) -> list[dict[str, str]]:
 
 
 def respond(run_dir: Path, *overrides: str) -> dict[str, Any]:
-    """The manifest of the finished answers."""
+    """Generate the answers, and return their manifest."""
     prepare_responses(make_config(f"run_dir={run_dir}", *overrides), ONE_RANK)
     manifest: dict[str, Any] = json.loads((run_dir / "responses/manifest.json").read_text())
     return manifest
@@ -80,7 +79,7 @@ def test_vllm_and_transformers_give_the_same_conversations(url: str, overrides: 
     prepare_prompts(make_config(f"run_dir={tmp_path}/served", *overrides))
     report = json.loads((tmp_path / "served/prompts/report.json").read_text())
     supervised = sum(split["supervised_tokens"] for split in report["splits"].values())
-    assert supervised == served["counts"]["answer_tokens"], "every generated token, and none besides"
+    assert supervised == served["counts"]["answer_tokens"], "exactly the generated tokens must be supervised"
 
 
 def test_sampled_answers_of_vllm_depend_on_the_seed_alone(url: str, overrides: list[str], tmp_path: Path) -> None:

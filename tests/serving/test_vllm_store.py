@@ -1,5 +1,4 @@
-"""A store by vLLM has the layout and the states of the other backend's, and the same bytes whatever was killed on the
-way."""
+"""Tests that vLLM's store has the layout and states of transformers' store, and the same bytes after killed runs."""
 
 import os
 import random
@@ -16,12 +15,12 @@ from mtptrain.hidden_states.store import HiddenStore, verify
 from tests.conftest import TINY_SETTINGS, make_target, program_command, run_program, write_text_files
 
 SEPARATE = ("config.yaml", "provenance.json")
-"""Written by every run anew: how the program was called."""
+"""Files that record how the program was called. Every run writes them anew."""
 
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> list[str]:
-    """The overrides of a run folder with stage 1 done."""
+    """Returns the overrides of a run whose stage 1 is done."""
     directory = tmp_path_factory.mktemp("vllm_store")
     target_dir = make_target(directory / "target", num_attention_heads=2, num_key_value_heads=2)
     files = write_text_files(directory / "files")
@@ -79,7 +78,7 @@ def test_layout_and_states_are_those_of_the_other_backend(overrides: list[str], 
         theirs, by_vllm = (store.document(index) for store in stores)
         assert theirs.document_id == by_vllm.document_id
         assert torch.equal(theirs.input_ids, by_vllm.input_ids) and torch.equal(theirs.loss_mask, by_vllm.loss_mask)
-        for name in ("hidden_states", "aux_hidden_states"):  # float32 arithmetic: bf16 rounding alone
+        for name in ("hidden_states", "aux_hidden_states"):  # computed in float32, so only bf16 rounding differs
             torch.testing.assert_close(getattr(theirs, name), getattr(by_vllm, name), rtol=2**-7, atol=2**-7)
     shutil.rmtree(store_dir(overrides))
 
@@ -97,12 +96,12 @@ def test_runs_killed_at_random_moments_with_changing_ranks_leave_the_bytes_of_an
             wanted = rng.randint(len(killed_after) * 2, len(killed_after) * 2 + 1)
             deadline = time.monotonic() + 300
             while len(list(store_dir(overrides).glob("shard_*.safetensors"))) < wanted and time.monotonic() < deadline:
-                assert process.poll() is None, "it ended before it was killed"
+                assert process.poll() is None, "the run ended before it was killed"
                 time.sleep(0.001)
             time.sleep(rng.uniform(0, 0.05))
             kill_with_children(process.pid)
         killed_after.append(len(list(store_dir(overrides).glob("shard_*.safetensors"))))
-        assert not (store_dir(overrides) / "manifest.json").exists(), "it was finished before it was killed"
+        assert not (store_dir(overrides) / "manifest.json").exists(), "the run finished before it was killed"
     assert extract(overrides, "hidden_states.backend=vllm", num_ranks=2) == undisturbed
     assert killed_after[-1] > 0
 

@@ -1,9 +1,9 @@
-"""A Slurm cluster on one machine. Each node has its own network address, host name, process tree and local disk, by
-Linux namespaces.
+"""Runs a Slurm cluster on one machine. Linux namespaces give each node its own network address, host name, process tree
+and local disk.
 
-Every node resolves its own host name to 127.0.1.1, as Debian's installer sets it up, and declares 8 GPUs. The folder of
-the cluster is the disk that all nodes share; `local/` inside it is a disk of each node's own. Nothing of this is
-visible to the rest of the machine, and all of it ends when the first process of a node is killed.
+Every node resolves its own host name to 127.0.1.1, as Debian's installer sets it up, and declares 8 GPUs. All nodes
+share the folder of the cluster, except `local/` inside it, which is a separate disk in each node. The rest of the
+machine does not see the namespaces of a node, which end when its first process is killed.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
 {settings}
 """
-# A job that is requeued waits for cred_expire seconds; the minimum is 5.
+# A requeued job waits for cred_expire seconds, which must be at least 5.
 
 START_NODE = """
 hostname "$1"
@@ -66,18 +66,18 @@ exec "$@"
 
 @dataclass
 class Node:
-    """A machine of the cluster: the controller, which is also its network switch, or a compute node."""
+    """A compute node of the cluster, or the controller, which is also the network switch."""
 
     name: str
     process: subprocess.Popen[bytes]
     init: int
-    """The first process of the node; every other one ends with it."""
+    """Id of the node's first process. All other processes of the node end with it."""
 
     @staticmethod
     def start(name: str, directory: Path, environment: dict[str, str], *command: str) -> "Node":
         """Start the node's first process, which waits for the network and then runs `command`."""
         (directory / f"hosts_{name}").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-        # A node ends with the tests, however they end.
+        # A node is killed when the tests end, even if they crash.
         unshare = [
             "setpriv",
             "--pdeathsig",
@@ -112,7 +112,7 @@ class Node:
         subprocess.run(["nsenter", "--target", str(self.init), "--net", "ip", *arguments], check=True)
 
     def run_command(self) -> None:
-        """Let the node go on to its command, now that it has a network."""
+        """Let the node run its command, now that it has a network."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
         self.process.stdin.close()
@@ -126,7 +126,7 @@ class Node:
 
 @dataclass
 class Slurm:
-    """A running Slurm."""
+    """Controls a running Slurm cluster."""
 
     directory: Path
     environment: dict[str, str]
@@ -134,7 +134,7 @@ class Slurm:
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def run(self, *command: str | Path, **variables: str) -> str:
-        """Returns the output of a command, run on the controller, that must succeed."""
+        """Run a command on the controller, which must succeed, and return its output."""
         result = self.try_to_run(*command, **variables)
         assert result.returncode == 0, f"{command}: {result.stderr}"
         return result.stdout
@@ -147,7 +147,7 @@ class Slurm:
         )
 
     def state(self, job: str) -> str:
-        """Returns the state of the job, or of all tasks of the array where they agree."""
+        """Returns the state of the job or of all tasks of an array, or MIXED if the tasks differ."""
         found = set(re.findall(r"JobState=(\w+)", self.run("scontrol", "show", "job", job)))
         return found.pop() if len(found) == 1 else "MIXED"
 
@@ -158,7 +158,7 @@ class Slurm:
         return match[1]
 
     def wait(self, job: str, is_reached: Callable[[], bool], timeout_s: float = 600) -> None:
-        """Wait for something that the job does; it must not end badly before."""
+        """Wait until `is_reached` returns True. The job must not fail before that."""
         end = time.monotonic() + timeout_s
         while not is_reached():
             state = self.state(job)
@@ -194,17 +194,17 @@ class Slurm:
         return self.try_to_run("ip", "link", "show", f"to_{name}").returncode == 0
 
     def lose(self, name: str) -> None:
-        """End every process of the node at once; their connections are closed."""
+        """End every process of the node at once, which closes their connections."""
         self.nodes[name].kill()
 
     def cut_off(self, name: str) -> None:
-        """Take the node's network away without a word to its peers, as a loss of power does, and end its processes."""
+        """Remove the node's network without notice to its peers, as a loss of power does, and end its processes."""
         self.controller.ip("link", "delete", f"to_{name}")
         self.nodes[name].kill()
 
     @contextmanager
     def network(self) -> Iterator[str]:
-        """Sockets that this thread makes in here belong to the controller's network; gives its address."""
+        """Yields the controller's address. Sockets that this thread makes in this context are in its network."""
         with open("/proc/thread-self/ns/net") as own, open(f"/proc/{self.controller.init}/ns/net") as theirs:
             enter = ctypes.CDLL(None, use_errno=True).setns
             assert enter(theirs.fileno(), 0) == 0
@@ -220,8 +220,10 @@ def address_of(name: str) -> str:
 
 @contextmanager
 def running_slurm(directory: Path, names: str, settings: str = "") -> Iterator[Slurm]:
-    """A cluster whose nodes are named by the letters of `names`, with further lines of slurm.conf; skips loudly where
-    none can run."""
+    """Yields a cluster whose nodes are named by the letters of `names`, or skips the test if none can run.
+
+    `settings` are further lines of slurm.conf.
+    """
     require_programs()
     make_devices(directory / "dev")
     for name in ("state", "local"):
@@ -285,7 +287,7 @@ def require_programs() -> None:
 
 
 def make_devices(directory: Path) -> None:
-    """Make eight device files, copies of /dev/null: Slurm wants some for GPUs."""
+    """Make eight copies of /dev/null, because Slurm requires device files for GPUs."""
     directory.mkdir()
     try:
         for index in range(8):
@@ -302,8 +304,7 @@ def wait_for(is_reached: Callable[[], bool], timeout_s: float = 120, report: Cal
 
 
 def wait_for_daemons(slurm: Slurm, is_reached: Callable[[], bool]) -> None:
-    """Slurm itself cannot run on every machine (a container without privileges, say), which is no fault of the
-    scripts."""
+    """Wait for Slurm's daemons, or skip the test if they cannot start, for example in an unprivileged container."""
     try:
         wait_for(is_reached)
     except AssertionError:
@@ -320,7 +321,7 @@ def records(run_dir: Path) -> list[dict[str, object]]:
 
 
 def stopped_at(log: Path) -> list[int]:
-    """The steps at which a training job saved because of a signal."""
+    """Returns the steps at which a training job saved because of a signal."""
     return (
         [int(step) for step in re.findall(r"step (\d+): SIG\w+, checkpoint saved", log.read_text(errors="replace"))]
         if log.is_file()

@@ -1,4 +1,4 @@
-"""The Slurm scripts on a real Slurm: two nodes that declare 8 GPUs each, with ranks on this machine's CPU."""
+"""Tests the Slurm scripts on a real Slurm of two nodes that declare 8 GPUs each, with ranks on this machine's CPU."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def figures(run_dir: Path) -> list[list[object]]:
-    """Every loss, by depth too, and what validation measured, step by step."""
+    """Returns the losses, gradient norm and validated acceptance rates of every step."""
     names = ("step", "loss", "kl_at", "grad_norm", "acceptance_rate_at")
     return [[record.get(name) for name in names] for record in records(run_dir)]
 
@@ -39,7 +39,7 @@ class Chain:
     overrides: tuple[str, ...]
     printed: str
     restarts: int
-    """Of the extraction's second task."""
+    """Number of restarts of the extraction's second task."""
 
 
 SETTINGS = (
@@ -54,7 +54,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def chain(slurm: Slurm, tiny_target: Path) -> Chain:
-    """Every stage, started from another folder than the checkout; one task of the extraction is requeued on its way."""
+    """Runs every stage from a folder outside the checkout, and requeues one task of the extraction while it runs."""
     files = write_text_files(slurm.directory / "files", num_files=150)
     overrides = (
         "recipe=quickstart",
@@ -129,7 +129,7 @@ def test_a_job_gets_the_eight_gpus_that_its_script_asks_for(slurm: Slurm) -> Non
 def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_metrics(
     slurm: Slurm, chain: Chain
 ) -> None:
-    """Two ranks on one node, disturbed three times, against two ranks on two nodes, undisturbed."""
+    """Compares two ranks on one node that are stopped three times with two ranks on two nodes that never stop."""
     run_dir = slurm.directory / "disturbed"
     for stage in ("prompts", "hidden_states"):
         shutil.copytree(chain.run_dir / stage, run_dir / stage)
@@ -141,8 +141,9 @@ def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_m
     job = submitted.strip()
 
     stop_commands = (
-        ("scancel", "--batch", "--signal=USR1", job),  # what `--signal=B:USR1@120` does ahead of the time limit
-        ("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"),  # preempts
+        ("scancel", "--batch", "--signal=USR1", job),  # as `--signal=B:USR1@120` does before the time limit
+        # A job in a partition of higher priority preempts this one.
+        ("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"),
         ("scontrol", "requeue", job),
     )
     for number, command in enumerate(stop_commands):
@@ -208,4 +209,4 @@ def test_answers_of_a_server_go_on_after_a_stop_ahead_of_the_time_limit(slurm: S
         slurm.wait_completed(job)
     assert "data_prep.responses: stopped by USR1, put back into the queue" in log.read_text(errors="replace")
     assert len((slurm.directory / "answers/responses/conversations.jsonl").read_text().splitlines()) == 60
-    assert len(server.requests) <= 60 + 2 * 2  # what was in flight is asked again
+    assert len(server.requests) <= 60 + 2 * 2  # requests in flight at the stop are repeated

@@ -1,4 +1,4 @@
-"""Tests how much free disk space the stage requires, and that it stops on a full disk and can resume."""
+"""Tests how much free disk space the stage requires, and that a run stopped by a full disk can resume."""
 
 import errno
 import shutil
@@ -54,7 +54,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
         theirs = small_disk / "of_somebody_else"
         if (
             len(list(store_dir.glob("shard_*.safetensors"))) >= 5 and not theirs.exists()
-        ):  # more shards may be written meanwhile
+        ):  # more than five may exist by now
             with theirs.open("wb") as file, suppress(OSError):
                 while True:
                     file.write(bytes(4096))
@@ -69,9 +69,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
         extract_hidden_states(config, ONE_RANK)
     assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(store_dir)
     assert not list(store_dir.glob("*.tmp"))
-    shards = sorted(
-        store_dir.glob("shard_*.safetensors")
-    )  # the disk may have had no room for the record of the last one
+    shards = sorted(store_dir.glob("shard_*.safetensors"))  # the full disk may lack the record of the last shard
     kept = {path.name: path.stat().st_mtime_ns for index, path in enumerate(shards) if has_shard(store_dir, index)}
     assert len(kept) >= 5
 

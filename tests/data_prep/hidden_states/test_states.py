@@ -1,4 +1,4 @@
-"""Tests that stored states match those of transformers, and what the stage records with them."""
+"""Tests that stored states match those of transformers, and which facts are stored with them."""
 
 import shutil
 from dataclasses import asdict

@@ -78,7 +78,7 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
         for word in tokenizer.decode(r["prompt"]).replace("<", " ").split()
         if "chat" in word
     )
-    assert (asked["chat3"], asked["chat4"], asked["chat5"]) == (3, 1, 3), "bad requests are not repeated"
+    assert (asked["chat3"], asked["chat4"], asked["chat5"]) == (3, 1, 3), "a 400 must not be retried"
     printed = capsys.readouterr().out
     assert "10 conversations, retried" in printed and "1 left out: the server answers 500" in printed
     assert [row["row"] for row in answered(config)] == [row for row in range(20) if row not in reasons]
@@ -126,7 +126,7 @@ def test_a_response_that_is_too_long_is_not_read_to_its_end(
     with pytest.raises(RuntimeError, match="at least one conversation must get a response"):
         respond(config)
     assert [item["reason"] for item in failures(config)] == ["the server's answer is longer than 10,000 bytes"]
-    assert len(server.requests) == 1, "no retries"
+    assert len(server.requests) == 1, "the request must not be repeated"
 
 
 def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: ConfigFor, server: FakeServer) -> None:

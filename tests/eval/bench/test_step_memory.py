@@ -1,4 +1,4 @@
-"""The memory of a step is the peak of its tensors."""
+"""Tests how the peak memory of a step is measured."""
 
 import torch
 

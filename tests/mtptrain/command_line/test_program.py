@@ -1,4 +1,4 @@
-"""The command line of every program: old names of settings, and the programs that refuse them."""
+"""Tests that programs refuse old names of settings, mistakes and bad input with a one-line error."""
 
 import re
 from pathlib import Path

@@ -69,7 +69,7 @@ def test_a_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_pat
     sampler = Sampler(1.0 if sample_drafts else 0.0)
     generations = speculate(target, drafter, [[1, 2, 3], [4, 5, 6, 7]], sampler=sampler, **settings)
     assert any(token >= 260 for generation in generations for token in generation.tokens), (
-        "an id that the small model does not know"
+        "the target must generate an id that the small model lacks"
     )
     if not sample_drafts:
         plain = target.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -118,7 +118,7 @@ def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path) -> None:
 def test_a_narrower_model_starts_with_the_main_components_of_the_targets_embeddings(tmp_path: Path, tied: bool) -> None:
     target = make_target(tmp_path, tie_word_embeddings=False)
     tensors = load_file(target / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # tables of rank 16
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # makes both tables of rank 16
         vocab_size, width = tensors[name].shape
         tensors[name] = torch.randn(vocab_size, 16) @ torch.randn(16, width)
     tensors["model.norm.weight"] = torch.rand(width) + 0.5

@@ -11,12 +11,12 @@ BRIEF = {"role": "system", "content": "Be brief."}
 @pytest.mark.parametrize(
     "messages",
     [
-        [{"role": "user", "content": "  what IS\n\tthe strasse?"}],  # white space and case
-        [{"role": "user", "content": "\uff37hat is the Stra\u00dfe\uff1f"}],  # wide letters, as NFKC folds them
+        [{"role": "user", "content": "  what IS\n\tthe strasse?"}],  # other white space and case
+        [{"role": "user", "content": "\uff37hat is the Stra\u00dfe\uff1f"}],  # wide letters, which NFKC folds
         [*QUESTION, {"role": "assistant", "content": "A road."}],
         [*QUESTION, {"role": "assistant", "content": "A way."}, {"role": "user", "content": "And a path?"}],
         [{"role": "system", "content": " "}, *QUESTION],
-        [*QUESTION, {"role": "assistant", "content": "A road."}, BRIEF],  # no system prompt: it comes later
+        [*QUESTION, {"role": "assistant", "content": "A road."}, BRIEF],  # a later system message does not count
     ],
 )
 def test_spelling_answers_and_later_turns_do_not_change_the_group(messages: list[dict[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""A head that drafts all tokens in one forward drafts as it does in training, whatever rounds came before."""
+"""Tests that a head that drafts all tokens in one forward drafts in every round as in training."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def head(request: pytest.FixtureRequest, target: Target) -> Head:
 
 
 class Recorder(HeadDrafter):
-    """Keeps the tokens of every round's sequences, and the logits of its drafts."""
+    """Keeps the tokens of the sequences and the logits of the drafts in every round."""
 
     def start(self, batch_size: int, num_slots: int) -> None:
         super().start(batch_size, num_slots)
@@ -49,7 +49,7 @@ class Recorder(HeadDrafter):
 
 
 def trained_logits(target: Target, head: Head, tokens: list[int]) -> torch.Tensor:
-    """Returns what training computes for the last draft position [K, V]: it reads the target up to the newest token."""
+    """Returns the logits [K, V] that training computes at the token before the newest."""
     ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
     captured = target.forward(ids, positions, PositionCache(len(tokens)), head.capture_layers).aux_hidden_states
     assert captured is not None
@@ -64,7 +64,7 @@ def test_the_drafts_of_every_round_are_those_of_training(target: Target, head: H
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [9] * 6]
     recorder = Recorder(head, target.parts, K)
     generations = speculate(target, recorder, prompts, num_speculative_tokens=K, max_new_tokens=16, sampler=Sampler())
-    assert len(recorder.rounds) > 8, "most drafts of a random head are rejected"
+    assert len(recorder.rounds) > 8, "a random head must need many rounds, because most drafts are rejected"
     assert any(sum(generation.accepted_at) < generation.drafted for generation in generations)
     for rows, logits in recorder.rounds:
         for index, tokens in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Attention of training by its definition, with one mask over all rows and tokens: the reference for the fast one."""
+"""Computes attention in training by its definition, as the reference for the fast implementation."""
 
 from collections.abc import Sequence
 

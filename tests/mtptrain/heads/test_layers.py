@@ -1,4 +1,4 @@
-"""Layers and attention compared with independent references."""
+"""Tests layers and attention against independent references."""
 
 from itertools import chain
 
@@ -32,7 +32,7 @@ ROPES: dict[str, dict[str, object]] = {
 
 
 def spans_of(draw: st.DrawFn, document: int, length: int) -> list[tuple[int, int, int]]:
-    """Draw spans of one document, with at least one token between two of them."""
+    """Draw spans of one document that are separated by at least one token."""
     edges = draw(st.lists(st.integers(0, length), unique=True, max_size=6).map(sorted))
     return [(document, first, last - first) for first, last in zip(edges[::2], edges[1::2], strict=False)]
 
@@ -141,12 +141,15 @@ def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
 def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16(
     has_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Targets attend to the first token of a document in this way. Its probability of one would be off by 0.005 if the
-    gap between the lse and the subtracted value, which tiles make necessary, were not a bf16 number."""
+    """Targets attend to the first token of a document in this way.
+
+    With tiles, the key's probability of one would be off by 0.005 if the gap between the lse and the subtracted value
+    were not rounded to bf16.
+    """
     monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
     generator, packing = torch.Generator().manual_seed(0), Packing.of([300])
     query, key = torch.full((300, 4, 64), 2.0), torch.randn(300, 2, 64, generator=generator) / 10
-    key[0] = 2.0  # 32 nats, while the others have 0
+    key[0] = 2.0  # the scaled score is 32, and those of other keys are near 0
     value, weights = torch.randn(300, 2, 64, generator=generator), torch.randn(300, 4, 64, generator=generator)
     found = in_bf16_and_fp32([x.bfloat16() for x in (query, key, value)], weights.bfloat16(), packing)
     of_value, exact = (grads[-1] for grads in found)
@@ -157,8 +160,7 @@ def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16
 def test_attention_of_documents_of_several_blocks_equals_dense_attention(
     is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is a document of several blocks, one of a block and a row, and three equal ones with prompts, which need
-    several batches."""
+    """Packs a document of several blocks, one of a block and a row, and three equal ones that need several batches."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
     monkeypatch.setattr(cpu_blocks, "BATCH_TOKENS", 300)
     generator = torch.Generator().manual_seed(0)
@@ -187,15 +189,17 @@ def test_attention_of_documents_of_several_blocks_equals_dense_attention(
 def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(
     has_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After eight recompilations torch runs a function eagerly and only logs it. It specialises on the base of a view
-    too, which would exceed the limit here."""
+    """After eight recompilations, torch runs a function eagerly and only logs that.
+
+    Given a view, torch would also recompile for each shape of the viewed tensor, and exceed this limit here.
+    """
     monkeypatch.setattr(fusing, "_is_on", True)
     monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for lengths in ([510, 510], [512], [129, 64, 37], [256, 256, 256], [300, 1000], [128, 128], [513]):
-            for divisor in (None, 2):  # all of each document, or its second half
+            for divisor in (None, 2):  # draft in all of each document, or in its second half
                 firsts = [length // divisor if divisor else 0 for length in lengths]
                 packing = Packing.of(lengths, [(i, first, lengths[i] - first) for i, first in enumerate(firsts)])
                 for heads, kv_heads in ((4, 1), (8, 2)):
@@ -214,7 +218,7 @@ def test_a_packing_says_where_documents_and_rows_lie() -> None:
     packing = Packing.of([4, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
     assert packing.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
     assert packing.rows.tolist() == [1, 2, 4, 6, 7] and packing.prompts.tolist() == [0, 5, 3], (
-        "token 3 is seen by no row"
+        "no row sees token 3, so it must come last"
     )
     inside, before = packing.segments
     assert inside.lengths == ((2, 2), (1, 1), (2, 2)) and inside.queries == inside.keys == slice(0, 5)
@@ -245,7 +249,7 @@ def test_what_belongs_to_tokens_is_split_into_rows_and_prompts(spans: list[tuple
 
 
 def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
-    """One document has sixty answers, in bf16: sums in bf16 would be off by more than a hundredth."""
+    """One document has sixty answers, so sums in bf16 would be off by more than a hundredth."""
     generator, packing = torch.Generator().manual_seed(0), Packing.of([600], [(0, 10 * i + 5, 5) for i in range(60)])
 
     def make(*shape: int) -> torch.Tensor:
@@ -259,7 +263,8 @@ def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
 
 
 def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_than_tokens() -> None:
-    """Twenty answers in one document and two in another: the tokens before them are never gathered for all at once."""
+    """Packs twenty answers in one document and two in another. For the tokens before answers, each kernel takes at most
+    one answer of a document."""
     lengths, spans = [200, 30], [(0, 10 * i + 5, 5) for i in range(20)] + [(1, 10, 5), (1, 20, 5)]
     inside, *before = Packing.of(lengths, spans).segments
     assert len(_listed(inside.keys)) == 110 and len(before) == 20
@@ -267,8 +272,10 @@ def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_th
         [_listed(places) for places in of] for of in zip(*((part.keys, part.queries) for part in before), strict=True)
     )
     assert max(map(len, keys)) <= sum(lengths)
-    assert all(len(set(places)) == len(places) for places in keys), "gradients are written there, not added up"
-    assert sorted(chain(*rows)) == list(range(110)), "each row sees the tokens before its span once"
+    assert all(len(set(places)) == len(places) for places in keys), (
+        "a kernel must not repeat a key, because its gradients are not summed"
+    )
+    assert sorted(chain(*rows)) == list(range(110)), "each row must see the tokens before its span once"
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())

@@ -92,7 +92,7 @@ def test_a_flipped_bit_anywhere_is_named_before_it_is_given_to_anybody(tmp_path:
         ):
             _ = HiddenStore.open(tmp_path).document_lengths
         flip_bit(path, position)
-    for position in positions.values():  # bytes of document 7, the last of the shard
+    for position in positions.values():  # positions in document 7, the last of the shard
         flip_bit(path, position)
         store = HiddenStore.open(tmp_path)
         assert store.document_lengths.tolist() == LENGTHS.tolist() and store.document(6) and store.document(8)
@@ -107,7 +107,7 @@ def test_a_flipped_bit_anywhere_is_named_before_it_is_given_to_anybody(tmp_path:
 
 
 def test_opening_reads_no_states(tmp_path: Path) -> None:
-    """Opening a store of terabytes must be fast, so it succeeds even if the states are damaged."""
+    """Opening a store of terabytes must be fast, so it reads no states and succeeds even if they are damaged."""
     make_store(tmp_path)
     path = tmp_path / "shard_00001.safetensors"
     positions = positions_of(path)

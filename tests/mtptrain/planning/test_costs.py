@@ -1,4 +1,4 @@
-"""Tests of the micro-batch whose costs a plan counts."""
+"""Tests the costs of the micro-batch that a plan assumes."""
 
 from collections.abc import Callable
 

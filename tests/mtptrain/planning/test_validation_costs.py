@@ -1,4 +1,4 @@
-"""The memory that validation is planned with, against the real decoding path on tensors without data."""
+"""Tests the planned memory of validation against that of real decoding on tensors without data."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ GB = 10**9
 
 
 def read_prompts(target: Target, drafter: HeadDrafter, prompts: int, prompt_tokens: int, num_slots: int) -> None:
-    """The first phase of `speculate`: the target reads the prompts, and then the head does."""
+    """Run the first phase of `speculate`, in which first the target and then the head read the prompts."""
     tokens, cache = torch.zeros(prompts, num_slots, dtype=torch.long), PositionCache(num_slots)
     positions = torch.arange(prompt_tokens).expand(prompts, -1)
     drafter.start(prompts, num_slots)
@@ -46,7 +46,7 @@ def measured_bytes(
 
 
 def llama(**settings: int) -> LlamaConfig:
-    """A Llama of 8B, with fewer layers."""
+    """Returns the config of a Llama of 8B with fewer layers."""
     sizes = {
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -71,7 +71,7 @@ CONVERSATIONS = (
 def test_validation_is_planned_with_the_memory_that_decoding_takes(head: tuple[str, ...]) -> None:
     config = make_config(*CONVERSATIONS, *head, "acceptance.dtype=bfloat16", "acceptance.num_speculative_tokens=3")
     planned = validation_bytes(config, llama(), longest_tokens=16384 - 64)
-    num_slots = 16384 + 2 * (3 + 1) + 3  # as in `speculate`
+    num_slots = 16384 + 2 * (3 + 1) + 3  # the slots that `speculate` allocates
     assert planned == pytest.approx(measured_bytes(config, llama(), 2, 16384 - 64, num_slots), rel=0.05)
 
 
@@ -111,12 +111,12 @@ def test_the_cache_keeps_as_many_values_of_a_token_as_planned(family: str) -> No
 @pytest.mark.parametrize(
     ("overrides", "batch"),
     [
-        ((), (8, 32768)),  # the default acceptance.batch_tokens; 8 prompts would be more
+        ((), (8, 32768)),  # limited by the default acceptance.batch_tokens
         (("acceptance.batch_tokens=500000",), (8, 8 * 16384)),
-        (("acceptance.batch_tokens=1000",), (8, 16384)),  # the longest prompt is alone
+        (("acceptance.batch_tokens=1000",), (8, 16384)),  # the longest prompt is a batch of its own
         (("train.validation_prompts=1",), (1, 16384)),
-        (("planner.num_gpus=16", "acceptance.batch_tokens=500000"), (2, 2 * 16384)),  # 32 prompts over 16 ranks
-        (("prompts.source=text_files", "prompts.paths=[none]"), (8, 8 * (256 + 64))),  # cut at acceptance.prompt_tokens
+        (("planner.num_gpus=16", "acceptance.batch_tokens=500000"), (2, 2 * 16384)),  # 2 of 32 prompts per rank
+        (("prompts.source=text_files", "prompts.paths=[none]"), (8, 8 * (256 + 64))),  # cut to 256 prompt tokens
     ],
 )
 def test_the_largest_batch_follows_from_the_settings(overrides: tuple[str, ...], batch: tuple[int, int]) -> None:
@@ -132,7 +132,7 @@ def test_the_plan_prints_validation_and_warns_of_it(config_for: Callable[..., Pi
     size = f"{plan.memory.validation / GB:.3g} GB"
     assert f"{size} for KV caches and the forward pass over the prompts" in rows["validation, each GPU"]
     assert not any("acceptance.batch_tokens" in warning for warning in plan_warnings(plan, config))
-    plan.memory.__dict__["validation"] = 2 * GB  # a frozen dataclass: a batch that is too large for this GPU
+    plan.memory.__dict__["validation"] = 2 * GB  # as if the batch were too large for this GPU
     assert any(
         warning.startswith("acceptance.batch_tokens: validation must fit into 1 GB of each GPU, but takes 2")
         for warning in plan_warnings(plan, config)

@@ -1,4 +1,4 @@
-"""What is read from `vllm bench serve`: its result file, its progress and its failures."""
+"""Tests that the results, progress and failures of `vllm bench serve` are read."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def test_latencies_are_those_of_requests_and_of_messages(tmp_path: Path) -> None
     latencies = Latencies.read(tmp_path / "result.json")
     assert latencies.output_tokens_per_s == 3.0
     assert latencies.ttft_ms.p50 == pytest.approx(200)
-    # 0.8 s for 4 tokens after the first, 2 s for 5; an answer of one token has no time between tokens.
+    # The times per token after the first are 0.8 s / 4 and 2 s / 5. An answer of one token has no such time.
     assert latencies.tpot_ms.mean == pytest.approx(300) and latencies.tpot_ms.p50 == pytest.approx(300)
     assert latencies.itl_ms.p50 == pytest.approx(750) and latencies.itl_ms.mean == pytest.approx(700)
     assert Spread.of([]) == Spread(0.0, 0.0, 0.0)
@@ -43,7 +43,7 @@ RESULT |= {"output_lens": [2, 2], "itls": [[0.1], [0.2]], "errors": ["", ""]}
 
 
 def generator_with(directory: Path, answers: list[dict[str, Any]], result: dict[str, Any]) -> LoadGenerator:
-    """A load generator whose Python runs no vLLM: it writes the result and gives the answers to each load."""
+    """Returns a load generator whose fake Python writes the result and prints the answers for each load."""
     path = directory / "python"
     path.write_text(
         f"#!{sys.executable}\nimport json, pathlib, sys\nprint(json.dumps({{'version': '0.32.0', 'is_cpu': True}}), "

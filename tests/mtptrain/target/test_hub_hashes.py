@@ -1,4 +1,4 @@
-"""Weights that a download damaged are found by the hashes that the hub gave for them."""
+"""Tests that weights damaged by a download are found by the hub's hashes."""
 
 import shutil
 from collections.abc import Callable

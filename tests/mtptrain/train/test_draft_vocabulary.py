@@ -53,7 +53,7 @@ def eagle3_run(chosen_run: Run, tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def eagle3_one_rank(chosen_run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
-    """Trains the reference for a head with its own vocabulary: one rank, ZeRO 0, fp32."""
+    """Trains the reference for a head with its own vocabulary, on one rank with ZeRO 0 in fp32."""
     run = copy_of(chosen_run, tmp_path_factory.mktemp("eagle3_one_rank"))
     return run[0], train(run, "deepspeed=zero0")
 
@@ -71,7 +71,7 @@ def test_a_head_with_a_draft_vocabulary_trains_its_lm_head_and_keeps_its_offsets
     assert torch.equal(trained["d2t"], d2t) and d2t.any()
     rows = load_frozen_parts(tiny_target).lm_head[d2t + torch.arange(48)]
     moved = (trained["lm_head.weight"] - rows).norm() / rows.norm()
-    assert 1e-3 < moved < 0.2, "it starts from the target's rows, and is trained"
+    assert 1e-3 < moved < 0.2, "the lm_head must start from the target's rows and be trained"
 
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 2), (2, 1)])
@@ -115,7 +115,7 @@ def test_a_draft_vocabulary_that_is_missing_stale_or_of_another_size_is_refused(
     captured_run: Run, tmp_path: Path, tiny_target: Path
 ) -> None:
     run_dir, overrides = copy_of(captured_run, tmp_path)
-    # The error comes before the target's weights are read, which takes long.
+    # This target has no weights, because the error must come before they are read, which takes long.
     shutil.copytree(tiny_target, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     result = run_program("mtptrain.train", *overrides, f"target.path={tmp_path / 'bare'}")
     assert (

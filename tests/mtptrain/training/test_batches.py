@@ -1,5 +1,7 @@
-"""Alignment of packed batches (a draft of token j at depth k counts only if tokens j-1-k to j lie in one generated
-span), and their order."""
+"""Tests the alignment and the order of packed batches.
+
+A draft of token j at depth k counts only if tokens j-1-k to j lie in one generated span.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ T = 4
 
 
 def document(document_id: int, mask: list[int]) -> StoredDocument:
-    """Token i of document d is 100 * d + i, so that a token names its place."""
+    """Returns document d, whose token i is 100 * d + i, so that each token tells its position."""
     tokens = torch.arange(len(mask), dtype=torch.int32) + 100 * document_id
     states = tokens[:, None].repeat(1, 8).to(torch.bfloat16)
     return StoredDocument(document_id, tokens, torch.tensor(mask, dtype=torch.uint8), states, None)
@@ -26,7 +28,7 @@ def document(document_id: int, mask: list[int]) -> StoredDocument:
 
 DOCUMENTS = {
     1: [1] * 7,
-    2: [0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0],  # two answers, the second too short for depth 1
+    2: [0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0],  # two answers, of which the second is too short for depth 1
     3: [0, 1],
     4: [0, 0, 1, 1, 1, 1, 1, 1],  # an answer that ends with the document
 }
@@ -41,7 +43,7 @@ def batch() -> Batch:
 
 
 def plain_drafts() -> set[tuple[int, int, int, int]]:
-    """(document, row t, depth k, token read) of every draft that serving makes, by a loop over the definition."""
+    """Returns (document, row t, depth k, token read) of every draft that serving makes, from the definition."""
     drafts = set()
     for i, mask in DOCUMENTS.items():
         for t in range(len(mask)):
@@ -53,7 +55,7 @@ def plain_drafts() -> set[tuple[int, int, int, int]]:
 
 
 def owners(made: Batch) -> list[int]:
-    """The document of every packed token."""
+    """Returns the document of every packed token."""
     order = [i for i in sorted(DOCUMENTS, key=lambda i: -len(DOCUMENTS[i])) if i in made.document_ids]
     return [order[i] for i in ((made.packing.positions == 0).cumsum(0) - 1).tolist()]
 
@@ -70,14 +72,14 @@ def test_exactly_the_drafts_that_serving_makes_count_and_each_reads_its_token() 
 
 
 def test_the_first_draft_of_an_answer_counts_and_the_one_before_does_not() -> None:
-    """Trap: an answer of tokens 3 .. 6 is drafted from row 2 on, since token 3 itself comes from the target's
-    prefill."""
+    """An answer of tokens 3 to 6 is drafted from row 2 on, because token 3 itself comes from the target's prefill."""
     rows = sorted({t for i, t, k, _ in plain_drafts() if i == 2 and k == 0})
     assert rows == [2, 3, 4, 8]
 
 
 def test_depth_k_of_a_row_has_the_teacher_of_depth_0_of_the_row_k_later() -> None:
-    """The loss relies on it: depth k of row t is taught by token t + 1 + k, and the rows of a span are consecutive."""
+    """The loss relies on this: depth k of row t learns from the target's state at token t + 1 + k, and the rows of a
+    span are consecutive."""
     made = batch()
     teachers = made.packing.rows + 1
     for k, row in made.is_draft.nonzero().tolist():
@@ -85,7 +87,7 @@ def test_depth_k_of_a_row_has_the_teacher_of_depth_0_of_the_row_k_later() -> Non
 
 
 def test_only_tokens_that_a_draft_needs_are_packed() -> None:
-    """A document is packed up to the teacher of its last row, and not at all if it has no draft."""
+    """A document is cut after the token whose state gives its last label, and left out if it has no draft."""
     made = batch()
     assert made.document_ids == (2, 4, 1) and made.document_tokens == 27
     assert [owners(made).count(i) for i in (1, 2, 4)] == [6, 10, 7]
@@ -111,7 +113,7 @@ def test_documents_of_a_shard_cost_together_what_each_costs_alone() -> None:
         masks = [(rng.random(length) < rng.choice([0.1, 0.7, 1.0])).astype(np.uint8) for length in lengths]
         expected = []
         for mask in masks:
-            rows = [t for t in range(len(mask) - 2) if mask[t + 1] and mask[t + 2]]  # both next tokens are generated
+            rows = [t for t in range(len(mask) - 2) if mask[t + 1] and mask[t + 2]]  # the next two tokens are generated
             expected.append(sum(1 + PAIR_COST * (t + 0.5) for t in rows) + TOKEN_COST * (max(rows) + 1) if rows else 0)
         found = shard_costs(np.concatenate(masks), np.cumsum([0, *lengths]))
         np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -142,7 +144,7 @@ def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens(
         documents.append(StoredDocument(i, plain.input_ids, plain.loss_mask, last[0], aux_values, last[1], aux_scales))
         expected.append(states.bfloat16().float() if last_is_exact else decode(values, scales, torch.float32))
         expected_aux.append(decode(aux_values, aux_scales, torch.float32))
-    order = [1, 3, 0]  # the third has no draft
+    order = [1, 3, 0]  # the document at index 2 has no draft
     made = make_batch(documents, T, decode_states)
     assert (made.aux_hidden_states_scales is None) == decode_states
     assert (made.hidden_states_scales is None) == (decode_states or last_is_exact)
@@ -159,7 +161,7 @@ def fp8_document(document_id: int, length: int) -> StoredDocument:
 
 
 class Store:
-    """Documents of 5 to 14 tokens, in memory."""
+    """Holds documents of 5 to 14 tokens in memory."""
 
     directory = Path("in memory")
 
@@ -177,7 +179,7 @@ class Store:
         )
 
     def close(self) -> None:
-        """Nothing is mapped."""
+        """Do nothing, because no file is mapped."""
 
 
 @pytest.mark.parametrize("make", [fp8_document, lambda i, length: document(i, [1] * length)])
@@ -189,7 +191,7 @@ def test_memory_of_states_is_used_again_but_never_before_its_step_is_over(
     schedule = BatchSchedule(store, T, 16, 2, seed=0, for_gpu=for_gpu)  # type: ignore[arg-type]
     addresses = set()
     for batches in schedule.prefetch(0, 3 * schedule.steps_per_epoch, 0, 1):
-        time.sleep(0.002)  # the next step is read meanwhile
+        time.sleep(0.002)  # gives a GPU's reader time to read the next step
         for batch in batches:
             alone = make_batch([store.documents[i] for i in batch.document_ids], T, decode_states=not for_gpu)
             assert torch.equal(batch.hidden_states, alone.hidden_states)

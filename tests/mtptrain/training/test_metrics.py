@@ -1,4 +1,4 @@
-"""What a run did with its time, and with the memory of its GPU."""
+"""Tests the time spent waiting for data, the setting of the GPU allocator, and logging to wandb."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from tests.conftest import make_config
 
 
 class BusyClock(PhaseClock):
-    """A device that was busy for longer than the whole test."""
+    """Reports a device that was busy for longer than the whole test."""
 
     def read(self) -> dict[str, float]:
         return {"forward": 1e6}
@@ -65,7 +65,7 @@ def test_the_allocator_is_set_before_training_does_anything_else(given: dict[str
 
 
 def written_by_wandb(directory: Path, *expected: bytes) -> bytes:
-    """Returns the file of the one run. wandb's own process may still write it after the run has finished."""
+    """Returns the file of the only run, once wandb's process has written all expected parts."""
     path, deadline = next(directory.rglob("*.wandb")), time.monotonic() + 30
     while not all(part in path.read_bytes() for part in expected):
         assert time.monotonic() < deadline, path.read_bytes()

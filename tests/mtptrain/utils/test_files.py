@@ -52,7 +52,7 @@ def test_a_json_object_without_a_required_entry_is_refused_by_name(tmp_path: Pat
 
 
 def test_a_safetensors_file_that_must_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
-    """Root may read every file, so the test takes a file that not even root can open: a link to itself."""
+    """Root may read every file, so the test uses a link to itself, which not even root can open."""
     path = tmp_path / "a.safetensors"
     path.symlink_to(path)
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)) as raised:

@@ -1,4 +1,4 @@
-"""Tests that every format reads back the head that was written in it, with public tensor names and defaults too."""
+"""Tests that every format reads back the head that was written in it, even with public tensor names and defaults."""
 
 import json
 from pathlib import Path

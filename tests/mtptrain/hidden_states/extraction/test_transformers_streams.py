@@ -1,4 +1,4 @@
-"""Packed extraction: every document sees itself alone, on every family, as transformers runs it."""
+"""Tests that packed extraction gives each document the states that transformers computes for it alone."""
 
 from pathlib import Path
 
@@ -16,18 +16,18 @@ from mtptrain.target.model import Target, load_target
 from tests.conftest import FAMILIES, make_target
 
 LENGTHS = [50, 50, 33, 33, 33, 7, 1]
-"""Documents with and without a neighbour of equal length, longer and shorter than the families' window of 16."""
+"""Lengths of documents with and without neighbours of equal length, above and below the families' window of 16."""
 DOCUMENTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(LENGTHS)]
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Allows 1e-5 of the largest value, because other threads and kernels sum in another order."""
+    """Allows an error of 1e-5 of the largest value, because threads and kernels may sum in another order."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, PreTrainedModel]:
-    """A tiny target for extraction, and the same model as transformers loads it."""
+    """Returns a tiny target for extraction, and the same model loaded by transformers."""
     directory = make_target(tmp_path_factory.mktemp("target"), *FAMILIES[request.param])
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
     return load_target(directory, torch.float32, torch.device("cpu")), model
@@ -48,7 +48,7 @@ def test_streams_of_packed_documents_are_those_of_transformers_for_each_alone(
             *expected, post_norm = model(input_ids=document[None], output_hidden_states=True).hidden_states
         for column, layer in enumerate((0, 1)):
             assert_near(found[index][:, column], expected[layer][0])
-        # transformers' last entry is after the final norm, ours before.
+        # The last entry of transformers is after the final norm, and ours is before it.
         assert_near(model.model.norm(found[index][:, 2]), post_norm[0])
         assert (found[index][:, 2] - post_norm[0]).abs().max() > 0.1
 
@@ -58,7 +58,7 @@ def test_a_document_is_the_same_beside_others_and_alone(family: tuple[Target, Pr
     TransformersStreams(target, (1, 2), batch_tokens=1)
     together = residual_streams(target, DOCUMENTS, (1, 2))
     alone = torch.cat([residual_streams(target, [document], (1, 2)) for document in DOCUMENTS])
-    assert_near(together, alone)  # another expert would move a state by about its own size
+    assert_near(together, alone)  # choosing another expert would change a state by about its size
 
 
 def test_compiled_layers_give_the_same_streams(tmp_path: Path) -> None:
