@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mtptrain import imports_are_done
 from mtptrain.command_line.mistakes import CONFIG_GROUPS, mistake, unknown_name
 from mtptrain.config import RECIPES, PipelineConfig
 from mtptrain.utils.errors import (
@@ -79,6 +80,7 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
 
     @functools.wraps(main)
     def entry_point() -> None:
+        imports_are_done()
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
         try:
             options, unknown = get_args_parser().parse_known_args()

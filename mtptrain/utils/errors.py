@@ -12,6 +12,8 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+from mtptrain import imports_are_done
+
 DEBUG = "MTPTRAIN_DEBUG"
 """Environment variable that shows the stack of every error if it is 1."""
 EXIT_REFUSED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 130
@@ -31,6 +33,7 @@ def errors_as_lines(
         kept: returns what the line after Ctrl-C says about the work done so far.
         run_dir: the run's directory, if the program has one.
     """
+    imports_are_done()
     try:
         yield
     except KeyboardInterrupt:
