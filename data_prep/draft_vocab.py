@@ -87,7 +87,7 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
             f"head.draft_vocab_size: must be below the target's {vocab_size} tokens to choose a draft vocabulary, but "
             f"is {size}; skip this program, because head {head.name} drafts the target's whole vocabulary"
         )
-    if not 1 <= size < vocab_size:
+    if size > vocab_size:
         raise ValueError(
             f"head.draft_vocab_size: must be within 1..{vocab_size}, the tokens of the target, but is {size}; correct "
             "it in the recipe or on the command line"

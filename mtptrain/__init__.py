@@ -1,27 +1,41 @@
 """Train, measure and export speculative-decoding draft heads for a frozen target."""
 
 import os
+import signal
 import sys
-from traceback import walk_tb
-from types import TracebackType
+import threading
+from traceback import walk_stack
+from types import FrameType
 
-_show = sys.excepthook
 
+def _stop_importing(number: int, frame: FrameType | None) -> None:
+    """Ends the process with a one-line message if Ctrl-C interrupts an import; otherwise raises KeyboardInterrupt.
 
-def _stop_importing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ends the process with a one-line message if Ctrl-C interrupts an import. Programs handle later interrupts."""
+    KeyboardInterrupt would not do in an import: libraries that catch it go on with half an import, and fail later.
+    """
     importing = any(
-        frame.f_code.co_filename.startswith("<frozen importlib")
-        or (frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__")
-        for frame, _ in walk_tb(trace)
+        each.f_code.co_filename.startswith("<frozen importlib")
+        or (each.f_code.co_name == "<module>" and each.f_globals.get("__name__") != "__main__")
+        for each, _ in walk_stack(frame)
     )
-    if not (issubclass(kind, KeyboardInterrupt) and importing):
-        return _show(kind, error, trace)
-    print("stopped by Ctrl-C before anything started", file=sys.stderr, flush=True)
+    if not importing:
+        signal.default_int_handler(number, frame)
+    os.write(2, b"stopped by Ctrl-C before anything started\n")  # print fails if it is what the signal interrupted
     os._exit(130)
 
 
-sys.excepthook = _stop_importing  # before torch, whose import takes seconds
+def imports_are_done() -> None:
+    """Restore Python's own handler of Ctrl-C. A program calls this when it starts, and handles Ctrl-C itself."""
+    if signal.getsignal(signal.SIGINT) is _stop_importing:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if (
+    threading.current_thread() is threading.main_thread()  # others cannot set handlers
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    and not hasattr(sys, "ps1")  # a Python prompt or a notebook goes on after Ctrl-C
+):
+    signal.signal(signal.SIGINT, _stop_importing)  # before torch, whose import takes seconds
 
 # OpenMP reads this when torch is loaded. By default a waiting OpenMP thread spins for milliseconds. On a busy machine
 # it may spin on the very core that is needed by the thread it waits for. docs/performance.md has measurements.

@@ -44,7 +44,7 @@ from mtptrain.settings.evaluation import (
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.training import LossKind, Resume, Tracker, TrainConfig
 from mtptrain.utils.distributed import TIMEOUT_HOURS
-from mtptrain.utils.settings import at_least, check_bounds, directory_path, random_seed
+from mtptrain.utils.settings import between, check_bounds, directory_path, random_seed
 
 __all__ = [
     "RECIPES",
@@ -99,7 +99,7 @@ class PipelineConfig:
     """Whether data_prep.hidden_states only prints what the run will need, then exits."""
     verify: bool = False
     """Whether data_prep.hidden_states only checks every byte of the finished store against its hashes, then exits."""
-    distributed_timeout_hours: float = at_least(1 / 3600, default=TIMEOUT_HOURS)
+    distributed_timeout_hours: float = between(1 / 3600, 10_000, default=TIMEOUT_HOURS)
     """How long ranks wait for each other before the run fails. A rank that fails ends the run at once, regardless of
     the timeout."""
     target: TargetConfig = field(default_factory=TargetConfig)

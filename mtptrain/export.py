@@ -36,6 +36,9 @@ METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "d
 Source: vllm/config/speculative.py in vLLM 0.32.
 """
 
+SERVING = "serving.json"
+"""Name of the file that describes the export for programs."""
+
 
 @program
 def main(cfg: DictConfig) -> None:
@@ -44,7 +47,11 @@ def main(cfg: DictConfig) -> None:
 
 def export(config: PipelineConfig) -> None:
     output_dir = Path(config.export.output_dir or config.stage_dir("export") / config.export.engine)
-    check_output_dir(output_dir)
+    if output_dir.is_symlink():  # a directory cannot be renamed to a link
+        output_dir = output_dir.resolve()
+    temporary = output_dir.with_name(output_dir.name + ".tmp")
+    for directory in (output_dir, temporary):
+        check_replaceable(directory, output_dir)
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     form = format_for(config.export.engine, config.head, target_config)
@@ -57,22 +64,23 @@ def export(config: PipelineConfig) -> None:
     measured = measured_acceptance(config.stage_dir("acceptance") / "report.json", trained.sha256)
 
     # Write to a temporary directory first, so that a directory with the final name is always complete and verified.
-    temporary = output_dir.with_name(output_dir.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        write_head(temporary, form, trained.head.state_dict())
-        form.add_target(temporary, target_dir)
-        check_tensors(temporary, form)
-        proof = prove_equal_proposals(
-            config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(temporary, form)
-        )
         facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
         serving = {
             "hf_overrides": form.hf_overrides,
             "speculative_settings": form.speculative_settings,
             "holds_target": form.holds_target,
         }
-        write_json(temporary / "serving.json", {**facts, **serving, "head_sha256": trained.sha256})
+        # Write this file first: the next export may only replace what a killed one leaves if it finds this file.
+        temporary.mkdir(parents=True)
+        write_json(temporary / SERVING, {**facts, **serving, "head_sha256": trained.sha256})
+        write_head(temporary, form, trained.head.state_dict())
+        form.add_target(temporary, target_dir)
+        check_tensors(temporary, form)
+        proof = prove_equal_proposals(
+            config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(temporary, form)
+        )
         write_text(temporary / "README.md", readme(config, form, measured, target_dir, output_dir))
         write_provenance(temporary, config)
     except OSError:  # if the disk is full, the unfinished export would keep it full
@@ -93,12 +101,17 @@ def check_directory_name(output_dir: Path, method: str) -> None:
         )
 
 
-def check_output_dir(output_dir: Path) -> None:
-    """Refuse to replace a directory that has files but no `serving.json`, which every export has and nothing else."""
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "serving.json").is_file():
+def check_replaceable(directory: Path, output_dir: Path) -> None:
+    """Refuse to replace a directory that has files but no `serving.json`, which every export has and nothing else.
+
+    Args:
+        directory: `output_dir`, or the temporary directory in which the export is written first.
+        output_dir: the directory of the finished export.
+    """
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / SERVING).is_file():
         raise ValueError(
-            f"export.output_dir: must be new, empty or an earlier export, but {output_dir} holds other files; choose "
-            "another directory"
+            f"export.output_dir: must be new, empty or an earlier export, and so must {output_dir.name}.tmp beside it, "
+            f"which is written first, but {directory} holds other files; choose another directory"
         )
 
 
@@ -106,7 +119,7 @@ def write_head(directory: Path, form: Format, state: Tensors) -> None:
     """Write the head's tensors and `config.json`."""
     tensors = {name: tensor.contiguous() for name, tensor in form.tensors(state).items()}
     dtype = next(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point())
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "config.json", form.config_json(dtype))
     save_tensors(directory / form.weights_name, tensors)
 

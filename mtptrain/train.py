@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 # Tensor sizes differ from step to step, which fragments GPU memory. Torch reads this variable at the first allocation
@@ -58,6 +59,7 @@ from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.checkpoint import (
     Progress,
     check_checkpoint,
+    describe_newest,
     load_checkpoint,
     newest_whole_checkpoint,
     save_checkpoint,
@@ -74,7 +76,7 @@ from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ran
 CHECKPOINTS = "checkpoints"
 
 
-@program
+@partial(program, kept=lambda run_dir: describe_newest(run_dir / "train" / CHECKPOINTS))
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)

@@ -334,5 +334,5 @@ def test_an_export_does_not_replace_a_directory_that_is_not_one(finished: Run, t
     (tmp_path / "papers/thesis.txt").write_text("mine")
     result = run_program("mtptrain.export", *finished[1], f"export.output_dir={tmp_path}/papers")
     assert result.returncode != 0
-    assert "export.output_dir: must be new, empty or an earlier export, but" in result.stderr
+    assert "export.output_dir: must be new, empty or an earlier export, and so must" in result.stderr
     assert (tmp_path / "papers/thesis.txt").read_text() == "mine"

@@ -28,7 +28,11 @@ GROUPS = sorted(path.name for path in Path(RECIPES).iterdir() if path.is_dir() a
 
 # For each setting that has a range, values outside the range and a part of the error message.
 OUT_OF_RANGE = {
-    "distributed_timeout_hours": {"0": "at least 0.0002777777777777778, but is 0.0"},
+    "distributed_timeout_hours": {
+        "0": "from 0.0002777777777777778 to 10,000, but is 0.0",
+        "10001": "to 10,000, but is 10001.0",
+        "nan": "to 10,000, but is nan",
+    },
     "run_dir": {
         "''": "must name a directory, but is ''; choose",
         "README.md": "must name a directory, but is",
@@ -98,7 +102,10 @@ OUT_OF_RANGE = {
     "planner.disk_gb_per_s": {"-1": "at least 0.0, but is -1.0"},
     "planner.hidden_states_tokens_per_s": {"-1": "at least 0.0, but is -1.0"},
     "planner.train_tokens_per_s": {"-1": "at least 0.0, but is -1.0"},
-    "head.ttt_steps": {"0": "at least 1, but is 0"},
+    "head.ttt_steps": {"0": "from 1 to 64, but is 0", "100000000000": "from 1 to 64, but is 100000000000"},
+    "head.num_attention_heads": {"0": "null or a number from 1 to 1,048,576, but is 0", "1048577": "but is 1048577"},
+    "head.num_key_value_heads": {"-1": "null or a number from 1 to 1,048,576, but is -1", "1048577": "but is 1048577"},
+    "head.intermediate_size": {"-5": "from 1 to 1,048,576, but is -5", "99999999999": "but is 99999999999"},
     "train.epochs": {"0": "at least 1, but is 0"},
     "train.max_steps": {"-1": "at least 0, but is -1"},
     "train.batch_tokens": {"0": "at least 1, but is 0"},
@@ -233,7 +240,7 @@ def test_a_block_drafter_drafts_exactly_as_many_tokens_as_it_was_trained_for(dra
     ("setting", "message"),
     [
         ("anchors_per_document=0", r"head\.anchors_per_document: must be null or at least 1, but is 0; correct it"),
-        ("num_layers=0", r"head\.num_layers: must be a number of at least 1, but is 0; correct it"),
+        ("num_layers=0", r"head\.num_layers: must be a number from 1 to 256, but is 0; correct it"),
     ],
 )
 def test_a_block_drafter_without_anchors_or_layers_is_refused(setting: str, message: str) -> None:

@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mtptrain import imports_are_done
 from mtptrain.command_line.mistakes import CONFIG_GROUPS, mistake, unknown_name
 from mtptrain.config import RECIPES, PipelineConfig
 from mtptrain.utils.errors import (
@@ -36,20 +37,26 @@ RENAMED = {
 
 
 KEPT = {
-    "mtptrain.train": "its checkpoints are kept in {run_dir}/train; the same command continues from the newest",
     "data_prep.hidden_states": "finished shards are kept in {run_dir}/hidden_states; the same command writes the rest",
     "data_prep.responses": "finished responses are kept in {run_dir}/responses; the same command adds the rest",
     "eval.study": "finished stages are kept in {run_dir}/study; the same command runs the rest",
 }
-"""Messages that say what a program keeps when Ctrl-C stops it; `KEPT_BY_OTHERS` is the message of all others."""
+"""Messages that say what a program keeps when Ctrl-C stops it; `KEPT_BY_OTHERS` is the message of all others.
+
+mtptrain.train looks for checkpoints instead, with the argument `kept` of `program`.
+"""
 KEPT_BY_OTHERS = "finished stages are kept in {run_dir}; the same command starts this one again"
 
 
-def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | None = None) -> Callable[[], None]:
     """Turn a function of the composed config into a program's entry point, which reads the command line.
 
     If the program cannot finish, it exits with one line on stderr: with status 1 if it refuses its input, 2 if the
     command line is wrong, and 130 after Ctrl-C. A fault of the program itself shows its stack, with status 1.
+
+    Args:
+        main: the program.
+        kept: returns what the line after Ctrl-C says, given the run's directory; by default, what `KEPT` says.
     """
 
     @functools.wraps(main)
@@ -58,16 +65,22 @@ def program(main: Callable[[DictConfig], None]) -> Callable[[], None]:
             run_dir = OmegaConf.select(cfg, "run_dir")
         except OmegaConfBaseException:  # reported when `main` reads it
             run_dir = None
-        with errors_as_lines(KEPT.get(program_name(), KEPT_BY_OTHERS).format(run_dir=run_dir), run_dir):
+        with errors_as_lines(lambda: after_ctrl_c(run_dir), run_dir):
             try:
                 main(cfg)
             except (HydraException, OmegaConfBaseException) as error:
                 exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
 
+    def after_ctrl_c(run_dir: str | None) -> str:
+        if kept is not None and run_dir is not None:
+            return kept(Path(run_dir))
+        return KEPT.get(program_name(), KEPT_BY_OTHERS).format(run_dir=run_dir)
+
     run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(task)
 
     @functools.wraps(main)
     def entry_point() -> None:
+        imports_are_done()
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
         try:
             options, unknown = get_args_parser().parse_known_args()

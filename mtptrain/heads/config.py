@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from mtptrain.utils.settings import at_least
+from mtptrain.utils.settings import between, between_or_none
+
+MAX_SIZE = 2**20
+"""Upper bound of widths, such as the intermediate size. No published model comes near it."""
+MAX_LAYERS = 256
+"""Upper bound of the number of layers."""
+MAX_DEPTHS = 64
+"""Upper bound of `ttt_steps`. Published heads draft at most 16 tokens."""
 
 
 @dataclass
@@ -10,7 +17,7 @@ class HeadConfig:
     """Settings that all heads share."""
 
     name: str = ""
-    ttt_steps: int = at_least(1, default=4)
+    ttt_steps: int = between(1, MAX_DEPTHS, default=4)
     """Number of trained depths T: in training, each draft position drafts this many tokens. `dflash` drafts exactly T
     tokens in serving too; `peagle`, `medusa` and `hydra` draft at most T."""
     init_from: str | None = None
@@ -27,10 +34,10 @@ class HeadConfig:
 class LayerConfig(HeadConfig):
     """Settings that all heads with decoder layers share, except `draft_model`."""
 
-    num_attention_heads: int | None = None
+    num_attention_heads: int | None = between_or_none(1, MAX_SIZE)
     """null takes the target's number if hidden size / number is then 64 or 128; otherwise hidden size / 128, or
     hidden size / 64 if 128 does not divide the hidden size."""
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int | None = between_or_none(1, MAX_SIZE)
     """null takes the target's number, or one per attention head if that number does not divide the attention heads."""
-    intermediate_size: int | None = None
+    intermediate_size: int | None = between_or_none(1, MAX_SIZE)
     """null takes the target's."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads.attention.draft_blocks import block_attention
 from mtptrain.heads.base import FirstStates, Head, StepFlops
-from mtptrain.heads.config import LayerConfig
+from mtptrain.heads.config import MAX_LAYERS, MAX_SIZE, LayerConfig
 from mtptrain.heads.eagle3 import check_capture_layers
 from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise, rotate
 from mtptrain.heads.packing import PackedTokens
@@ -24,7 +24,7 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
-from mtptrain.utils.settings import at_least, at_least_or_none
+from mtptrain.utils.settings import at_least_or_none, between, between_or_none
 
 CAPTURED = 5
 """Number of streams that a head captures by default, as published heads do."""
@@ -101,7 +101,7 @@ class DflashHead(Head):
     @dataclass
     class Config(LayerConfig):
         name: str = "dflash"
-        num_layers: int = at_least(1, default=1)
+        num_layers: int = between(1, MAX_LAYERS, default=1)
         """Number of draft layers. Published heads have five."""
         head_dim: int | None = None
         """Size of an attention head; by default hidden size / number of attention heads."""
@@ -109,7 +109,7 @@ class DflashHead(Head):
         """Residual streams to read: k is the stream after k decoder layers.
 
         The default for a target of n layers is that of published heads: five, spread evenly from 2 to n - 2."""
-        draft_vocab_size: int | None = None
+        draft_vocab_size: int | None = between_or_none(1, MAX_SIZE)
         """Size D of the head's own vocabulary, for which it trains its own lm_head; see head `eagle3`."""
         mask_token_id: int | None = None
         """Token that stands for tokens not drafted yet; see head `peagle`."""

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.heads.attention.documents import DOCUMENTS_OR_CACHE, longer_documents
 from mtptrain.heads.base import FirstStates, Head, StepFlops
-from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE, HeadConfig
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.families import head_rope_parameters, read_target_config, sliding_window
 from mtptrain.target.frozen_parts import FrozenParts
@@ -27,7 +27,7 @@ from mtptrain.target.hub import config_dir
 from mtptrain.target.model import Verified, family_mask
 from mtptrain.target.position_cache import PositionCache, TreeRows
 from mtptrain.utils.files import read_json
-from mtptrain.utils.settings import at_least
+from mtptrain.utils.settings import between, between_or_none
 
 TRAINED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Families that can be trained: their layers are dense and scale scores by 1 / sqrt(head_dim)."""
@@ -46,16 +46,16 @@ class DraftModelHead(Head):
         """
 
         name: str = "draft_model"
-        ttt_steps: int = at_least(1, default=1)
+        ttt_steps: int = between(1, MAX_DEPTHS, default=1)
         """Number of depths in the loss. Later depths compute the same as depth 0 of later tokens, so 1 suffices for any
         number of drafts."""
-        hidden_size: int | None = None
+        hidden_size: int | None = between_or_none(1, MAX_SIZE)
         """null takes the target's size, here and for the sizes below unless noted."""
-        num_hidden_layers: int | None = None
+        num_hidden_layers: int | None = between_or_none(1, MAX_LAYERS)
         """null takes one layer."""
-        num_attention_heads: int | None = None
-        num_key_value_heads: int | None = None
-        intermediate_size: int | None = None
+        num_attention_heads: int | None = between_or_none(1, MAX_SIZE)
+        num_key_value_heads: int | None = between_or_none(1, MAX_SIZE)
+        intermediate_size: int | None = between_or_none(1, MAX_SIZE)
         tie_word_embeddings: bool | None = None
         """Whether the output layer is the embedding table; null takes the target's setting."""
         start_from_target: bool = False

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.config import LayerConfig
+from mtptrain.heads.config import MAX_SIZE, LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+from mtptrain.utils.settings import between_or_none
 
 
 class Eagle3Head(LayerHead):
@@ -29,7 +30,7 @@ class Eagle3Head(LayerHead):
         """Residual streams to read: k is the stream after k decoder layers.
 
         The default for a target of n layers is that of the engines: 2, n // 2 and n - 3."""
-        draft_vocab_size: int | None = None
+        draft_vocab_size: int | None = between_or_none(1, MAX_SIZE)
         """Size D of the head's own vocabulary, for which it trains its own lm_head. `data_prep.draft_vocab` chooses the
         tokens. By default the head uses the target's vocabulary and frozen lm_head."""
         norm_before_fc: bool = False

@@ -13,20 +13,20 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import FirstStates, Head, StepFlops
-from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.config import MAX_LAYERS, HeadConfig
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
-from mtptrain.utils.settings import at_least
+from mtptrain.utils.settings import between
 
 
 @dataclass
 class MlpConfig(HeadConfig):
     """Settings of heads that have a separate MLP for each of the `ttt_steps` depths."""
 
-    num_layers: int = at_least(1, default=1)
+    num_layers: int = between(1, MAX_LAYERS, default=1)
     """Number of residual blocks per depth."""
 
 

@@ -46,6 +46,19 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     return sorted(marker.parent for marker in directory.glob(f"step_*/{MARKER}"))
 
 
+def describe_newest(directory: Path) -> str:
+    """Returns from where the same command would train on, for the line that ends an interrupted run."""
+    checkpoints = complete_checkpoints(directory)
+    if not checkpoints:
+        return (
+            f"no checkpoint was saved in {directory} yet, so the same command starts over; train.save_every sets how "
+            "often to save one"
+        )
+    newest = checkpoints[-1]
+    step = int(newest.name.removeprefix("step_"))
+    return f"the newest checkpoint, of step {step}, is kept in {newest}; the same command continues from it"
+
+
 def save_checkpoint(
     engine: "DeepSpeedEngine", directory: Path, progress: Progress, facts: dict[str, object], keep: int, ranks: Ranks
 ) -> None:

@@ -3,7 +3,7 @@
 import dis
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -11,6 +11,8 @@ from types import FrameType
 from typing import NoReturn
 
 from tqdm import tqdm
+
+from mtptrain import imports_are_done
 
 DEBUG = "MTPTRAIN_DEBUG"
 """Environment variable that shows the stack of every error if it is 1."""
@@ -20,19 +22,22 @@ OWN_PACKAGES = ("mtptrain", "data_prep", "eval", "tools", "__main__")
 
 
 @contextmanager
-def errors_as_lines(kept: str = "the same command starts again", run_dir: str | None = None) -> Iterator[None]:
+def errors_as_lines(
+    kept: Callable[[], str] = lambda: "the same command starts again", run_dir: str | None = None
+) -> Iterator[None]:
     """End the program with its error on stderr if the block, or the function that this decorates, cannot finish.
 
     `refusal` decides between one line and the stack.
 
     Args:
-        kept: what the line after Ctrl-C says about the work done so far.
+        kept: returns what the line after Ctrl-C says about the work done so far.
         run_dir: the run's directory, if the program has one.
     """
+    imports_are_done()
     try:
         yield
     except KeyboardInterrupt:
-        exit_with_line(f"stopped by Ctrl-C; {kept}", EXIT_INTERRUPTED)
+        exit_with_line(f"stopped by Ctrl-C; {kept()}", EXIT_INTERRUPTED)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             exit_with_line(f"error: {ended.code}", EXIT_REFUSED)

@@ -10,6 +10,7 @@ T = TypeVar("T")
 
 BOUND = "bound"
 """Key of the bound in a field's metadata."""
+CORRECT_IT = "correct it in the recipe or on the command line"
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,21 @@ class Bound:
 
 def at_least(least: float, *, default: T) -> T:
     """Declare a setting that is a finite number of at least `least`."""
+    return _bounded(lambda value: least <= value < math.inf, f"be a number of at least {least}", CORRECT_IT, default)
+
+
+def between(least: float, most: float, *, default: T) -> T:
+    """Declare a setting that is a number from `least` to `most`, both included."""
     return _bounded(
-        lambda value: least <= value < math.inf,
-        f"be a number of at least {least}",
-        "correct it in the recipe or on the command line",
-        default,
+        lambda value: least <= value <= most, f"be a number from {least:,} to {most:,}", CORRECT_IT, default
     )
+
+
+def between_or_none(least: int, most: int) -> int | None:
+    """Declare a setting that is a number from `least` to `most`, both included, or None (the default)."""
+    requirement = f"be null or a number from {least:,} to {most:,}"
+    bounded: int | None = _bounded(lambda value: value is None or least <= value <= most, requirement, CORRECT_IT, None)
+    return bounded
 
 
 def at_least_or_none(least: int) -> int | None:

@@ -161,7 +161,7 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(
         ),
         (
             (*EAGLE3, "head.draft_vocab_size=0"),
-            r"must be within 1\.\.260, the tokens of the target, but is 0; correct it",
+            r"head\.draft_vocab_size: must be null or a number from 1 to 1,048,576, but is 0; correct it",
         ),
         (
             (*EAGLE3, "head.draft_vocab_size=40", "head.init_from=/some/head"),

@@ -2,8 +2,8 @@
 
 import json
 import shutil
-import warnings
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -12,6 +12,7 @@ from tests.hostile_inputs.damages import (
     NESTED,
     PROMPTS,
     QUESTION,
+    TRAIN,
     Damage,
     Place,
     conversations,
@@ -90,6 +91,11 @@ CASES |= {
         r"train\.batch_tokens: must be below 2\*\*63, but is 9",
     ),
     "seed negative": (PROMPTS, settings("seed=-1"), "seed: must "),
+    "layer too wide": (
+        TRAIN,
+        settings("head.intermediate_size=99999999999"),
+        r"head\.intermediate_size: must be null or a number from 1 to 1,048,576, but is 99999999999; correct it",
+    ),
     "empty run_dir": (PROMPTS, settings("run_dir="), "run_dir: must "),
     "drafts beyond the context": (
         ACCEPTANCE,

@@ -158,7 +158,8 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layer
     write_provenance(tmp_path / "run/train", config)
     config.export.output_dir = str(tmp_path / "run/train")
     before = sorted((tmp_path / "run").rglob("*"))
-    with pytest.raises(ValueError, match=r"export\.output_dir: must be new, empty or an earlier export, but \S+ holds"):
+    message = r"export\.output_dir: must be new, empty or an earlier export, and so must {}\.tmp .*, but \S+/{} holds"
+    with pytest.raises(ValueError, match=message.format("train", "train")):
         export(config)
     assert sorted((tmp_path / "run").rglob("*")) == before
     config.export.output_dir = str(tmp_path / "served")
@@ -166,6 +167,36 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layer
     (tmp_path / "served/README.md").unlink()
     export(config)
     assert (tmp_path / "served/README.md").is_file()
+    (tmp_path / "served.tmp").mkdir()
+    (tmp_path / "served.tmp/notes.txt").write_text("of the user")
+    with pytest.raises(ValueError, match=message.format("served", r"served\.tmp")):
+        export(config)
+    assert (tmp_path / "served.tmp/notes.txt").read_text() == "of the user"
+
+
+def test_what_an_interrupted_export_leaves_is_replaced(
+    tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = trained(tmp_path / "run", target_of_four_layers)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr("mtptrain.export.check_tensors", interrupt)
+        export(config)
+    assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["vllm.tmp"]
+    export(config)
+    assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["vllm"]
+
+
+def test_an_export_to_a_link_replaces_the_directory_that_it_names(tmp_path: Path, target_of_four_layers: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "served").symlink_to(tmp_path / "disk")
+    config = trained(tmp_path / "run", target_of_four_layers, f"export.output_dir={tmp_path}/served")
+    export(config)
+    assert (tmp_path / "served").is_symlink() and (tmp_path / "disk/serving.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "run", "served"]
 
 
 def test_a_head_that_comes_back_different_is_not_exported(

@@ -63,7 +63,7 @@ def test_more_drafts_than_trained_depths_are_refused(target: Target, name: str) 
 
 @BOTH
 def test_a_head_without_layers_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^head\.num_layers: must be a number of at least 1, but is 0; correct it"):
+    with pytest.raises(ValueError, match=r"^head\.num_layers: must be a number from 1 to 256, but is 0; correct it"):
         make_config(f"head={name}", "head.num_layers=0")
 
 

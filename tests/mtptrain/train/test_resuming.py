@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from eval.checks.processes import kill_tree
+from mtptrain.training.checkpoint import complete_checkpoints
 from tests.conftest import program_command
 from tests.mtptrain.train.runs import FP32, Run, figures, records, train
 from tests.programs import ROOT
@@ -41,11 +42,9 @@ def test_a_killed_run_resumes_with_bit_identical_losses(
     ).read_bytes()
 
 
-def test_ctrl_c_ends_with_a_line_and_the_same_command_goes_on_from_the_newest_checkpoint(
-    fresh_run: Run, tmp_path: Path
-) -> None:
-    run_dir, overrides = fresh_run
-    settings = ("deepspeed=zero0", "train.save_every=2", "train.validation_prompts=0", "train.max_steps=40")
+def interrupted(run: Run, tmp_path: Path, *settings: str) -> str:
+    """Stops a training run with Ctrl-C after at least five steps. Returns what it wrote to stderr."""
+    run_dir, overrides = run
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(program_command("mtptrain.train", *overrides, *settings), cwd=ROOT, stderr=stderr)
     while len(records(run_dir)) < 5:
@@ -56,15 +55,35 @@ def test_ctrl_c_ends_with_a_line_and_the_same_command_goes_on_from_the_newest_ch
         assert process.wait(timeout=60) == 130
     finally:
         kill_tree(process.pid)
-    errors = (tmp_path / "stderr").read_text()
+    return (tmp_path / "stderr").read_text()
+
+
+def test_ctrl_c_ends_with_a_line_and_the_same_command_goes_on_from_the_newest_checkpoint(
+    fresh_run: Run, tmp_path: Path
+) -> None:
+    run_dir, _ = fresh_run
+    settings = ("deepspeed=zero0", "train.save_every=2", "train.validation_prompts=0", "train.max_steps=40")
+    errors = interrupted(fresh_run, tmp_path, *settings)
+    newest = complete_checkpoints(run_dir / "train/checkpoints")[-1]
     assert errors.endswith(
-        f"\nstopped by Ctrl-C; its checkpoints are kept in {run_dir}/train; the same command continues from the "
-        "newest\n"
+        f"\nstopped by Ctrl-C; the newest checkpoint, of step {int(newest.name[-8:])}, is kept in {newest}; the same "
+        "command continues from it\n"
     )
     assert "Traceback" not in errors
     assert 5 <= len(records(run_dir)) < 40
-    assert list((run_dir / "train/checkpoints").glob("step_*/complete.json"))
     assert len(train(fresh_run, *settings)) == 40
+
+
+def test_ctrl_c_before_the_first_checkpoint_says_that_the_same_command_starts_over(
+    fresh_run: Run, tmp_path: Path
+) -> None:
+    run_dir, _ = fresh_run
+    errors = interrupted(fresh_run, tmp_path, "deepspeed=zero0", "train.validation_prompts=0", "train.max_steps=40")
+    assert errors.endswith(
+        f"\nstopped by Ctrl-C; no checkpoint was saved in {run_dir}/train/checkpoints yet, so the same command starts "
+        "over; train.save_every sets how often to save one\n"
+    )
+    assert not list((run_dir / "train").glob("checkpoints/*"))
 
 
 @pytest.mark.parametrize(
