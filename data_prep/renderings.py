@@ -193,5 +193,6 @@ def _render(
         rendered: Any = render_jinja_template(
             conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables
         )
-    texts, spans = rendered
+        texts, spans = rendered
+        texts[0].encode()  # the tokenizer rejects a lone surrogate
     return texts[0], spans[0] if spans else []

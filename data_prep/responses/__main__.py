@@ -164,7 +164,7 @@ def make_job(config: PipelineConfig) -> Job:
     limits = Limits(settings.max_new_tokens, context_tokens, config.seed)
     conversations = read_conversations(config.prompts.paths, config.prompts.schema, config.prompts.split)
     survey = survey_conversations(conversations, config.prompts.paths)
-    if server:  # conversations are then rendered in threads, which cannot stop an endless template
+    if server:  # a template that never ends would fail each conversation only after its limit
         check_template_ends(tokenizer, conversations.messages(max(survey.turns, key=lambda row: survey.turns[row])))
     target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
     identity = make_identity(settings, limits, target, survey.sources, server)

@@ -193,8 +193,6 @@ class Dialogue:
 def check_template_ends(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
     """Renders a conversation after each of its messages.
 
-    Call this in the main thread, the only one that can stop an endless template.
-
     Raises:
         EndlessTemplate: the template takes too long.
     """

@@ -1,14 +1,14 @@
 """Defines `manifest.json` of `run_dir/responses/`: counts, and the identity that data_prep.prompts checks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.identity import TargetIdentity, refuse_different_facts
 from mtptrain.run_dir import require
-from mtptrain.utils.files import read_json
+from mtptrain.utils.files import manifest_of, read_json
 
 from ..conversations import Conversations, read_conversations, refuse_duplicate_paths
 from .dialogue import Ending, RegeneratedConversation
@@ -86,19 +86,31 @@ class ResponsesManifest:
 
     @staticmethod
     def read(path: Path) -> "ResponsesManifest":
-        content = read_json(path, f"delete {path.parent} and run data_prep.responses again")
-        if content["schema_version"] != SCHEMA_VERSION:
+        advice = f"delete {path.parent} and run data_prep.responses again"
+        content = read_json(path, advice)
+        if content.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(
-                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content['schema_version']}; delete "
-                f"{path.parent} and run data_prep.responses again"
+                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; {advice}"
             )
-        return ResponsesManifest(
-            **{**content, "identity": identity_from_json(content["identity"]), "counts": Counts(**content["counts"])}
-        )
+        return manifest_of(ResponsesManifest, content, path, ResponsesIdentity.program, advice)
 
 
-def identity_from_json(content: dict[str, Any]) -> ResponsesIdentity:
-    return ResponsesIdentity(**{**content, "target": TargetIdentity(**content["target"])})
+@dataclass(frozen=True)
+class ResponsesPlan:
+    """The contents of `plan.json`, which are in `manifest.json` too."""
+
+    identity: ResponsesIdentity
+    server_versions: list[str]
+
+    @staticmethod
+    def read(path: Path) -> "ResponsesPlan":
+        """Read the plan from either file."""
+        advice = f"delete {path.parent} and run data_prep.responses again"
+        content = {name: value for name, value in read_json(path, advice).items() if name in PLANNED}
+        return manifest_of(ResponsesPlan, content, path, ResponsesIdentity.program, advice)
+
+
+PLANNED = tuple(each.name for each in fields(ResponsesPlan))
 
 
 def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdentity) -> Conversations:

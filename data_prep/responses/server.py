@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from mtptrain.data.chat_template import EndlessTemplate
 from mtptrain.utils.files import parse_json
 
 from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
@@ -141,7 +142,11 @@ class CompletionServer:
             if not all(0 <= token < self._vocab_size for token in token_ids or []):
                 raise ValueError(f"token_ids must be in [0, {self._vocab_size})")
             text.encode()  # the tokenizer rejects a lone surrogate
-            num_tokens = len(token_ids) if token_ids is not None else int(content["usage"]["completion_tokens"])
+            num_tokens = len(token_ids) if token_ids is not None else content["usage"]["completion_tokens"]
+            if type(num_tokens) is not int or not 0 <= num_tokens <= self._sampling.max_new_tokens:
+                raise ValueError(
+                    f"the number of tokens must be in [0, {self._sampling.max_new_tokens}], but is {num_tokens}"
+                )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             shown = json.dumps(content)[:SHOWN_CHARACTERS]
             raise RequestFailed(
@@ -244,7 +249,7 @@ class CompletionServer:
             ) as client,
             client.stream(method, url, content=data) as response,
         ):
-            if response.is_error:
+            if not response.is_success:
                 message = (
                     f"the server answers {response.status_code}: "
                     f"{await _error_text(response) or response.reason_phrase}"
@@ -288,27 +293,30 @@ def regenerate_with_server(
     """
     tokenizing, stopping = Lock(), Event()  # only one thread at a time may use a fast tokenizer
 
-    def converse(dialogue: Dialogue) -> RegeneratedConversation | tuple[int, str] | None:
+    def converse(dialogue: Dialogue) -> RegeneratedConversation | None:
         with tokenizing:
             prompt = dialogue.next_prompt()
         while prompt is not None:
             if stopping.is_set():
                 return None
-            try:
-                response = server.complete(prompt, stopping)
-            except RequestFailed as failure:
-                return dialogue.regenerated.row, str(failure)
+            response = server.complete(prompt, stopping)
             with tokenizing:
                 dialogue.add_response(response)
                 prompt = dialogue.next_prompt()
         return dialogue.regenerated
+
+    def outcome_of(dialogue: Dialogue) -> RegeneratedConversation | tuple[int, str] | None:
+        try:
+            return converse(dialogue)
+        except (RequestFailed, EndlessTemplate) as failure:
+            return dialogue.regenerated.row, str(failure)
 
     running: set[Future[RegeneratedConversation | tuple[int, str] | None]] = set()
     with ThreadPoolExecutor(concurrency) as pool:
         try:
             while True:
                 running |= {
-                    pool.submit(converse, dialogue) for dialogue in islice(dialogues, concurrency - len(running))
+                    pool.submit(outcome_of, dialogue) for dialogue in islice(dialogues, concurrency - len(running))
                 }
                 if not running:
                     return

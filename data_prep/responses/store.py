@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mtptrain.data.identity import refuse_other
-from mtptrain.utils.files import publish, read_json, write_json, write_text
+from mtptrain.utils.files import publish, write_json, write_text
 
 from .dialogue import Ending, RegeneratedConversation
-from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest, identity_from_json
+from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest, ResponsesPlan
 
 FAILURES, PLAN, JOURNALS = "failures.jsonl", "plan.json", "answers_*.jsonl"
 ENDINGS = {
@@ -67,9 +67,9 @@ class ResponsesStore:
         for name in (PLAN, MANIFEST):
             path = self.directory / name
             if path.exists():
-                content = read_json(path, f"delete {self.directory} and run data_prep.responses again")
-                refuse_other(path, identity, identity_from_json(content["identity"]))
-                versions = content["server_versions"]
+                plan = ResponsesPlan.read(path)
+                refuse_other(path, identity, plan.identity)
+                versions = plan.server_versions
                 break
         self._server_versions = list(dict.fromkeys([*versions, *([server_version] if server_version else [])]))
         self._identity = identity
@@ -79,9 +79,7 @@ class ResponsesStore:
 
     def mark_unfinished(self) -> None:
         """Write the plan and remove the manifest, which marks a finished stage, before the responses change."""
-        write_json(
-            self.directory / PLAN, {"identity": asdict(self._identity), "server_versions": self._server_versions}
-        )
+        write_json(self.directory / PLAN, asdict(ResponsesPlan(self._identity, self._server_versions)))
         (self.directory / MANIFEST).unlink(missing_ok=True)
 
     def journal(self, rank: int) -> "Journal":

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from mtptrain.convert.base import Tensors
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
-from mtptrain.heads.files import build_head, fill_head
+from mtptrain.heads.files import build_head, check_values, fill_head
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import _refuse_quantised, load_frozen_parts
@@ -65,7 +65,8 @@ def initial_weights(
     assert config.init_from is not None
     target_config = read_target_config(target_dir)
     with torch.device("meta"):
-        expected = {name: tuple(x.shape) for name, x in build_head(config, target_config).state_dict().items()}
+        state = build_head(config, target_config).state_dict()
+    expected = {name: tuple(x.shape) for name, x in state.items()}
     if (own := Path(config.init_from) / "head.json").is_file():
         directory = own.parent
         tensors = _read([directory / "head.safetensors"], expected)
@@ -84,6 +85,7 @@ def initial_weights(
             f"{setting}: {wrong} of {directory} must be of shape {expected[wrong]}, as its config describes, but is "
             f"{found}; choose another language model, or copy or download it again"
         )
+    check_values(directory, state, tensors, "copy or download it again")
     return directory, tensors
 
 

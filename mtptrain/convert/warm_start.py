@@ -19,7 +19,7 @@ from mtptrain.convert.published_heads import PublishedHead, effective_settings, 
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
-from mtptrain.heads.files import build_head, check_head_target, fill_head, load_head
+from mtptrain.heads.files import build_head, check_head_target, check_values, fill_head, load_head
 from mtptrain.target.families import head_rope_parameters, read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import weights_fingerprint
@@ -187,6 +187,7 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[Path, Tensor
         ) from error
     state = without_repeated_tensors(state, expected, published.directory, target_dir)
     check_tensors(state, expected, published.directory, config)
+    check_values(published.directory, expected, state, "copy or download it again")
     check_draft_token_ids(state, target_config.vocab_size, published.directory)
     return published.directory, state
 

@@ -1,9 +1,11 @@
 """Renders messages with the target's chat template, a program that may raise any error, or never end."""
 
+import ctypes
 import functools
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +51,8 @@ def render_text(
         rendered = tokenizer.apply_chat_template(
             [dict(message) for message in messages], add_generation_prompt=is_prompt, tokenize=False
         )
-    assert isinstance(rendered, str)
+        assert isinstance(rendered, str)
+        rendered.encode()  # the tokenizer rejects a lone surrogate
     return rendered
 
 
@@ -84,37 +87,77 @@ def render_prompt(
 def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Limits the CPU time of rendering, and converts every error of a template to jinja2's TemplateError.
 
-    The limit applies only in the main thread, because other threads get no signals. Every program first renders a
-    conversation in the main thread, so a template that never ends, whatever the conversation, is found there.
-
     Raises:
         TemplateError: the template rejects the messages, or fails.
         EndlessTemplate: the template takes too long.
     """
-
-    def stop(*_: object) -> None:
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        with _limited_by_signal() if is_main else _limited_by_watcher():
+            refuse_powers(tokenizer.get_chat_template())
+            yield
+    except TemplateError:
+        raise
+    except EndlessTemplate as error:
         raise EndlessTemplate(
             f"the chat template of {tokenizer.name_or_path} must render a conversation within {LIMIT_S:g} s of CPU "
             f"time, but has not finished the one that begins with {_beginning(messages)} (messages: {len(messages)}); "
             "correct the template in the target's directory, or choose another target"
-        )
-
-    is_limited = threading.current_thread() is threading.main_thread()
-    if is_limited:
-        # This timer counts the process's own CPU time, so that other programs cannot use up the limit.
-        before = signal.signal(signal.SIGVTALRM, stop)
-        signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
-    try:
-        refuse_powers(tokenizer.get_chat_template())
-        yield
-    except (TemplateError, EndlessTemplate):
-        raise
+        ) from error
     except Exception as error:  # a template is an unknown program, so it may raise anything
         raise TemplateRuntimeError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+
+
+@contextmanager
+def _limited_by_signal() -> Iterator[None]:
+    """Raises EndlessTemplate in the main thread, the only one that gets signals."""
+
+    def stop(*_: object) -> None:
+        raise EndlessTemplate
+
+    # This timer counts the process's own CPU time, so that other programs cannot use up the limit.
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+    try:
+        yield
     finally:
-        if is_limited:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+
+
+@contextmanager
+def _limited_by_watcher() -> Iterator[None]:
+    """Raises EndlessTemplate in this thread from another one, which watches this thread's CPU time."""
+    renderer = threading.get_ident()
+    clock = time.pthread_getcpuclockid(renderer)
+    end_s = time.clock_gettime(clock) + LIMIT_S
+    has_ended, deciding = threading.Event(), threading.Lock()
+
+    def watch() -> None:
+        remaining_s = LIMIT_S
+        while not has_ended.wait(remaining_s):
+            with deciding:  # while this holds the lock, the renderer cannot end, so its clock exists
+                remaining_s = 0.0 if has_ended.is_set() else end_s - time.clock_gettime(clock)
+                if not has_ended.is_set() and remaining_s <= 0.0:
+                    _raise_in(renderer, EndlessTemplate)
+                    return
+            remaining_s = max(remaining_s, 0.01)
+
+    watcher = threading.Thread(target=watch, name="template limit", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        with deciding:
+            has_ended.set()
+        _raise_in(renderer, None)  # an exception that is still pending would be raised after the rendering
+
+
+def _raise_in(thread_id: int, error: type[Exception] | None) -> None:
+    """Raises an exception in a thread before its next step in Python; None takes a pending one back."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread_id), None if error is None else ctypes.py_object(error)
+    )
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from mtptrain.data.identity import refuse_different_facts
 from mtptrain.heads.base import Head
 from mtptrain.run_dir import require
 from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.utils.files import file_sha256, read_json, save_tensors, write_json
+from mtptrain.utils.files import file_sha256, manifest_of, read_json, save_tensors, write_json
 
 DRAFT_VOCAB = "draft_vocab.safetensors"
 MANIFEST = "manifest.json"
@@ -81,10 +81,11 @@ def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, pr
 
     Raises:
         FileNotFoundError: data_prep.draft_vocab has not been run.
-        ValueError: its size, target vocabulary or prompts differ from the run's, or the file has changed.
+        ValueError: its size, target vocabulary or prompts differ from the run's, or a file is damaged.
     """
     tensors, path = require_draft_vocab(directory), directory / MANIFEST
-    manifest = DraftVocabManifest(**read_json(path, f"run {PROGRAM} again"))
+    advice = f"run {PROGRAM} again"
+    manifest = manifest_of(DraftVocabManifest, read_json(path, advice), path, PROGRAM, advice)
     found = {
         "head.draft_vocab_size": manifest.draft_vocab_size,
         "the target's vocab_size": manifest.vocab_size,

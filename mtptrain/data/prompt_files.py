@@ -19,7 +19,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from mtptrain.data.identity import TokenizerIdentity
-from mtptrain.utils.files import parse_json, read_json, refuse_unopenable, save_tensors, write_json, write_text
+from mtptrain.utils.files import (
+    manifest_of,
+    parse_json,
+    read_json,
+    refuse_unopenable,
+    save_tensors,
+    write_json,
+    write_text,
+)
 
 SCHEMA_VERSION = 2
 DOCUMENTS_FILE = "documents.jsonl"
@@ -148,7 +156,7 @@ class PromptsManifest:
         """Read the manifest, which data_prep.prompts writes last.
 
         Raises:
-            ValueError: another version of mtptrain wrote it.
+            ValueError: another version of mtptrain wrote it, or it is damaged.
         """
         path = directory / "manifest.json"
         content = read_json(path, "rerun data_prep.prompts")
@@ -157,7 +165,7 @@ class PromptsManifest:
                 f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; rerun "
                 "data_prep.prompts"
             )
-        return PromptsManifest(**{**content, "tokenizer": TokenizerIdentity(**content["tokenizer"])})
+        return manifest_of(PromptsManifest, content, path, "data_prep.prompts", "run data_prep.prompts again")
 
 
 def name_hash(name: str) -> float:

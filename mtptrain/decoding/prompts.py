@@ -158,7 +158,13 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
     """
     documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
     every_entry = DocumentEntry.read_all(prompts_dir)
-    entries = [every_entry[document_id] for document_id in documents.document_ids]
+    ids = documents.document_ids
+    if unknown := [int(document_id) for document_id in ids if not 0 <= document_id < len(every_entry)]:
+        raise ValueError(
+            f"{prompts_dir / f'{Split.validation}.safetensors'}: document_ids must be those of the {len(every_entry)} "
+            f"lines of {DOCUMENTS_FILE}, but one is {unknown[0]}; run data_prep.prompts again"
+        )
+    entries = [every_entry[document_id] for document_id in ids]
     wanted = groups_of(part, {entry.group for entry in entries})
     indices = [index for index, entry in enumerate(entries) if entry.group in wanted]
     if not documents.loss_mask.all():

@@ -18,7 +18,7 @@ from mtptrain.utils.files import read_json, save_tensors, tensor_shapes, write_j
 
 TARGET_WEIGHTS = "target_weights_sha256"
 RESTORE = "copy it again, or train again"
-"""The advice of errors about a damaged `head.json`."""
+"""The advice of errors about a damaged head."""
 CHOICE = "choice.json"
 """File in `run_dir/train` with the measurements of `eval.choose_head`."""
 
@@ -109,7 +109,8 @@ def load_head(
 
     Raises:
         FileNotFoundError: the directory has no head.
-        ValueError: the head has other settings, its tensors do not fit the target, or a file is damaged.
+        ValueError: the head has other settings, its tensors do not fit the target, or a file or its weights are
+            damaged.
     """
     stored, wanted = (
         json.loads(json.dumps(each)) for each in (with_defaults(_read_settings(directory)), asdict(config))
@@ -134,7 +135,29 @@ def load_head(
             f"{directory / 'head.safetensors'}: {name} must be {describe_shape(expected.get(name))} for this target, "
             f"but is {describe_shape(found.get(name))}: the head belongs to another target; train again"
         )
+    check_values(directory / "head.safetensors", head.state_dict(), state, RESTORE)
     return fill_head(head, state, dtype, device)
+
+
+def check_values(path: Path, expected: dict[str, torch.Tensor], state: dict[str, torch.Tensor], advice: str) -> None:
+    """Refuse weights of a head with which it cannot draft.
+
+    Args:
+        path: where the weights were read, for error messages.
+        expected: the state of such a head.
+        state: the weights, which have the names of `expected`.
+        advice: what to do about damaged weights.
+
+    Raises:
+        ValueError: a tensor has integers in place of floating-point numbers, or a number that is not finite.
+    """
+    for name, tensor in state.items():
+        if not expected[name].is_floating_point():
+            continue
+        if not tensor.is_floating_point():
+            raise ValueError(f"{path}: {name} must hold floating-point numbers, but has {tensor.dtype}; {advice}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: {name} must hold finite numbers, but has NaN or infinity; {advice}")
 
 
 def describe_shape(shape: tuple[int, ...] | None) -> str:

@@ -10,12 +10,16 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+T = TypeVar("T")
 
 MAX_TEXT_BYTES = 2**30
 """Maximum size in bytes of a file that is read as one text.
@@ -116,6 +120,47 @@ def read_json(path: Path, advice: str = "correct it", required: Collection[str] 
     if missing := sorted(set(required) - content.keys()):
         raise ValueError(f"{path}: must have the entries {', '.join(required)}, but lacks {missing[0]}; {advice}")
     return content
+
+
+def manifest_of(kind: type[T], content: Any, path: Path, program: str, advice: str, place: str = "") -> T:
+    """Returns the dataclass that a program has stored as JSON, nested dataclasses included.
+
+    Args:
+        kind: the dataclass.
+        content: the value parsed from the file.
+        path: the file, for error messages.
+        program: the program that writes the file.
+        advice: what to do about a damaged file.
+        place: the entry of the file that holds `content`, followed by a dot; empty for the whole file.
+
+    Raises:
+        ValueError: an entry is missing, unknown or of the wrong type.
+    """
+
+    def refused(reason: str) -> ValueError:
+        return ValueError(f"{path}: must be the manifest that {program} writes, but {reason}; {advice}")
+
+    if not isinstance(content, dict):
+        raise refused(f"{place.rstrip('.') or 'the file'} is a {type(content).__name__}, not an object")
+    assert is_dataclass(kind)
+    has_default = {f.name: f.default is not MISSING or f.default_factory is not MISSING for f in fields(kind)}
+    if unknown := sorted(content.keys() - has_default.keys()):
+        raise refused(f"has the unknown entry {place}{unknown[0]}")
+    if missing := [name for name in has_default if not has_default[name] and name not in content]:
+        raise refused(f"lacks {place}{missing[0]}")
+    types, values = get_type_hints(kind), {}
+    for name, value in content.items():
+        if is_dataclass(types[name]):
+            value = manifest_of(types[name], value, path, program, advice, f"{place}{name}.")
+        elif not isinstance(value, _checkable(types[name])):
+            raise refused(f"{place}{name} is {str(value)[:40]}")
+        values[name] = value
+    return kind(**values)
+
+
+def _checkable(annotation: Any) -> Any:
+    """Returns the annotation without the types of a container's elements, which `isinstance` does not take."""
+    return annotation if isinstance(annotation, UnionType) else get_origin(annotation) or annotation
 
 
 def refuse_unopenable(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tests that an exported directory holds the right tensors, and that the reloaded head makes the same proposals."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.convert.export_proof import DRAFTS, ROUNDS, propose, random_document
 from mtptrain.convert.formats import format_for
+from mtptrain.convert.warm_start import load_init
 from mtptrain.export import check_directory_name, check_tensors, reload_head, write_head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, load_head, save_head
 from mtptrain.heads.layers import head_dims
@@ -17,6 +19,7 @@ from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.hub import weights_fingerprint
 from tests.conftest import make_target
 from tests.mtptrain.convert.conftest import random_head
 
@@ -246,3 +249,24 @@ def test_damaged_facts_of_a_head_are_refused(tmp_path: Path, tiny_target: Path, 
         load_head(tmp_path, CONFIG, target_config, None, torch.device("cpu"))
     with pytest.raises(ValueError, match=rf"head\.json: must have the entries {TARGET_WEIGHTS}, but lacks"):
         check_head_target(tmp_path, tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda tensor: torch.full_like(tensor, float("nan")), "finite numbers, but has NaN or infinity"),
+        (lambda tensor: tensor.to(torch.int32), r"floating-point numbers, but has torch\.int32"),
+    ],
+    ids=["NaN", "integers"],
+)
+def test_a_head_with_damaged_weights_is_refused(
+    tmp_path: Path, tiny_target: Path, damage: Callable[[torch.Tensor], torch.Tensor], reason: str
+) -> None:
+    target_config = read_target_config(tiny_target)
+    state = {name: damage(tensor) for name, tensor in build_head(CONFIG, target_config).state_dict().items()}
+    facts: dict[str, object] = {TARGET_WEIGHTS: weights_fingerprint(tiny_target)}
+    save_head(tmp_path / "head", state, CONFIG, facts)
+    with pytest.raises(ValueError, match=rf"head\.safetensors: \S+ must hold {reason}; copy it again, or train again"):
+        load_head(tmp_path / "head", CONFIG, target_config, None, torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"head: \S+ must hold {reason}; copy or download it again"):
+        load_init(str(tmp_path / "head"), CONFIG, tiny_target)

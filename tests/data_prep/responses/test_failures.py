@@ -11,8 +11,9 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses import server as completion_server
+from mtptrain.data import chat_template
 from mtptrain.target.hub import load_tokenizer
-from tests.conftest import run_program
+from tests.conftest import GENERATION_TEMPLATE, run_program
 from tests.data_prep.responses.stage import (
     CHATS,
     ConfigFor,
@@ -24,7 +25,7 @@ from tests.data_prep.responses.stage import (
     overrides_for,
     respond,
 )
-from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion
+from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion, make_speaking_target
 
 
 def test_a_busy_server_is_retried(by_server: ConfigFor, server: FakeServer) -> None:
@@ -54,11 +55,13 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
         "of chat10": lambda prompt: completion(prompt, [10**6]),
         "of chat11": lambda prompt: completion(prompt, [5], text="caf\ud83d"),
         "of chat12": lambda prompt: (307, "http://127.0.0.1:99999/"),
+        "of chat13": lambda prompt: completion(prompt, [5] * 25),
+        "of chat14": lambda prompt: (999, completion(prompt, [5])[1]),
     }
     server.behave, config = answer_by_question(table, speaking_target), by_server("responses.max_retries=2")
     server.requests.clear()
     capsys.readouterr()
-    assert respond(config).failed == 10
+    assert respond(config).failed == 12
     reasons = {int(item["place"].rsplit(":", 1)[1]) - 1: item["reason"] for item in failures(config)}
     assert reasons[3] == 'the server answers 500: {"error": "out of memory"}'
     assert reasons[4] == 'the server answers 400: {"error": "no"}'
@@ -71,6 +74,8 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     assert all("not a completion (ValueError: token_ids must be in [0, " in reasons[row] for row in (9, 10))
     assert "not a completion (UnicodeEncodeError: " in reasons[11]
     assert reasons[12] == "the server does not answer: connect(): port must be 0-65535."
+    assert "not a completion (ValueError: the number of tokens must be in [0, 24], but is 25)" in reasons[13]
+    assert reasons[14].startswith("the server answers 999: ")
     tokenizer = load_tokenizer(speaking_target)
     asked = Counter(
         word
@@ -80,7 +85,7 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     )
     assert (asked["chat3"], asked["chat4"], asked["chat5"]) == (3, 1, 3), "a 400 must not be retried"
     printed = capsys.readouterr().out
-    assert "10 conversations, retried" in printed and "1 left out: the server answers 500" in printed
+    assert "12 conversations, retried" in printed and "1 left out: the server answers 500" in printed
     assert [row["row"] for row in answered(config)] == [row for row in range(20) if row not in reasons]
 
     server.behave = answer_by_prompt
@@ -163,7 +168,7 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
     assert len(failures(config)) == 3
 
 
-@pytest.mark.parametrize("number", [float("inf"), float("nan"), None, [1]])
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), None, [1], -5, 1e300, 25])
 def test_a_response_with_a_wrong_number_of_tokens_fails_its_conversation(
     by_server: ConfigFor, server: FakeServer, speaking_target: Path, number: Any
 ) -> None:
@@ -196,3 +201,18 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
     assert len(answered(config)) == 19
     prepare_prompts(config)
     assert "responses: 1 conversations failed and are missing; run data_prep.responses again" in capsys.readouterr().out
+
+
+def test_a_conversation_that_the_template_never_ends_to_render_fails_by_name(
+    by_server: ConfigFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = "{% if 'of chat0' in messages[-1].content %}" + loop + "{% endif %}" + GENERATION_TEMPLATE
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.2)
+    target = make_speaking_target(tmp_path / "looping", chat_template=template)
+    config = by_server(f"target.path={target}", rows=CHATS[:3])
+    assert respond(config).failed == 1
+    (failure,) = failures(config)
+    assert failure["place"].endswith("chats.jsonl:1")
+    assert "must render a conversation within 0.2 s of CPU time, but has not finished" in failure["reason"]
+    assert [row["row"] for row in answered(config)] == [1, 2]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from data_prep.prompts import prepare_prompts
 from data_prep.responses import server as completion_server
 from mtptrain.target.hub import load_tokenizer
 from tests.conftest import program_command, run_program
@@ -179,3 +180,39 @@ def test_other_data_or_another_target_does_not_go_on_with_these_answers(
         ValueError, match=r"the served model \(responses\.model\) must be tuned, but is tiny .*; undo the change"
     ):
         respond(by_server())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("plan.json", {"identity": ...}, "lacks identity"),
+        ("plan.json", {"server_versions": "vLLM"}, "server_versions is vLLM"),
+        ("manifest.json", {"identity": {"a": 1}}, r"has the unknown entry identity\.a"),
+    ],
+)
+def test_a_damaged_plan_or_manifest_is_refused_by_name(
+    by_server: ConfigFor, name: str, change: dict[str, Any], reason: str
+) -> None:
+    config = by_server(rows=CHATS[:1])
+    respond(config)
+    directory = config.stage_dir("responses")
+    content = json.loads((directory / "manifest.json").read_text())
+    if name == "plan.json":
+        content = {key: content[key] for key in ("identity", "server_versions")}
+    content = {key: value for key, value in (content | change).items() if value is not ...}
+    (directory / name).write_text(json.dumps(content))
+    message = rf"responses/{name}: must be the manifest that data_prep\.responses writes, but {reason}; delete \S+resp"
+    with pytest.raises(ValueError, match=message):
+        respond(config)
+    if name == "manifest.json":
+        with pytest.raises(ValueError, match=message):
+            prepare_prompts(config)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"schema_version": 2, "counts": {}}'])
+def test_prompts_refuse_a_damaged_manifest_of_responses(by_server: ConfigFor, content: str) -> None:
+    config = by_server(rows=CHATS[:1])
+    respond(config)
+    (config.stage_dir("responses") / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=r"manifest\.json: .*must be .*; delete \S+ and run data_prep\.responses"):
+        prepare_prompts(config)

@@ -1,6 +1,10 @@
 """Tests that rendering any chat template ends with a prompt, or with an error that names the template."""
 
 import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from jinja2.exceptions import TemplateError
@@ -53,6 +57,7 @@ def test_messages_that_the_template_refuses_are_refused_in_its_words() -> None:
         ("{{ range(1000000000) }}", "OverflowError: Range too big"),
         ("{{ messages[5].role }}", "list object has no element 5"),
         ("{% if %}", "Expected an expression"),
+        (r"{{ '\ud800' }}", "UnicodeEncodeError: "),
     ],
 )
 def test_a_template_that_fails_is_refused_by_name(template: str, reported: str) -> None:
@@ -84,3 +89,41 @@ def test_a_template_that_never_ends_is_refused_by_name(monkeypatch: pytest.Monke
         render_prompt(tokenizer, QUESTION, "a.jsonl:3")
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def test_a_template_that_never_ends_is_refused_in_any_thread(
+    monkeypatch: pytest.MonkeyPatch, thread: ThreadPoolExecutor
+) -> None:
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.1)
+    tokenizer = make_tokenizer("{% if messages[0].content == 'hi' %}" + ENDLESS + "{% endif %}done")
+    tokenizer.name_or_path = "some/target"
+    with pytest.raises(EndlessTemplate, match=r"^a\.jsonl:3: the chat template of some/target must render .* 0\.1 s"):
+        thread.submit(render_prompt, tokenizer, QUESTION, "a.jsonl:3").result()
+    rendered = thread.submit(render_text, tokenizer, [{"role": "user", "content": "go"}])
+    assert rendered.result() == "done", "the same thread goes on"
+
+
+def test_the_limit_of_a_thread_ends_with_its_rendering(
+    monkeypatch: pytest.MonkeyPatch, thread: ThreadPoolExecutor
+) -> None:
+    tokenizer = make_tokenizer("{% for a in range(messages[0].content) %}{% endfor %}done")
+
+    def render_many() -> None:
+        """Renders for about as long as the limit, so that some renderings end when it is reached, then works on."""
+        for _ in range(200):
+            with suppress(EndlessTemplate):
+                render_text(tokenizer, [{"role": "user", "content": 20_000}])
+            begun = time.thread_time()
+            while time.thread_time() < begun + 0.001:
+                pass
+
+    begun = time.thread_time()
+    render_text(tokenizer, [{"role": "user", "content": 20_000}])
+    monkeypatch.setattr(chat_template, "LIMIT_S", time.thread_time() - begun)
+    thread.submit(render_many).result()  # raises what is raised between two renderings

@@ -88,6 +88,16 @@ def test_a_changed_file_is_refused(directory: Path) -> None:
         read_draft_vocab(directory, 4, 10, "abc")
 
 
+@pytest.mark.parametrize("content", ["{}", '{"draft_vocab_size": "4"}', '{"more": 1}'])
+def test_a_damaged_manifest_is_refused(directory: Path, content: str) -> None:
+    (directory / "manifest.json").write_text(content)
+    with pytest.raises(
+        ValueError,
+        match=r"manifest\.json: must be the manifest that data_prep\.draft_vocab writes, but .*; run data_prep\.draft",
+    ):
+        read_draft_vocab(directory, 4, 10, "abc")
+
+
 @pytest.mark.parametrize("missing", ["manifest.json", DRAFT_VOCAB])
 def test_a_vocabulary_that_was_not_chosen_names_the_program_that_does(directory: Path, missing: str) -> None:
     (directory / missing).unlink()

@@ -1,6 +1,7 @@
 import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +103,26 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"manifest\.json: schema_version must be 2, but is 99; rerun data_prep\.prompts"
     ):
+        PromptsManifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"vocab_size": ...}, "lacks vocab_size"),
+        ({"more": 1}, "has the unknown entry more"),
+        ({"train_tokens": None}, "train_tokens is None"),
+        ({"tokenizer": [1]}, "tokenizer is a list, not an object"),
+        ({"tokenizer": {"tokenizer_sha256": "a"}}, r"lacks tokenizer\.chat_template_sha256"),
+    ],
+)
+def test_a_manifest_with_other_entries_is_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    MANIFEST.write(tmp_path)
+    path = tmp_path / "manifest.json"
+    content = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
+    message = rf"/manifest\.json: must be the manifest that data_prep\.prompts writes, but {reason}; run data_prep\.pro"
+    with pytest.raises(ValueError, match=message):
         PromptsManifest.read(tmp_path)
 
 

@@ -285,3 +285,14 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
     path.write_text('{"id": 1, "messages": [{"role": "user", "content": "hi"}]}')
     with pytest.raises(ValueError, match="chat template"):
         read_prompts_file(path, make_tokenizer(chat_template=None), 260)
+
+
+@pytest.mark.parametrize("document_id", [-1, 7])
+def test_a_document_without_a_line_of_its_own_is_refused(tmp_path: Path, document_id: int) -> None:
+    prompts_dir = write_held_out(tmp_path, ("a", 0, 0, [1, 1]))
+    Documents.from_list([(document_id, [1, 2], [1, 1])]).save(prompts_dir / "validation.safetensors")
+    with pytest.raises(
+        ValueError,
+        match=rf"validation\.safetensors: document_ids must be .* 1 lines of .*, but one is {document_id}; run",
+    ):
+        held_out_documents(prompts_dir)
