@@ -90,6 +90,16 @@ CASES |= {
         r"train\.batch_tokens: must be below 2\*\*63, but is 9",
     ),
     "seed negative": (PROMPTS, settings("seed=-1"), "seed: must "),
+    "empty path": (
+        PROMPTS,
+        settings("prompts.paths=['']"),
+        r"prompts\.paths: must be .*, but is \[''\];",
+    ),
+    "nested paths": (
+        PROMPTS,
+        settings("prompts.paths=[[a]]"),
+        r"prompts\.paths: must be .*\[\['a'\]\];",
+    ),
     "empty run_dir": (PROMPTS, settings("run_dir="), "run_dir: must "),
     "drafts beyond the context": (
         ACCEPTANCE,
