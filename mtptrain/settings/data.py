@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from omegaconf import MISSING
 
-from mtptrain.utils.settings import at_least, proper_share, share
+from mtptrain.utils.settings import at_least, each_named, proper_share, share
 
 
 class Dtype(StrEnum):
@@ -56,7 +56,7 @@ class PromptsConfig:
     """Stage 1: documents -> token ids and loss masks."""
 
     source: PromptSource = PromptSource.text_files
-    paths: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list, metadata=each_named())
     """`text_files`: directories; `standard_library` stands for the directory of Python's standard library.
     `conversations`: jsonl, json or parquet files, and names of datasets on the hub."""
     pattern: str = "*"

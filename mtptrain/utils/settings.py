@@ -57,6 +57,12 @@ def each_at_least(least: int) -> dict[str, Bound]:
     return {BOUND: Bound(lambda values: bool(values) and min(values) >= least, requirement, "correct it")}
 
 
+def each_named() -> dict[str, Bound]:
+    """Returns the metadata of a field that is a list of names or paths, none of them empty."""
+    requirement = "be a list of paths or names, none of them empty"
+    return {BOUND: Bound(lambda names: all(isinstance(x, str) and x.strip() for x in names), requirement, "correct it")}
+
+
 def random_seed(default: int = 0) -> int:
     """Declare a seed that both numpy and torch accept."""
     return _bounded(_is_seed, "be at least 0 and below 2**63", "choose another seed", default)

@@ -96,6 +96,16 @@ CASES |= {
         settings("head.intermediate_size=99999999999"),
         r"head\.intermediate_size: must be null or a number from 1 to 1,048,576, but is 99999999999; correct it",
     ),
+    "empty path": (
+        PROMPTS,
+        settings("prompts.paths=['']"),
+        r"prompts\.paths: must be .*, but is \[''\];",
+    ),
+    "nested paths": (
+        PROMPTS,
+        settings("prompts.paths=[[a]]"),
+        r"prompts\.paths: must be .*\[\['a'\]\];",
+    ),
     "empty run_dir": (PROMPTS, settings("run_dir="), "run_dir: must "),
     "drafts beyond the context": (
         ACCEPTANCE,
