@@ -63,7 +63,7 @@ def export(config: PipelineConfig) -> None:
     )
     measured = measured_acceptance(config.stage_dir("acceptance") / "report.json", trained.sha256)
 
-    # Write to a temporary directory first, so that a directory with the final name is always complete and verified.
+    # Write to a temporary directory first, so that an unfinished or unverified export never gets the final name.
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
@@ -72,7 +72,7 @@ def export(config: PipelineConfig) -> None:
             "speculative_settings": form.speculative_settings,
             "holds_target": form.holds_target,
         }
-        # Write this file first: the next export may only replace what a killed one leaves if it finds this file.
+        # Write this file first: without it, `check_replaceable` would refuse to replace what a killed export left.
         temporary.mkdir(parents=True)
         write_json(temporary / SERVING, {**facts, **serving, "head_sha256": trained.sha256})
         write_head(temporary, form, trained.head.state_dict())
@@ -102,7 +102,7 @@ def check_directory_name(output_dir: Path, method: str) -> None:
 
 
 def check_replaceable(directory: Path, output_dir: Path) -> None:
-    """Refuse to replace a directory that has files but no `serving.json`, which every export has and nothing else.
+    """Refuse to replace a directory that has files but no `serving.json`. Every export has one; nothing else does.
 
     Args:
         directory: `output_dir`, or the temporary directory in which the export is written first.

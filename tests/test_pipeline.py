@@ -283,7 +283,7 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
         ),
         (
             ("acceptance.max_new_tokens=600",),
-            "acceptance.prompt_tokens: held-out documents must hold a prompt of 32 tokens (a conversation",
+            "acceptance.prompt_tokens: held-out documents must hold a prompt of 32 tokens (in a conversation",
         ),
         (
             ("acceptance.baselines=[model]", "acceptance.draft_model=demo"),

@@ -227,7 +227,7 @@ class CompletionServer:
         url = (root or self.url) + path
         try:
             return parse_json(asyncio.run(self._fetch_body(url, request)), url)
-        except ExceptionGroup as group:  # an address with an impossible port, which a redirect may name too
+        except ExceptionGroup as group:  # a port out of range, in `url` or in the target of a redirect
             raise httpx.ConnectError(str(group.exceptions[0])) from group
 
     async def _fetch_body(self, url: str, request: dict[str, Any] | None) -> bytes:

@@ -177,7 +177,7 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
 def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     """Returns the groups in a part of the held-out data: files, or sets of conversations with the same question.
 
-    A group's part depends on its name alone, except that each part gets at least one of two or more groups.
+    A group's part depends on its name alone, except that with two or more groups no part is left empty.
 
     Raises:
         ValueError: the part would be empty.
@@ -248,9 +248,9 @@ def held_out_prompts(
             break
     if not prompts:
         raise ValueError(
-            f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens (a "
-            f"conversation: up to its first answer) that fits a context of {context_tokens} with {max_new_tokens} new "
-            f"ones, but none of {len(documents)} does; lower it, acceptance.max_new_tokens or "
+            f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens (in a "
+            f"conversation: all tokens before its first answer) that leaves room for {max_new_tokens} new tokens in a "
+            f"context of {context_tokens}, but none of {len(documents)} does; lower it, acceptance.max_new_tokens or "
             "train.validation_new_tokens, or raise prompts.validation_fraction"
         )
     return prompts

@@ -116,7 +116,7 @@ def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
     }
     server.behave = answer_by_question(table, speaking_target)
     long = chat("long", 3)
-    long["messages"][2]["content"] = "x" * 475  # the prompt leaves no room for 24 of 512 tokens
+    long["messages"][2]["content"] = "x" * 475  # the prompt leaves no room for 24 new tokens in the context of 512
     config = by_server(rows=[chat("cut", 3), chat("empty", 3), chat("mute", 2), long, chat("whole", 3)])
     manifest = respond(config)
     rows = {row["id"]: row for row in answered(config)}

@@ -1,4 +1,4 @@
-"""Tests that a target with damaged or contradictory files is refused, with the file's name, before it is loaded."""
+"""Tests that a target with damaged or contradictory files is refused, with its path or the file's, before loading."""
 
 import json
 import shutil

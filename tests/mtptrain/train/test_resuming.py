@@ -1,4 +1,4 @@
-"""Tests that runs that were killed, interrupted or asked to stop resume with the same losses."""
+"""Tests that training resumes after a kill or a signal with bit-identical losses, and what Ctrl-C prints and keeps."""
 
 import contextlib
 import os

@@ -259,7 +259,7 @@ def test_a_teacher_by_logits_shows_a_logit_that_is_not_finite_in_the_kl(
 def compare_compiled_in_one_process() -> None:
     """Compares compiled blocks of different sizes and depths with plain ones.
 
-    Regression test: in this order, code that was compiled for one depth once ran for two.
+    Regression test: in this order, code that had been compiled for one depth was wrongly used for two depths.
     """
     for num_depths, num_positions in ((1, 50), (2, 50), (1, 13), (2, 20)):
         logits, is_counted, target_logits, scale = blocks(num_depths, num_positions, V)
