@@ -140,7 +140,7 @@ def test_an_answer_that_was_cut_in_its_reasoning_is_not_supervised(
         by_word(request) if is_lost(request) is None else completion(request["prompt"], [*whole, EOS])
     )
     names = [f"{kind}{i}" for kind in ("cut", "never", "good") for i in range(6)]
-    config = by_server(f"target.path={target}", rows=[chat(name, 2) for name in names])
+    config = by_server(f"target.path={target}", "responses.max_new_tokens=64", rows=[chat(name, 2) for name in names])
     assert respond(config).counts.texts_changed == 12
     kept = {row["id"]: row["texts_kept"] for row in answered(config)}
     assert (kept["cut0"], kept["never0"], kept["good0"]) == ([True, False], [False], [True, True])
