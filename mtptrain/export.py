@@ -26,6 +26,7 @@ from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, describe_shape
 from mtptrain.run_dir import write_provenance
+from mtptrain.serving.exports import SERVING
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import DEMO, resolve_target
 from mtptrain.utils.files import read_json, save_tensors, write_json, write_text
@@ -35,9 +36,6 @@ METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "d
 
 Source: vllm/config/speculative.py in vLLM 0.32.
 """
-
-SERVING = "serving.json"
-"""Name of the file that describes the export for programs."""
 
 
 @program

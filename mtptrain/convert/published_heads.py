@@ -35,6 +35,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MlpConfig
+from mtptrain.serving.exports import SERVING
 from mtptrain.utils.files import read_json, tensor_shapes
 
 NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
@@ -339,6 +340,6 @@ def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) 
         # SGLang's DeepSeek class uses vLLM's ids unless the first is 1 (see SglangEagle3.layer_ids).
         return [ids]
     as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}
-    serving = directory / "serving.json"
+    serving = directory / SERVING
     engine = read_json(serving)["engine"] if serving.is_file() else None
     return [as_engine[engine]] if engine in as_engine else list(as_engine.values())

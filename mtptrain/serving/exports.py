@@ -1,6 +1,5 @@
 """Reads an export's `serving.json`, and turns it into settings of the engine that serves the export."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from transformers import PreTrainedConfig
 from mtptrain.run_dir import require
 from mtptrain.utils.files import read_json
 
+SERVING = "serving.json"
+"""Name of the file in an export that describes it for programs."""
 REQUIRED = ("engine", "method", "hf_overrides", "head_sha256")
 """Entries of `serving.json` that every export has."""
 
@@ -21,16 +22,16 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
         FileNotFoundError: nothing was exported.
         ValueError: the file is damaged, or the export is for another engine or contains another head.
     """
-    path = require(head_dir / "serving.json", "mtptrain.export")
+    path = require(head_dir / SERVING, "mtptrain.export")
     facts = read_json(path, "run mtptrain.export again", REQUIRED)
     if facts["engine"] != engine:
         raise ValueError(
-            f"{head_dir / 'serving.json'}: engine must be {engine}, but is {facts['engine']}; run mtptrain.export with "
+            f"{path}: engine must be {engine}, but is {facts['engine']}; run mtptrain.export with "
             f"export.engine={engine}, or set serving.head_dir"
         )
     if facts["head_sha256"] != head_sha256:
         raise ValueError(
-            f"{head_dir / 'serving.json'}: head_sha256 must be {head_sha256}, the hash of this run's head, but is "
+            f"{path}: head_sha256 must be {head_sha256}, the hash of this run's head, but is "
             f"{facts['head_sha256']}, the hash of another head; run mtptrain.export again, or correct serving.head_dir"
         )
     return facts
@@ -57,7 +58,7 @@ def cache_bytes(target: PreTrainedConfig, head_dir: Path, max_model_len: int, nu
     A head gets at least two layers of the target's size. Each sequence has room for one more block, because the
     engine's blocks may hold up to 128 tokens.
     """
-    own = json.loads((head_dir / "config.json").read_text())
+    own = read_json(head_dir / "config.json", "run mtptrain.export again")
     names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
     head_values = math.prod(own.get(name) or 0 for name in names)
     layer_values = target.num_key_value_heads * (

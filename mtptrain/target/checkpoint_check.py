@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import DOWNLOAD_AGAIN, one_line, weight_files
+from mtptrain.target.hub import DOWNLOAD_AGAIN, weight_files
+from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import tensor_shapes
 
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -76,6 +77,6 @@ def _expected_shapes(target_dir: Path, config: PreTrainedConfig) -> dict[str, tu
     except Exception as error:  # with a wrong config, the model's code may raise anything
         raise ValueError(
             f"{target_dir / 'config.json'}: must describe a model that transformers can build, but transformers "
-            f"reports {one_line(error)}; {DOWNLOAD_AGAIN}"
+            f"reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
         ) from error
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

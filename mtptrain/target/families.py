@@ -11,8 +11,9 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from mtptrain.target.hub import DOWNLOAD_AGAIN, one_line
+from mtptrain.target.hub import DOWNLOAD_AGAIN
 from mtptrain.target.mimo import MiMoConfig, is_mimo
+from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2", "mimo")
@@ -92,7 +93,7 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(target_dir)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ValueError(
-            f"{path}: must be readable by transformers, which reports {one_line(error)}; {DOWNLOAD_AGAIN}"
+            f"{path}: must be readable by transformers, which reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
         ) from error
 
 
@@ -134,7 +135,7 @@ def read_generation_config(target_dir: Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(target_dir)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path}: must be readable by transformers, which reports {one_line(error)}; {DOWNLOAD_AGAIN}"
+            f"{path}: must be readable by transformers, which reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
         ) from error
 
 

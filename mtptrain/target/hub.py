@@ -3,13 +3,13 @@
 import hashlib
 import json
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import read_json, tensor_shapes
 
 HUB_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
@@ -90,15 +90,10 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
             if path.is_file():
                 read_json(path, DOWNLOAD_AGAIN)
         raise ValueError(
-            f"{target_dir}: the tokenizer must be readable by transformers, which reports {one_line(error)}; "
+            f"{target_dir}: the tokenizer must be readable by transformers, which reports {error_summary(error)}; "
             f"{DOWNLOAD_AGAIN}"
         ) from error
     return tokenizer
-
-
-def one_line(error: Exception) -> str:
-    """Returns an error's class and the beginning of its message, on one line."""
-    return shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
 
 
 def weight_files(target_dir: Path) -> list[Path]:

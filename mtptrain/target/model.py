@@ -19,8 +19,9 @@ from mtptrain.target.causal_attention import CAUSAL_OR_MASKED
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, read_target_config, sliding_window
 from mtptrain.target.frozen_parts import FrozenParts, _refuse_missing
-from mtptrain.target.hub import one_line, weight_files
+from mtptrain.target.hub import weight_files
 from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.utils.errors import error_summary
 
 
 class Target:
@@ -241,9 +242,9 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
     except Exception as error:  # each quantiser checks its section in its own way, such as pydantic's ValidationError
         raise ValueError(
             "target.path: transformers must be able to run the quantised weights that quantization_config in "
-            f"{target_dir / 'config.json'} describes, but reports {one_line(error)}; install what it names, or run "
-            "this target in vLLM only: hidden_states.backend=vllm, train.validation_prompts=0, and eval.serving_bench "
-            "for its acceptance"
+            f"{target_dir / 'config.json'} describes, but reports {error_summary(error)}; install what it names, or "
+            "run this target in vLLM only: hidden_states.backend=vllm, train.validation_prompts=0, and "
+            "eval.serving_bench for its acceptance"
         ) from error
 
 

@@ -13,10 +13,10 @@ import wandb
 
 from mtptrain.config import PipelineConfig, Tracker
 from mtptrain.heads.base import StepFlops
-from mtptrain.target.hub import one_line
 from mtptrain.training.batches import Batch
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import write_text
 
 METRICS = "metrics.jsonl"
@@ -72,7 +72,7 @@ def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb
     except (wandb.Error, ValueError) as error:
         raise ValueError(
             f"train.tracker: wandb must start with WANDB_MODE={os.environ['WANDB_MODE']}, but reports: "
-            f"{one_line(error)}; mend that, or set WANDB_MODE=offline or train.tracker=none"
+            f"{error_summary(error)}; mend that, or set WANDB_MODE=offline or train.tracker=none"
         ) from error
 
 
@@ -106,7 +106,7 @@ def track_report(directory: Path, config: PipelineConfig, figures: dict[str, obj
         run.log_artifact(artifact)
         run.finish()
     except (wandb.Error, ValueError) as error:
-        print(f"warning: the report is not logged to wandb: {one_line(error)}")
+        print(f"warning: the report is not logged to wandb: {error_summary(error)}")
 
 
 class StepMeter:

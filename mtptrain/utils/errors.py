@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from traceback import walk_tb
 from types import FrameType
 from typing import NoReturn
@@ -111,6 +112,11 @@ def is_own(frame: FrameType) -> bool:
 def is_list(message: str) -> bool:
     """Returns whether a message keeps its line breaks: it has a list after a colon, or every line is an error."""
     return ":\n" in message or all(" must " in line for line in message.splitlines())
+
+
+def error_summary(error: Exception) -> str:
+    """Returns the class and the beginning of the message of a library's error, on one line, to quote in our own."""
+    return shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
 
 
 def one_line(message: str) -> str:
