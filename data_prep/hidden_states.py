@@ -12,7 +12,6 @@ of an uninterrupted run.
 """
 
 import hashlib
-import os
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -32,17 +31,19 @@ from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token
 from mtptrain.hidden_states.store import StoreManifest
 from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, missing_open_shards
 from mtptrain.hidden_states.writer import begin_store, finish_store, has_shard
+from mtptrain.planning.costs import target_costs
 from mtptrain.planning.planner import print_plan
 from mtptrain.run_dir import write_provenance
+from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.model import check_placement, load_target
-from mtptrain.utils.distributed import Ranks, init_ranks
+from mtptrain.utils.distributed import Ranks, cpu_ranks, init_ranks, restart_with_ranks
 
 from .extraction import Extraction, prepare_extraction
 from .store_check import verify_store
 
-# The last bits of a CPU's matrix products depend on the number of threads, which torchrun and plain python set
-# differently. So every rank uses one thread; `hint_ranks` suggests one rank per core.
+# The last bits of a CPU's matrix products depend on the number of threads, so every rank uses one thread, and the
+# program starts as many ranks as the CPU has cores.
 CPU_THREADS = 1
 
 
@@ -77,6 +78,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         check_placement(extraction.target_dir, getattr(torch, config.hidden_states.dtype.value), ranks.device)
     if config.target.verify and ranks.is_first:
         verify_weights(extraction.target_dir)
+    restart_with_ranks(worthwhile_ranks(extraction))
     if ranks.local_rank == 0:
         remove_scratch(config)
     if not begin_unless_finished(extraction, ranks):
@@ -84,7 +86,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     missing = missing_shards(extraction.store_dir, extraction.own, ranks)
     if ranks.is_first:
         announce(extraction, missing, ranks)
-        hint_ranks(ranks)
+        announce_precision("hidden_states.dtype", config.hidden_states.dtype)
         if config.hidden_states.part == 0:
             write_provenance(extraction.store_dir, config)
 
@@ -110,6 +112,17 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
             num_tokens(extraction.documents, extraction.select(missing)),
             time.monotonic() - started,
         )
+
+
+def worthwhile_ranks(extraction: Extraction) -> int:
+    """Returns how many ranks to start on a CPU: one per missing shard, as far as cores and memory allow."""
+    settings = extraction.config.hidden_states
+    if settings.backend is Backend.vllm or extraction.windows:
+        return 1
+    missing = sum(not has_shard(extraction.store_dir, index) for index in extraction.own)
+    itemsize: int = getattr(torch, settings.dtype.value).itemsize
+    weights_bytes = target_costs(extraction.target_config).num_parameters * itemsize
+    return cpu_ranks(extraction.config.cpu_ranks, missing, weights_bytes)
 
 
 def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:
@@ -278,12 +291,6 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
             f"{store_dir} and set hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run "
             "data_prep.prompts again"
         )
-
-
-def hint_ranks(ranks: Ranks) -> None:
-    num_cores = os.cpu_count() or 1
-    if ranks.device.type == "cpu" and ranks.world_size < num_cores:
-        print(f"each rank uses one thread on a CPU; torchrun --nproc-per-node {num_cores} uses all cores", flush=True)
 
 
 def report(extraction: Extraction, manifest: StoreManifest | None, computed_tokens: int, seconds: float) -> None:

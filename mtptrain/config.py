@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -42,9 +43,10 @@ from mtptrain.settings.evaluation import (
     check_serving_bench,
 )
 from mtptrain.settings.planning import PlannerConfig
+from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
 from mtptrain.settings.training import LossKind, Resume, Tracker, TrainConfig
 from mtptrain.utils.distributed import TIMEOUT_HOURS
-from mtptrain.utils.settings import between, check_bounds, directory_path, random_seed
+from mtptrain.utils.settings import at_least, between, check_bounds, directory_path, random_seed
 
 __all__ = [
     "RECIPES",
@@ -102,6 +104,9 @@ class PipelineConfig:
     distributed_timeout_hours: float = between(1 / 3600, 10_000, default=TIMEOUT_HOURS)
     """How long ranks wait for each other before the run fails. A rank that fails ends the run at once, regardless of
     the timeout."""
+    cpu_ranks: int = at_least(0, default=0)
+    """On a CPU, the number of ranks that data_prep.responses and data_prep.hidden_states start themselves if torchrun
+    has not started them; 0 for one per core, as far as there are work and memory for them."""
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = MISSING
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
@@ -109,7 +114,8 @@ class PipelineConfig:
     hidden_states: HiddenStatesConfig = field(default_factory=HiddenStatesConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """The contents of a DeepSpeed config file: `bf16`, `zero_optimization`, ...; the trainer adds what `train` sets."""
+    """The contents of a DeepSpeed config file: `bf16`, `zero_optimization`, ...; the trainer adds what `train` sets.
+    `auto` in `bf16.enabled` and `zero_optimization.stage` follows the machine, as `hidden_states.dtype` does."""
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
@@ -148,7 +154,17 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     _check_stream(config)
     _check_depths(config)
     _check_feature_loss(config)
+    _resolve_precision(config)
     return config
+
+
+def _resolve_precision(config: PipelineConfig) -> None:
+    """Replace every `auto` by what it stands for, on this machine or on the GPUs that a plan is made for."""
+    has_gpu = torch.cuda.is_available() or (config.plan and config.planner.gpu_tflops > 0)
+    for name, settings in {"responses": config.responses, "hidden_states": config.hidden_states}.items():
+        settings.dtype = resolve_dtype(settings.dtype, config.stage_dir(name), has_gpu)
+    config.acceptance.dtype = resolve_acceptance_dtype(config.acceptance.dtype, has_gpu)
+    config.deepspeed = resolve_deepspeed(config.deepspeed, config.stage_dir("train"), has_gpu)
 
 
 def _check_relations(config: PipelineConfig) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from mtptrain.command_line.program import program
-from mtptrain.config import ExportEngine, PipelineConfig, load_config
+from mtptrain.config import Dtype, ExportEngine, PipelineConfig, load_config
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
@@ -55,7 +55,7 @@ def export(config: PipelineConfig) -> None:
     form = format_for(config.export.engine, config.head, target_config)
     if config.export.engine == ExportEngine.vllm:
         check_directory_name(output_dir, form.method)
-    dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
+    dtype = None if config.export.dtype is Dtype.auto else getattr(torch, config.export.dtype)
     trained = trained_or_initial_head(
         config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu")
     )

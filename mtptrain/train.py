@@ -31,7 +31,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from mtptrain.command_line.program import program
-from mtptrain.config import PipelineConfig, TrainConfig, load_config
+from mtptrain.config import Dtype, PipelineConfig, TrainConfig, load_config
 from mtptrain.convert.warm_start import load_init, start_from_target
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
@@ -52,6 +52,7 @@ from mtptrain.heads.files import (
 from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
 from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
 from mtptrain.run_dir import require, write_provenance
+from mtptrain.settings.precision import announce_precision
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.target.hub import resolve_target
@@ -148,6 +149,8 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     )
     releases = Releases(store, schedule.first_epoch) if isinstance(store, StreamedStore) else None
     if ranks.is_first:
+        is_bf16 = config.deepspeed.get("bf16", {}).get("enabled")
+        announce_precision("deepspeed", Dtype.bfloat16 if is_bf16 else Dtype.float32)
         write_provenance(config.stage_dir("train"), config)
     ranks.barrier()
     # 5. Build the engine, and load the checkpoint into it.

@@ -16,6 +16,8 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 import tests.cuda.guard  # noqa: F401 - must come before torch
 
 os.environ.setdefault("WANDB_MODE", "offline")
+# On every CPU, `auto` stands for bf16 and ZeRO 1, as on GPUs; tests of the other path set the variable to 0.
+os.environ["MTPTRAIN_CPU_BF16"] = "1"
 # Without this variable, forked processes could not use CUDA after torch has looked for a GPU.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
@@ -209,14 +211,14 @@ def program_command(module: str, *overrides: str, num_ranks: int = 1, recipe: st
     launcher = [sys.executable, "-m"]
     if num_ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
-    return [*launcher, module, f"recipe={recipe}", *PLAIN, *overrides]
+    return [*launcher, module, f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides]
 
 
 def run_program(
     module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart"
 ) -> subprocess.CompletedProcess[str]:
     """Run a program with a recipe, and return its exit code and output."""
-    return run_ranks(module, [f"recipe={recipe}", *PLAIN, *overrides], num_ranks)
+    return run_ranks(module, [f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides], num_ranks)
 
 
 def write_text_files(directory: Path, num_files: int = 40, num_lines: int = 30) -> Path:

@@ -28,11 +28,13 @@ from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_config
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
+from mtptrain.planning.costs import target_costs
 from mtptrain.run_dir import write_provenance
+from mtptrain.settings.precision import announce_precision
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.target.model import Target, load_target
-from mtptrain.utils.distributed import Ranks, init_ranks
+from mtptrain.utils.distributed import Ranks, cpu_ranks, init_ranks, restart_with_ranks
 
 from ..conversations import Conversations, read_conversations
 from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check_template_ends
@@ -46,7 +48,7 @@ from .target import regenerate_with_target
 MIN_FAILURES_TO_STOP = 16
 """With a server, the run stops after this many consecutive failures, or after twice `responses.concurrency` if that is
 more."""
-# The last bits of results depend on the number of threads, which torchrun and plain python set differently.
+# The last bits of results depend on the number of threads, so every rank uses one thread.
 CPU_THREADS = 1
 _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
@@ -98,7 +100,13 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
         store.begin(job.identity, job.server.version if job.server else None)
     done = ranks.gather(store.rows)[0]
     missing = [row for row in job.survey.turns if row not in done]
+    if missing and job.server is None:
+        itemsize: int = getattr(torch, config.responses.dtype.value).itemsize
+        weights_bytes = target_costs(read_target_config(job.target_dir)).num_parameters * itemsize
+        restart_with_ranks(cpu_ranks(config.cpu_ranks, -(-len(missing) // config.responses.batch_size), weights_bytes))
     if missing and ranks.is_first:
+        if job.server is None:
+            announce_precision("responses.dtype", config.responses.dtype)
         store.mark_unfinished()
         write_provenance(store.directory, config)
     ranks.barrier()

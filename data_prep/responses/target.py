@@ -3,49 +3,59 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from transformers import GenerationConfig
+from torch.nn.utils.rnn import pad_sequence
 
+from mtptrain.decoding.sampler import Sampler
 from mtptrain.target.model import Target
+from mtptrain.target.position_cache import PositionCache
 
 from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
 
-
-def generation_config(sampling: Sampling) -> GenerationConfig:
-    """Returns the config that samples with `top_k`, then `top_p`, or decodes greedily at temperature 0."""
-    is_sampled = sampling.temperature > 0
-    chosen = (
-        {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if is_sampled else {}
-    )
-    return GenerationConfig(
-        do_sample=is_sampled,
-        max_new_tokens=sampling.max_new_tokens,
-        eos_token_id=list(sampling.stop_token_ids),
-        pad_token_id=0,
-        **chosen,
-    )
+SHARE_TO_DROP = 1 / 8
+"""Dropping finished responses copies the cache, which is worth it once they are this share of the batch."""
 
 
 @torch.no_grad()
 def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> list[Response]:
-    """Generate responses to a batch of prompts, padded on the left, with the seed of the first prompt."""
-    width, device = max(len(prompt.token_ids) for prompt in prompts), target.device
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)  # [B, S]
-    attention_mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids, device=device)
-        attention_mask[row, width - len(prompt.token_ids) :] = 1
-    torch.manual_seed(prompts[0].seed)
-    # Otherwise `generate` would take other settings, such as penalties, from the checkpoint's generation_config.json.
-    target.model.generation_config = GenerationConfig()
-    tokens = target.model.generate(
-        input_ids, attention_mask=attention_mask, generation_config=generation_config(sampling)
+    """Generate responses to a batch of prompts, with the seed of the first prompt.
+
+    Finished responses leave the batch once they are a `SHARE_TO_DROP` of it, so that the target no longer reads them.
+    """
+    # 1. The target reads the prompts, padded on the right, and chooses the first token of each response.
+    sampler = Sampler(sampling.temperature, prompts[0].seed, sampling.top_p, sampling.top_k)
+    lengths, device = torch.tensor([len(prompt.token_ids) for prompt in prompts]), target.device
+    padded = pad_sequence([torch.tensor(prompt.token_ids) for prompt in prompts], batch_first=True)  # [B, S]
+    cache = PositionCache(padded.shape[1] + sampling.max_new_tokens)
+    states = target.forward(
+        padded.to(device), torch.arange(padded.shape[1], device=device).expand(len(prompts), -1), cache
     )
-    assert isinstance(tokens, torch.Tensor)
-    return [_response(row[width:], sampling.stop_token_ids) for row in tokens.tolist()]
+    last = states.hidden_states[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]  # [B, H]
+    newest = sampler.choose(target.parts.logits(last)).cpu()  # [B]
+    responses: list[list[int]] = [[] for _ in prompts]
+    rows = torch.arange(len(prompts))  # the prompts that are still in the batch
+    while True:
+        # 2. Append the newest token of each response that has not ended.
+        for row, token in zip(rows.tolist(), newest.tolist(), strict=True):
+            if not _has_ended(responses[row], sampling):
+                responses[row].append(token)
+        is_running = torch.tensor([not _has_ended(responses[row], sampling) for row in rows.tolist()])
+        if not is_running.any():
+            return [_response(tokens, sampling.stop_token_ids) for tokens in responses]
+        if (~is_running).float().mean() >= SHARE_TO_DROP:
+            rows, newest = rows[is_running], newest[is_running]
+            cache.select(is_running)
+        # 3. The target reads the newest tokens and chooses the next ones.
+        positions = torch.tensor([int(lengths[row]) + len(responses[row]) - 1 for row in rows.tolist()], device=device)
+        states = target.forward(newest[:, None].to(device), positions[:, None], cache)
+        newest = sampler.choose(target.parts.logits(states.hidden_states[:, 0])).cpu()
+
+
+def _has_ended(tokens: Sequence[int], sampling: Sampling) -> bool:
+    return len(tokens) == sampling.max_new_tokens or bool(tokens and tokens[-1] in sampling.stop_token_ids)
 
 
 def _response(token_ids: list[int], stop_token_ids: Sequence[int]) -> Response:
-    """Returns a response, separated from its end-of-sequence token and without the padding after that."""
+    """Returns a response, separated from its end-of-sequence token."""
     end = next((index for index, token in enumerate(token_ids) if token in stop_token_ids), None)
     if end is None:
         return Response(len(token_ids), True, token_ids)

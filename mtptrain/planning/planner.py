@@ -223,7 +223,7 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
             f"or lower head.ttt_steps from {config.head.ttt_steps}"
         )
     elif without_target + memory.validation_target > available:
-        ways = ["acceptance.dtype=bfloat16"] * (config.acceptance.dtype is not Dtype.bfloat16)
+        ways = ["acceptance.dtype=bfloat16"] * (config.acceptance.dtype != Dtype.bfloat16)
         ways += ["a lower train.batch_tokens"] * (memory.state < available)
         smaller = f"set {' or '.join(ways)}; or " if ways else ""
         left, needed = _gb(available - without_target), _gb(memory.validation_target)

@@ -112,4 +112,4 @@ def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -
             f"{gpus_at_work} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}",
         )
     peak = matmul_peak(torch.device("cpu"), dtype)
-    return peak, f"{peak / 1e12:.2f} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
+    return peak, f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"

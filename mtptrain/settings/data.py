@@ -9,6 +9,9 @@ from mtptrain.utils.settings import at_least, each_named, proper_share, share
 
 
 class Dtype(StrEnum):
+    """The precision of a program. `mtptrain.precision` says what `auto` stands for."""
+
+    auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
 
@@ -90,8 +93,8 @@ class ResponsesConfig:
     """Number of conversations in flight at the server."""
     batch_size: int = at_least(1, default=8)
     """With transformers: number of conversations generated together."""
-    dtype: Dtype = Dtype.bfloat16
-    """With transformers: dtype of the target."""
+    dtype: Dtype = Dtype.auto
+    """With transformers: dtype of the target. `auto` is bfloat16 where this machine computes it fast, else float32."""
     temperature: float = at_least(0.0, default=0.0)
     top_p: float = share(default=1.0, hint="1 keeps all tokens")
     top_k: int = at_least(0, default=0)
@@ -112,8 +115,9 @@ class HiddenStatesConfig:
 
     backend: Backend = Backend.transformers
     """Engine that runs the target: transformers in this process, or vLLM in a separate one (`serving.python`)."""
-    dtype: Dtype = Dtype.bfloat16
-    """Dtype of the target's weights and arithmetic."""
+    dtype: Dtype = Dtype.auto
+    """Dtype of the target's weights and arithmetic. `auto` is bfloat16 where this machine computes it fast, else
+    float32."""
     store_dtype: StoreDtype = StoreDtype.bfloat16
     """Dtype of the states on disk."""
     batch_tokens: int = at_least(1, default=16_384)

@@ -52,7 +52,9 @@ class AcceptanceConfig:
     """False keeps the head's keys of accepted drafts as it wrote them, instead of rebuilding them from the target's
     states as engines do. For ablations; needs `output_dir`."""
     max_new_tokens: int = at_least(1, default=128)
-    dtype: Dtype = Dtype.float32
+    dtype: Dtype = Dtype.auto
+    """Dtype of target and head, also in validation. `auto` is bfloat16 on a GPU, and float32 on a CPU, where all
+    counters then equal the engine's."""
     num_prompts: int = at_least(1, default=100)
     """Maximum number of prompts from held-out documents, in an order fixed by the hash of the documents' ids."""
     prompt_tokens: int = at_least(2, default=256)
@@ -128,8 +130,8 @@ class ExportConfig:
     """Stage 5: write the head to a directory that a serving engine loads."""
 
     engine: ExportEngine = ExportEngine.vllm
-    dtype: Dtype | None = None
-    """Dtype of the written weights; null keeps the dtype in which training saved them."""
+    dtype: Dtype = Dtype.auto
+    """Dtype of the written weights; `auto` keeps the dtype in which training saved them."""
     output_dir: str | None = directory_path(default=None)
     """null is `run_dir/export/<engine>`."""
 

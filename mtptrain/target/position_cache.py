@@ -80,6 +80,12 @@ class PositionCache(Cache):
             rows, sources, destinations = indices[tensor.device]
             tensor[rows, :, destinations] = tensor[rows, :, sources]
 
+    def select(self, is_kept: torch.Tensor) -> None:
+        """Keep only the sequences at which `is_kept` [B] is True, for forwards of a smaller batch."""
+        for tensors in (self._keys, self._values):
+            for layer, tensor in tensors.items():
+                tensors[layer] = tensor[is_kept.to(tensor.device)]
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -136,7 +136,8 @@ class StepMeter:
         Returns:
             `tokens` of whole documents and `tokens_per_s`; `supervised_tokens_per_s`, the number of draft positions per
             second; the shares of time spent waiting for data and in each phase; `mfu`, the required FLOPs divided by
-            those possible at the matmul peak; `peak_bytes` of the rank with the highest memory use.
+            those possible at the matmul peak, or at the fastest rate so far if that is higher; `peak_bytes` of the rank
+            with the highest memory use.
         """
         phases = self.clock.read()
         seconds = time.perf_counter() - self._started
@@ -148,6 +149,7 @@ class StepMeter:
         ).tolist()
         self.restart()
         rank_seconds = seconds * ranks.world_size
+        self.peak_flops = max(self.peak_flops, flops / rank_seconds)  # a rate that was reached is possible
         return {
             "tokens": tokens,
             "tokens_per_s": tokens / seconds,

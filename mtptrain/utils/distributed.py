@@ -4,11 +4,13 @@ import atexit
 import os
 import signal
 import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -118,6 +120,35 @@ def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
         _waiting_group = dist.new_group(backend="gloo", timeout=timeout)
         _close_at_exit(_waiting_group)
     return ranks
+
+
+def cpu_ranks(num_ranks: int, num_jobs: int, weights_bytes: int) -> int:
+    """Returns how many ranks of one thread each a program should start on this machine's CPU.
+
+    Args:
+        num_ranks: the setting `cpu_ranks`; 0 for as many as are worth it.
+        num_jobs: number of pieces into which the work is divided.
+        weights_bytes: size of the target's weights, of which every rank holds a copy. All copies together may take half
+            of the memory that is available.
+    """
+    if num_ranks:
+        return num_ranks
+    fitting = psutil.virtual_memory().available // (2 * max(1, weights_bytes))
+    return max(1, min(len(os.sched_getaffinity(0)), num_jobs, fitting))
+
+
+def restart_with_ranks(num_ranks: int) -> None:
+    """Replace this process by torchrun, which starts the same program with the same arguments on `num_ranks` ranks.
+
+    Does nothing for one rank, on a GPU, or in a process that torchrun has started.
+    """
+    module = sys.modules["__main__"].__spec__
+    if num_ranks == 1 or "RANK" in os.environ or torch.cuda.is_available() or module is None:
+        return
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", module.name]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv[1:]])
 
 
 def _set_default_timeout(timeout: timedelta) -> None:

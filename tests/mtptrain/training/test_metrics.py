@@ -11,6 +11,7 @@ import torch
 import wandb
 
 from mtptrain.heads.base import StepFlops
+from mtptrain.training.flops import _now
 from mtptrain.training.metrics import StepMeter, Tracking, track_report
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
@@ -31,6 +32,21 @@ def test_waiting_for_data_while_the_device_is_busy_costs_nothing(clock: type[Pha
     while not meter._data_wait_s:
         meter.data_arrived()
     assert (meter.read(Ranks(0, 1, 0))["data_wait_share"] > 0) == is_lost
+
+
+def test_a_peak_that_a_busy_machine_made_too_low_never_gives_an_mfu_above_one() -> None:
+    cpu = torch.device("cpu")
+    meter = StepMeter(cpu, PhaseClock(cpu), StepFlops(1, 1, 1), 1e-3)
+    meter._flops = 1e6  # a step's, which takes less than the 1e9 seconds that the peak allows for
+    assert meter.read(Ranks(0, 1, 0))["mfu"] == pytest.approx(1.0)
+    meter._flops = 1.0  # a slower step is compared with the fastest
+    assert 0 < meter.read(Ranks(0, 1, 0))["mfu"] < 1
+
+
+def test_the_peak_of_a_cpu_counts_only_the_time_in_which_this_process_computes() -> None:
+    before = _now(torch.device("cpu"))
+    time.sleep(0.5)  # as if other programs had the cores
+    assert _now(torch.device("cpu")) - before < 0.25
 
 
 START_OF_TRAINING = """

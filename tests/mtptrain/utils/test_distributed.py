@@ -4,15 +4,29 @@ import os
 import sys
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mtptrain.utils import distributed
-from mtptrain.utils.distributed import StopSignal, free_port, init_ranks
+from mtptrain.utils.distributed import StopSignal, cpu_ranks, free_port, init_ranks
 from tests.conftest import make_config
 from tests.programs import FORKED, ranks_environment
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_jobs", "weights_bytes", "expected"),
+    [(0, 100, 1, 4), (0, 3, 1, 3), (0, 0, 1, 1), (0, 100, 10**9, 2), (0, 100, 10**12, 1), (7, 1, 10**12, 7)],
+)
+def test_a_cpu_gets_a_rank_per_core_as_far_as_work_and_memory_allow_unless_the_config_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, setting: int, num_jobs: int, weights_bytes: int, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(distributed.psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * 10**9))
+    assert cpu_ranks(setting, num_jobs, weights_bytes) == expected
+
 
 LATE_S, SHORT_S = 5.0, 3.0
 TIMED_OUT = 3

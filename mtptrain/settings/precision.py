@@ -1,0 +1,107 @@
+"""Decides the precision of every stage whose dtype is `auto`.
+
+`auto` stands for bfloat16 where this machine computes it fast: on a GPU, and on a CPU with bf16 instructions. Elsewhere
+it stands for float32, because products in bfloat16 would take ten to a hundred times as long. A stage that has begun
+keeps its precision on every machine, since `config.yaml` in its folder records it.
+"""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
+from mtptrain.settings.data import Dtype
+from mtptrain.utils.cpu import has_bf16_instructions
+
+AUTO = "auto"
+
+
+def fast_dtype(has_gpu: bool) -> tuple[Dtype, str]:
+    """Returns the dtype of `auto` for extraction, responses and training, and the reason."""
+    if has_gpu:
+        return Dtype.bfloat16, "because this machine has a GPU"
+    if has_bf16_instructions():
+        return Dtype.bfloat16, "because this CPU has bf16 instructions"
+    return Dtype.float32, "because this CPU has no bf16 instructions that torch uses"
+
+
+def resolve_dtype(setting: Dtype, stage_dir: Path, has_gpu: bool) -> Dtype:
+    """Returns the dtype that a stage computes in: as set, else as the stage began, else the fast one."""
+    if setting != AUTO:
+        return setting
+    began = _began_with(stage_dir, lambda config: config[stage_dir.name]["dtype"])
+    return fast_dtype(has_gpu)[0] if began is None else Dtype(began)
+
+
+def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, has_gpu: bool) -> dict[str, Any]:
+    """Returns DeepSpeed's config with `auto` replaced in `bf16.enabled` and `zero_optimization.stage`.
+
+    The stage is 1 with bf16, whose fp32 weights it divides among the ranks, and 0 with fp32.
+    """
+    bf16, zero = deepspeed.get("bf16", {}), deepspeed.get("zero_optimization", {})
+    if not isinstance(bf16, dict) or not isinstance(zero, dict):
+        return deepspeed  # refused by `check_deepspeed`
+    is_bf16 = bf16.get("enabled", False)
+    if is_bf16 == AUTO:
+        is_bf16 = _began_with(stage_dir, lambda config: config["deepspeed"]["bf16"]["enabled"])
+        is_bf16 = fast_dtype(has_gpu)[0] == Dtype.bfloat16 if is_bf16 is None else bool(is_bf16)
+    stage = zero.get("stage", 0)
+    return {
+        **deepspeed,
+        **({"bf16": {**bf16, "enabled": is_bf16}} if bf16 else {}),
+        **({"zero_optimization": {**zero, "stage": int(is_bf16) if stage == AUTO else stage}} if zero else {}),
+    }
+
+
+def resolve_acceptance_dtype(setting: Dtype, has_gpu: bool) -> Dtype:
+    """Returns the dtype of validation and acceptance: as set, else bfloat16 on a GPU, where engines use it too, and
+    float32 on a CPU, where all counters then equal an engine's."""
+    if setting != AUTO:
+        return setting
+    return Dtype.bfloat16 if has_gpu else Dtype.float32
+
+
+def announce_precision(name: str, dtype: Dtype) -> None:
+    """Print which precision a program computes in, and why. Only one rank should call this.
+
+    Args:
+        name: the setting.
+        dtype: its resolved value.
+    """
+    fast, reason = fast_dtype(torch.cuda.is_available())
+    if dtype == fast:
+        print(f"{name}: {dtype}, {reason}", flush=True)
+    elif dtype == Dtype.float32:
+        device = "a GPU" if torch.cuda.is_available() else "this CPU"
+        print(f"{name}: {dtype}, as set or as this run began; {device} computes {fast} fast too", flush=True)
+    else:
+        warnings.warn(
+            f"{name}: should be float32 on this CPU, which has no bf16 instructions that torch uses, but is {dtype}, "
+            "as set or as this run began: matrix products may take ten to a hundred times as long; leave it out and "
+            "choose another run_dir",
+            stacklevel=2,
+        )
+
+
+def _began_with(stage_dir: Path, find: Callable[[Any], Any]) -> Any:
+    """Returns a value of the config that a stage began with; None if it has not begun or did not have the setting.
+
+    Raises:
+        ValueError: the config is damaged.
+    """
+    path = stage_dir / "config.yaml"
+    if not path.is_file():
+        return None
+    try:
+        return find(OmegaConf.to_container(OmegaConf.load(path)))
+    except KeyError:
+        return None
+    except (YAMLError, TypeError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path}: must be the config that the stage began with, but cannot be read ({type(error).__name__}); "
+            f"restore it, or delete {stage_dir} to begin again"
+        ) from error

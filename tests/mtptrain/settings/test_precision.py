@@ -1,0 +1,163 @@
+"""Tests what `auto` stands for, on CPUs with and without bf16 instructions, and that a stage keeps what it began with.
+
+`MTPTRAIN_CPU_BF16` pretends that the CPU has such instructions or lacks them, so that both paths run on any CPU.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.config import Dtype
+from mtptrain.hidden_states.store import StoreManifest
+from mtptrain.settings.precision import announce_precision
+from mtptrain.utils import cpu
+from mtptrain.utils.cpu import PRETENDED_BF16, has_bf16_instructions
+from tests.conftest import TINY_SETTINGS, make_config, program_command, run_program, write_text_files
+
+WITHOUT, WITH = "0", "1"
+CHOICES = {WITHOUT: (Dtype.float32, False, 0), WITH: (Dtype.bfloat16, True, 1)}
+"""The dtype, whether DeepSpeed's bf16 is on, and the ZeRO stage."""
+
+
+@pytest.fixture(params=CHOICES)
+def pretended(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(PRETENDED_BF16, request.param)
+    return str(request.param)
+
+
+def test_auto_is_bf16_with_zero_1_where_the_cpu_has_bf16_instructions_and_plain_fp32_elsewhere(pretended: str) -> None:
+    dtype, is_bf16, stage = CHOICES[pretended]
+    config = make_config()
+    assert config.hidden_states.dtype == config.responses.dtype == dtype
+    assert config.deepspeed == {"bf16": {"enabled": is_bf16}, "zero_optimization": {"stage": stage}}
+    assert config.acceptance.dtype == Dtype.float32  # in which a CPU's counters equal the engine's
+
+
+def test_an_explicit_precision_is_obeyed(pretended: str) -> None:
+    config = make_config("hidden_states.dtype=float32", "responses.dtype=bfloat16", "deepspeed=zero2")
+    assert (config.hidden_states.dtype, config.responses.dtype) == (Dtype.float32, Dtype.bfloat16)
+    assert config.deepspeed == {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    assert make_config("acceptance.dtype=bfloat16").acceptance.dtype == Dtype.bfloat16
+
+
+def test_auto_can_stand_beside_other_deepspeed_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
+    config = make_config("deepspeed.zero_optimization.stage=2", "+deepspeed.wall_clock_breakdown=true")
+    assert config.deepspeed["bf16"] == {"enabled": False}
+    assert config.deepspeed["zero_optimization"] == {"stage": 2} and config.deepspeed["wall_clock_breakdown"]
+
+
+def test_a_plan_for_gpus_is_made_in_bf16_on_any_machine(pretended: str) -> None:
+    config = make_config("plan=true", "planner.gpu_tflops=989")
+    assert config.hidden_states.dtype == config.acceptance.dtype == Dtype.bfloat16
+    assert config.deepspeed["bf16"]["enabled"]
+
+
+def test_without_a_switch_the_cpu_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PRETENDED_BF16)
+    assert has_bf16_instructions() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    monkeypatch.setattr(cpu.torch.backends.mkldnn, "is_available", lambda: False)
+    assert not has_bf16_instructions()
+
+
+@pytest.fixture(scope="module")
+def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture
+def overrides(tmp_path: Path, tiny_target: Path, text_files: Path) -> tuple[str, ...]:
+    """Returns the overrides of a tiny run that leaves every precision to the machine."""
+    settings = [each for each in TINY_SETTINGS if not each.startswith("hidden_states.dtype")]
+    return (*settings, f"run_dir={tmp_path}/run", f"target.path={tiny_target}", f"prompts.paths=[{text_files}]")
+
+
+def test_every_stage_runs_in_the_machines_precision_and_says_so(
+    pretended: str, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    dtype, is_bf16, _ = CHOICES[pretended]
+    reason = "has bf16 instructions" if is_bf16 else "has no bf16 instructions that torch uses"
+    printed = {}
+    for module in (
+        "data_prep.prompts",
+        "data_prep.hidden_states",
+        "mtptrain.train",
+        "eval.acceptance",
+        "mtptrain.export",
+    ):
+        result = run_program(module, *overrides)
+        assert result.returncode == 0, result.stderr[-3000:]
+        printed[module] = result.stdout
+    assert f"hidden_states.dtype: {dtype}, because this CPU {reason}\n" in printed["data_prep.hidden_states"]
+    assert f"deepspeed: {dtype}, because this CPU {reason}\n" in printed["mtptrain.train"]
+    assert StoreManifest.read(tmp_path / "run/hidden_states").identity.compute_dtype == dtype
+    assert f"enabled: {str(is_bf16).lower()}" in (tmp_path / "run/train/config.yaml").read_text()
+    assert json.loads((tmp_path / "run/acceptance/report.json").read_text())["dtype"] == "float32"
+
+
+def test_a_run_keeps_its_precision_on_another_machine(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PRETENDED_BF16, WITH)
+    for module in ("data_prep.prompts", "data_prep.hidden_states"):
+        result = run_program(module, *overrides)
+        assert result.returncode == 0, result.stderr[-3000:]
+    first = run_program("mtptrain.train", *overrides, "train.max_steps=2")
+    assert first.returncode == 0, first.stderr[-3000:]
+    monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
+    resumed = run_program("mtptrain.train", *overrides, "train.max_steps=4")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "deepspeed: should be float32 on this CPU" in resumed.stderr
+    assert "enabled: true" in (tmp_path / "run/train/config.yaml").read_text()
+    finished = run_program("data_prep.hidden_states", *overrides)
+    assert "is finished already" in finished.stdout, finished.stderr[-3000:]
+    other = run_program("data_prep.hidden_states", *overrides, "hidden_states.dtype=float32")
+    assert "the compute dtype (hidden_states.dtype) must be float32, but is bfloat16" in other.stderr
+
+
+def test_a_damaged_config_of_a_stage_that_has_begun_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run/hidden_states/config.yaml"
+    path.parent.mkdir(parents=True)
+    for content in ("hidden_states: [", "- a list"):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"config.yaml: must be the config that the stage began with"):
+            make_config(f"run_dir={tmp_path}/run")
+    path.write_text("prompts: {}")  # of a version without the setting
+    assert make_config(f"run_dir={tmp_path}/run").hidden_states.dtype == make_config().hidden_states.dtype
+
+
+def test_a_dtype_that_this_cpu_computes_slowly_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
+    with pytest.warns(UserWarning, match=r"responses.dtype: should be float32 on this CPU"):
+        announce_precision("responses.dtype", Dtype.bfloat16)
+
+
+def test_a_dtype_wider_than_necessary_is_mentioned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PRETENDED_BF16, WITH)
+    announce_precision("deepspeed", Dtype.float32)
+    assert capsys.readouterr().out == (
+        "deepspeed: float32, as set or as this run began; this CPU computes bfloat16 fast too\n"
+    )
+
+
+def test_a_program_started_alone_on_a_cpu_uses_its_cores_and_writes_the_same_store(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert run_program("data_prep.prompts", *overrides).returncode == 0
+    stores: list[dict[str, bytes]] = []
+    for num_ranks in (1, 2):
+        command = program_command("data_prep.hidden_states", *overrides, f"cpu_ranks={num_ranks}")
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert result.returncode == 0, result.stderr[-3000:]
+        directory = tmp_path / "run/hidden_states"
+        stores.append({path.name: path.read_bytes() for path in directory.glob("*.safetensors")})
+        argv = json.loads((directory / "provenance.json").read_text())["argv"]
+        assert f"cpu_ranks={num_ranks}" in argv
+        assert ("rank 0 of 2" in result.stderr) == (num_ranks == 2)
+        directory.rename(tmp_path / f"store_{num_ranks}")
+    assert stores[0] == stores[1] and len(stores[0]) > 1
