@@ -37,7 +37,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What a GGUF file says before its tensors begin."""
+    """The part of a GGUF file before the data of its tensors."""
 
     path: Path
     metadata: dict[str, Any]
