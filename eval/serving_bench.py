@@ -41,7 +41,7 @@ from mtptrain.serving.server_process import ManagedServer
 from mtptrain.serving.vllm_client import EngineCounts, find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import DEMO, resolve_target, weights_fingerprint
+from mtptrain.target.hub import engine_target, resolve_target, weights_fingerprint
 from mtptrain.utils.files import write_json
 
 from .drawing import drawing
@@ -289,7 +289,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     write_json(path, report)
     print_table(bench, rows, str(report["version"]))
     if bench.server is None:
-        served = str(bench.target_dir) if config.target.path == DEMO else config.target.path
+        served = engine_target(config.target.path, bench.target_dir)
         written = write_engine_settings(
             bench.output_dir, speeds, bench.facts, bench.head_dir, served, config.head, bench.target_dir
         )

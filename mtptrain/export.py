@@ -28,7 +28,7 @@ from mtptrain.heads.files import build_head, describe_shape
 from mtptrain.run_dir import write_provenance
 from mtptrain.serving.exports import SERVING
 from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import DEMO, resolve_target
+from mtptrain.target.hub import engine_target, resolve_target
 from mtptrain.utils.files import read_json, save_tensors, write_json, write_text
 
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
@@ -174,7 +174,7 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
 
 def readme(config: PipelineConfig, form: Format, measured: str, target_dir: Path, output_dir: Path) -> str:
     """Returns the README: how to serve the directory, and its measured acceptance."""
-    served = str(target_dir) if config.target.path == DEMO else config.target.path
+    served = engine_target(config.target.path, target_dir)
     launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
     parts = [
         f"# Draft head for `{config.target.path}`",

@@ -291,7 +291,7 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
         ),
         (
             ("acceptance.baselines=[model]", "acceptance.draft_model=/none"),
-            "acceptance.draft_model: must be a local directory, a hub name or `demo`, but '/none'",
+            "acceptance.draft_model: must be a local directory, a GGUF file, a hub name or `demo`, but '/none'",
         ),
         (
             ("acceptance.baselines=[tree]", "acceptance.tree_top_k=300"),

@@ -47,9 +47,9 @@ class TargetConfig:
     """The frozen language model."""
 
     path: str = MISSING
-    """A local directory, a hub name, or `demo` for the target that ships with the package."""
+    """A local directory, a GGUF file, a hub name, or `demo` for the target that ships with the package."""
     revision: str | None = None
-    """Hub revision; ignored for a local directory."""
+    """Hub revision; ignored for a local directory or file."""
     verify: bool = False
     """Before extraction, compare the weight files with the hub's hashes, which huggingface_hub saves on download."""
 

@@ -1,4 +1,4 @@
-"""Finds a target (the demo, a directory or a hub repository), its tokenizer and its weight files."""
+"""Finds a target (the demo, a directory, a GGUF file or a hub repository), its tokenizer and its weight files."""
 
 import hashlib
 import json
@@ -9,6 +9,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mtptrain.target.gguf import dequantised_dir, is_gguf
 from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import read_json, tensor_shapes
 
@@ -22,15 +23,18 @@ DEMO_DIR = Path(__file__).parents[1] / "demo_target"
 
 
 def resolve_target(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
-    """Returns the target's local directory; a hub repository is downloaded if needed.
+    """Returns the target's local directory.
+
+    A hub repository is downloaded, and a GGUF file dequantised, if that has not been done before.
 
     Args:
-        path: `demo`, a directory, or a hub name.
+        path: `demo`, a directory, a GGUF file, or a hub name.
         revision: revision of the hub repository.
         setting: name of the setting, for error messages.
 
     Raises:
         FileNotFoundError: `path` is none of these, or the directory has no config.json.
+        ValueError: the GGUF file is damaged or not supported.
     """
     if path == DEMO:
         return DEMO_DIR
@@ -40,6 +44,8 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
                 f"{setting}: must be a model directory, but {path!r} has no config.json; correct the path"
             )
         return Path(path)
+    if is_gguf(path):
+        return dequantised_dir(Path(path), setting)
     try:
         return Path(
             snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
@@ -52,14 +58,15 @@ def config_dir(path: str, revision: str | None = None, setting: str = "target.pa
     """Returns a directory with a model's config.json, which is the only file downloaded for a hub name.
 
     Args:
-        path: `demo`, a directory, or a hub name.
+        path: `demo`, a directory, a GGUF file, or a hub name.
         revision: revision of the hub repository.
         setting: name of the setting, for error messages.
 
     Raises:
         FileNotFoundError: there is no such model.
+        ValueError: the GGUF file is damaged or not supported.
     """
-    if path == DEMO or Path(path).is_dir():
+    if path == DEMO or Path(path).is_dir() or is_gguf(path):
         return resolve_target(path, revision, setting)
     try:
         return Path(hf_hub_download(path, "config.json", revision=revision)).parent
@@ -68,12 +75,17 @@ def config_dir(path: str, revision: str | None = None, setting: str = "target.pa
 
 
 def unknown_target(path: str, answer: Exception, advice: str, setting: str = "target.path") -> FileNotFoundError:
-    """Returns the error for a `path` that is not a directory and for which the hub raised `answer`."""
+    """Returns the error for a `path` that is neither a directory nor a file and for which the hub raised `answer`."""
     reason = (str(answer).splitlines() or [type(answer).__name__])[0]
     return FileNotFoundError(
-        f"{setting}: must be a local directory, a hub name or `{DEMO}`, but {path!r} is not a directory and the hub "
-        f"answered: {reason}; correct the path or {advice}"
+        f"{setting}: must be a local directory, a GGUF file, a hub name or `{DEMO}`, but {path!r} is neither a "
+        f"directory nor a file and the hub answered: {reason}; correct the path or {advice}"
     )
+
+
+def engine_target(path: str, target_dir: Path) -> str:
+    """Returns the name or path by which a serving engine loads the target at `path`, resolved to `target_dir`."""
+    return str(target_dir) if path == DEMO or is_gguf(path) else path
 
 
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:

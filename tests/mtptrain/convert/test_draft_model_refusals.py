@@ -137,7 +137,7 @@ def test_a_head_of_another_kind_is_no_language_model(tmp_path: Path, tiny_target
 
 def test_a_model_that_is_nowhere_is_refused_by_name(tiny_target: Path) -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"head\.init_from: must be a local directory, a hub name or `demo`, but"
+        FileNotFoundError, match=r"head\.init_from: must be a local directory, a GGUF file, a hub name or `demo`, but"
     ):
         build_head(Config(init_from="/none"), read_target_config(tiny_target))
 

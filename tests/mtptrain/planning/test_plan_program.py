@@ -100,6 +100,7 @@ def test_of_a_hub_target_only_the_config_is_fetched(
 
 def test_a_target_that_is_nowhere_is_refused_by_name() -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"^target\.path: must be a local directory, a hub name or `demo`, but 'not a name'"
+        FileNotFoundError,
+        match=r"^target\.path: must be a local directory, a GGUF file, a hub name or `demo`, but 'not a name'",
     ):
         config_dir("not a name", None)

@@ -110,7 +110,8 @@ def test_a_directory_without_weights_or_config_is_refused(tmp_path: Path) -> Non
 def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        FileNotFoundError, match=r"target\.path: must be a local directory, a hub name or `demo`, but 'no/such' is not"
+        FileNotFoundError,
+        match=r"target\.path: must be a local directory, a GGUF file, a hub name or `demo`, but 'no/such' is neither",
     ):
         resolve_target("no/such")
 

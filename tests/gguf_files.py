@@ -1,0 +1,114 @@
+"""Writes GGUF files of tiny targets, as llama.cpp's converter does, and damages them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, quantize
+from safetensors.numpy import load_file
+from transformers import AutoConfig
+
+from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
+
+Q8, F32 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.F32
+NORMAL, CONTROL = 1, 3
+MERGED = "\u0100\u0101"
+"""The bytes 0 and 1, which no test writes, as one token instead of `<system>`. A GGUF file must have a merge."""
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def settings_of(target_dir: Path) -> dict[str, Any]:
+    """Returns the metadata that llama.cpp's converter writes for a target, its architecture left out."""
+    config = AutoConfig.from_pretrained(target_dir)
+    tokens = make_tokenizer().convert_ids_to_tokens(list(range(260)))
+    tokens[257] = MERGED
+    name = config.model_type
+    return {
+        "general.type": "model",
+        f"{name}.vocab_size": config.vocab_size,
+        f"{name}.context_length": config.max_position_embeddings,
+        f"{name}.embedding_length": config.hidden_size,
+        f"{name}.block_count": config.num_hidden_layers,
+        f"{name}.feed_forward_length": config.intermediate_size,
+        f"{name}.attention.head_count": config.num_attention_heads,
+        f"{name}.attention.head_count_kv": config.num_key_value_heads,
+        f"{name}.attention.key_length": config.head_dim,
+        f"{name}.attention.value_length": config.head_dim,
+        f"{name}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{name}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        f"{name}.rope.dimension_count": config.head_dim,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [NORMAL if len(text) < 3 else CONTROL for text in tokens],
+        "tokenizer.ggml.merges": [" ".join(MERGED)],
+        "tokenizer.ggml.eos_token_id": config.eos_token_id,
+        "tokenizer.chat_template": GENERATION_TEMPLATE,
+    }
+
+
+def tensors_of(target_dir: Path) -> dict[str, np.ndarray]:
+    """Returns the target's tensors with their names in GGUF, and in llama.cpp's order of rows."""
+    config = AutoConfig.from_pretrained(target_dir)
+    tensors = {}
+    for name, weights in load_file(target_dir / "model.safetensors").items():
+        module, _, parameter = name.rpartition(".")
+        prefix = ""
+        if module.startswith("model.layers."):
+            _, _, layer, module = module.split(".", 3)
+            prefix = f"blk.{layer}."
+        if config.model_type == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
+            heads = config.num_attention_heads if module == "self_attn.q_proj" else config.num_key_value_heads
+            halves = weights.reshape(heads, 2, -1, weights.shape[-1])
+            weights = halves.swapaxes(1, 2).reshape(weights.shape)
+        tensors[f"{prefix}{NAMES[module]}.{parameter}"] = weights
+    return tensors
+
+
+def write_gguf(
+    path: Path,
+    target_dir: Path,
+    kind: GGMLQuantizationType = Q8,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    tensors: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Write a target as a GGUF file whose matrices are quantised.
+
+    Args:
+        settings: changes to the metadata; None removes a key.
+        tensors: changes to the tensors; None removes one.
+    """
+    metadata = {**settings_of(target_dir), **settings}
+    architecture = AutoConfig.from_pretrained(target_dir).model_type
+    writer = GGUFWriter(path, metadata.pop("general.architecture", architecture))
+    for key, value in metadata.items():
+        if value is not None:
+            kind_of_value = GGUFValueType.UINT32 if type(value) is int and value >= 0 else GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, kind_of_value)
+    for name, weights in {**tensors_of(target_dir), **tensors}.items():
+        if weights is not None:
+            is_matrix = weights.ndim == 2
+            writer.add_tensor(name, quantize(weights, kind if is_matrix else F32), raw_dtype=kind if is_matrix else F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
