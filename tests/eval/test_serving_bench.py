@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from eval.serving_bench import check_device, is_same_model
+from eval.serving_bench import is_same_model
+from eval.serving_speed.measure import check_device
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
