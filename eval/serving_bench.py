@@ -7,8 +7,12 @@ Starts `vllm serve` without drafts and with each K of `serving_bench.num_specula
 faster at any concurrency, it also writes settings for engines with the fastest K, and a `README.md` with the commands
 that use them. Prints a table.
 
+With `serving_bench.break_even=true`, it measures instead whether a draft would pay, before anything is trained: see
+`eval.serving_speed.break_even`.
+
     python -m eval.serving_bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
     python -m eval.serving_bench recipe=quickstart serving.url=http://localhost:8000
+    python -m eval.serving_bench recipe=quickstart serving_bench.break_even=true
 """
 
 from collections.abc import Sequence
@@ -27,6 +31,7 @@ from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.prompts import read_prompts
 from mtptrain.run_dir import write_provenance
 from mtptrain.serving.bench_rows import Row, speeds_of
+from mtptrain.serving.break_even import RoundCost, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
 from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.load_generator import LoadGenerator
@@ -37,12 +42,16 @@ from mtptrain.utils.files import write_json
 
 from .drawing import drawing
 from .report_plots import plot_serving
+from .serving_speed.break_even import measure_break_even
 from .serving_speed.measure import Bench, check_device, measure
 
 
 @program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
+    if config.serving_bench.break_even:
+        measure_break_even(config)
+        return
     output_dir = Path(config.serving_bench.output_dir or config.stage_dir("serving_bench"))
     bench = prepare(config, output_dir)
     write_provenance(output_dir, config)
@@ -110,7 +119,8 @@ def is_same_model(root: str, target: str, target_dir: Path) -> bool:
 def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     """Write the report, the plot and the engines' settings, and print the table."""
     config, settings = bench.config, bench.config.acceptance
-    speeds = speeds_of(rows)
+    speeds, costs = speeds_of(rows), read_costs(config, bench.target_dir)
+    described = [row.describe(speeds, config.serving.engine, costs) for row in rows]
     report = {
         "command": command(),
         "date": date.today().isoformat(),
@@ -128,11 +138,11 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         "dtype": str(settings.dtype) if bench.server is None else None,
         "ignore_eos": config.serving_bench.ignore_eos,
         "best_num_speculative_tokens": {str(size): best for size, best in best_num_drafts(speeds).items()} or None,
-        "rows": [row.describe(speeds) for row in rows],
+        "rows": described,
     }
     path = bench.output_dir / "report.json"
     write_json(path, report)
-    print_table(bench, rows, str(report["version"]))
+    print_table(bench, rows, str(report["version"]), costs)
     if bench.server is None:
         served = str(bench.target_dir) if config.target.path == DEMO else config.target.path
         written = write_engine_settings(
@@ -140,16 +150,17 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         )
         print(written)
     with drawing(bench.output_dir / "plot.svg", path):
-        (bench.output_dir / "plot.svg").write_text(plot_serving([row.describe(speeds) for row in rows]))
+        (bench.output_dir / "plot.svg").write_text(plot_serving(described))
 
 
-def print_table(bench: Bench, rows: Sequence[Row], version: str) -> None:
-    settings, speeds = bench.config.acceptance, speeds_of(rows)
+def print_table(bench: Bench, rows: Sequence[Row], version: str, costs: Sequence[RoundCost]) -> None:
+    settings, speeds, engine = bench.config.acceptance, speeds_of(rows), bench.config.serving.engine
     sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
     what = f"{bench.num_requests} requests per row, {sampling}, up to {settings.max_new_tokens} tokens"
     table = Table(
         title=f"vLLM {version}: {what}",
-        caption="TTFT and TPOT: medians over requests. ITL: ms between consecutive messages of a stream.",
+        caption="TTFT and TPOT: medians over requests. ITL: ms between consecutive messages of a stream."
+        + " Predicted: speed-up by the costs of serving_bench.break_even." * bool(costs),
     )
     for column in (
         "K",
@@ -160,6 +171,7 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str) -> None:
         "P99",
         "tokens/s",
         "speed-up",
+        *["predicted"] * bool(costs),
         "acceptance length",
     ):
         table.add_column(column, justify="right")
@@ -171,7 +183,10 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str) -> None:
             str(row.concurrency),
             *(f"{each:,.1f}" for each in times),
             f"{seen.output_tokens_per_s:,.0f}",
-            "" if (gain := row.speed_up(speeds)) is None else f"{gain:.2f}",
+            *(
+                "" if gain is None else f"{gain:.2f}"
+                for gain in (row.speed_up(speeds), *[row.predicted_speed_up(engine, costs)] * bool(costs))
+            ),
             "" if row.counts is None else f"{row.counts.acceptance_length:.3f}",
             end_section=row.concurrency == rows[-1].concurrency,
         )

@@ -11,7 +11,8 @@ have exactly `acceptance.max_new_tokens` tokens.
 The predicted speed-up does not use these measurements. The cost of a round is measured on prompts of random tokens. The
 number of rounds is computed from the acceptance rates at each position, measured with the largest K on prompts of other
 files or conversations. A batch takes as long as its slowest answer; `refilled` estimates the speed-up if new prompts
-replaced finished ones, as with an engine's continuous batching.
+replaced finished ones, as with an engine's continuous batching. If
+`serving_bench.break_even` was measured, `break-even` is the speed-up that its costs give for the measured acceptance.
 
 Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `eval.acceptance` if that page
 is about the same head, prompts and settings.
@@ -37,6 +38,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import PHASES, Generation
 from mtptrain.heads.base import Head
 from mtptrain.run_dir import write_provenance
+from mtptrain.serving.break_even import OWN_LOOP, RoundCost, predicted_speed_up, read_costs
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import device_name, init_ranks
@@ -62,6 +64,7 @@ def main(cfg: DictConfig) -> None:
     prompts = read_prompts(config, target_dir, spare_tokens=max(config.bench.draft_depths))
     halves = measured_and_other(config.bench, prompts)
     rows = measure(config, load_target(target_dir, dtype, ranks.device), found.head, *halves)
+    add_break_even(rows, read_costs(config, target_dir))
     output_dir = config.stage_dir("bench_decode")
     report = {
         "command": command(),
@@ -208,9 +211,20 @@ def describe(
         / costs[depths].seconds_per_round,
         "refilled_speed_up": spent.tokens / own_rounds * plain.seconds_per_round / spent.seconds_per_round,
         "tokens_per_round": spent.tokens / spent.rounds,
+        "tokens_per_own_round": spent.tokens / own_rounds,
         **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
         "random_tokens_ms": costs[depths].seconds_per_round * 1e3,
     }
+
+
+def add_break_even(rows: Sequence[DecodingRow], costs: Sequence[RoundCost]) -> None:
+    """Add the speed-up that the costs of `serving_bench.break_even` and a row's acceptance give, None without costs.
+
+    It is comparable with the refilled speed-up, in which no round waits for the slowest answer of a batch.
+    """
+    for row in rows:
+        size, depths, length = row["batch_size"], row["num_speculative_tokens"], row["tokens_per_own_round"]
+        row["break_even_speed_up"] = predicted_speed_up(costs, OWN_LOOP, size, depths, length)
 
 
 def recommended(rows: Sequence[DecodingRow], batch_size: int) -> int:
@@ -220,7 +234,7 @@ def recommended(rows: Sequence[DecodingRow], batch_size: int) -> int:
 
 
 def print_table(rows: Sequence[DecodingRow]) -> None:
-    table = Table(title="Decoding")
+    table, has_costs = Table(title="Decoding"), any(row["break_even_speed_up"] for row in rows)
     for column in (
         "batch",
         "K",
@@ -229,6 +243,7 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
         "with prompt",
         "predicted",
         "refilled",
+        *["break-even"] * has_costs,
         "tokens/round",
         "draft ms",
         "verify ms",
@@ -248,6 +263,7 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
             f"{row['speed_up_with_prompt']:.2f}",
             f"{row['predicted_speed_up']:.2f}",
             f"{row['refilled_speed_up']:.2f}",
+            *["" if (gain := row["break_even_speed_up"]) is None else f"{gain:.2f}"] * has_costs,
             f"{row['tokens_per_round']:.2f}",
             *(f"{row[f'{name}_ms']:.2f}" for name in ("draft", "verify", "choose")),
         )
@@ -255,6 +271,8 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
     console.width = max(console.width, 130)
     console.print(table)
     console.print("* the K that decodes fastest")
+    if has_costs:
+        console.print("break-even: the refilled speed-up by the costs of serving_bench.break_even")
 
 
 def draw(rows: Sequence[DecodingRow], path: Path) -> None:
