@@ -40,7 +40,7 @@ REMEASURE = "run mtptrain serving-bench with serving_bench.break_even=true again
 
 @dataclass(frozen=True)
 class RoundCost:
-    """What a round with K drafts costs in an engine, compared with a plain step, at one batch size."""
+    """The cost of a round with K drafts and of a plain step, in one engine at one batch size."""
 
     engine: str
     """`OWN_LOOP` or the name of an engine."""
