@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mtptrain.decoding.speculate import PHASES
+from mtptrain.serving.break_even import RoundCost, usual_length
 
 Drafters = Mapping[str, Mapping[str, Any]]
 """The figures of each drafter, by its display name."""
@@ -193,6 +194,31 @@ def plot_serving(rows: Sequence[Mapping[str, Any]]) -> str:
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set(xlabel="requests in flight", ylabel=label, ylim=(0, None))
+    put_legend(panels[0])
+    figure.savefig(buffer, format="svg")
+    return buffer.getvalue()
+
+
+def plot_break_even(costs: Sequence[RoundCost], head_name: str) -> str:
+    """Returns an SVG that plots the break-even acceptance length against K: a panel per engine, a line per batch size.
+
+    Drafting cannot pay above the dashed line, K + 1. The band is what such heads usually reach.
+    """
+    engines = list(dict.fromkeys(cost.engine for cost in costs))
+    depths = sorted({cost.num_speculative_tokens for cost in costs})
+    figure, buffer = Figure(figsize=(4.5 * len(engines), 3.8), layout="constrained"), io.StringIO()
+    panels = figure.subplots(1, len(engines), squeeze=False)[0]
+    for axes, engine in zip(panels, engines, strict=True):
+        own = [cost for cost in costs if cost.engine == engine]
+        for index, size in enumerate(dict.fromkeys(cost.batch_size for cost in own)):
+            line = {cost.num_speculative_tokens: cost.break_even_length for cost in own if cost.batch_size == size}
+            axes.plot(list(line), list(line.values()), marker="o", label=f"batch {size}", color=COLOURS[index % 10])
+        if all(usual := [usual_length(head_name, depth) for depth in depths]):
+            low, high = zip(*(each for each in usual if each is not None), strict=True)
+            axes.fill_between(depths, low, high, color="#999", alpha=0.25, label=f"usual for {head_name}")
+        axes.plot(depths, [depth + 1 for depth in depths], color="#999", linestyle="--", label="K + 1")
+        axes.set_xticks(depths)
+        axes.set(title=engine, xlabel="K", ylabel="break-even acceptance length", ylim=(1, None))
     put_legend(panels[0])
     figure.savefig(buffer, format="svg")
     return buffer.getvalue()

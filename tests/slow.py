@@ -20,7 +20,7 @@ SLOW = {
     # Checks of an export, and its speed. Kept: a right export counts as mtptrain does, a wrong or missing one is
     # refused, and tests/eval/test_serving_bench.py.
     r"tests/serving/test_serving_check\.py::test_(a_tensor_parallel|in_bfloat16|a_running_server|a_server|the_engine_is)",
-    r"tests/serving/test_serving_bench\.py::test_(a_running_server|a_server|an_engine|every_engine|the_counts|ctrl_c)",
+    r"tests/serving/test_serving_bench\.py::test_(a_running_server|a_server|an_engine|every_engine|the_counts|the_engines|ctrl_c)",
     r"tests/serving/test_baselines\.py",
     # Quantised targets. Kept: tests/mtptrain/target/test_quantised.py, which needs no engine.
     r"tests/serving/test_quantised_target\.py",

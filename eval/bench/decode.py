@@ -11,14 +11,14 @@ have exactly `acceptance.max_new_tokens` tokens.
 The predicted speed-up does not use these measurements. The cost of a round is measured on prompts of random tokens. The
 number of rounds is computed from the acceptance rates at each position, measured with the largest K on prompts of other
 files or conversations. A batch takes as long as its slowest answer; `refilled` estimates the speed-up if new prompts
-replaced finished ones, as with an engine's continuous batching.
+replaced finished ones, as with an engine's continuous batching. If
+`serving_bench.break_even` was measured, `break-even` is the speed-up that its costs give for the measured acceptance.
 
 Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `eval.acceptance` if that page
 is about the same head, prompts and settings.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,15 @@ from tqdm import tqdm
 from mtptrain.command_line.program import command, program
 from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
 from mtptrain.convert.warm_start import trained_or_initial_head
-from mtptrain.decoding.draft import Drafter
-from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
+from mtptrain.decoding.round_costs import Batch, Spent, decode, drafters_of, fastest_in_turns, num_rounds, random_tokens
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import PHASES, Generation, speculate
+from mtptrain.decoding.speculate import PHASES, Generation
 from mtptrain.heads.base import Head
 from mtptrain.run_dir import write_provenance
+from mtptrain.serving.break_even import OWN_LOOP, RoundCost, predicted_speed_up, read_costs
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
-from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.files import write_json
 
@@ -50,8 +49,6 @@ from ..report_page import write_run_page
 
 DecodingRow = dict[str, Any]
 """The figures for one batch size and K."""
-Batch = Sequence[Sequence[int]]
-"""Prompts that are decoded together."""
 BATCHES_PER_COST = 4
 """The cost of a round is measured on a batch of random tokens after the first of every so many batches of prompts."""
 
@@ -67,6 +64,7 @@ def main(cfg: DictConfig) -> None:
     prompts = read_prompts(config, target_dir, spare_tokens=max(config.bench.draft_depths))
     halves = measured_and_other(config.bench, prompts)
     rows = measure(config, load_target(target_dir, dtype, ranks.device), found.head, *halves)
+    add_break_even(rows, read_costs(config, target_dir))
     output_dir = config.stage_dir("bench_decode")
     report = {
         "command": command(),
@@ -131,18 +129,14 @@ def measure(
         other_prompts: prompts of other sources, whose acceptance rates predict the number of rounds.
     """
     settings, bench, deepest = config.acceptance, config.bench, max(config.bench.draft_depths)
-    drafters: dict[int, Drafter] = {0: NoDrafter()}
-    drafters |= {
-        depths: HeadDrafter(head, target.parts, depths, settings.sample_drafts) for depths in bench.draft_depths
-    }
+    drafters = drafters_of(head, target.parts, bench.draft_depths, settings.sample_drafts)
 
     def decode_with(depths: int, batch: Batch) -> Spent:
         sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
         return decode(target, drafters[depths], batch, depths, settings.max_new_tokens, sampler)
 
     def fastest(batch: Batch) -> dict[int, Spent]:
-        tries = [{depths: decode_with(depths, batch) for depths in drafters} for _ in range(bench.repeats)]  # in turns
-        return {depths: min((each[depths] for each in tries), key=lambda spent: spent.seconds) for depths in drafters}
+        return fastest_in_turns(lambda depths: decode_with(depths, batch), list(drafters), bench.repeats)
 
     rows: list[DecodingRow] = []
     for batch_size in bench.batch_sizes:
@@ -160,40 +154,6 @@ def measure(
     return rows
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Tokens, rounds and seconds of decoding, summed over batches."""
-
-    tokens: int = 0
-    """Number of new tokens, excluding the first of each answer."""
-    rounds: int = 0
-    """Number of target forwards after the prompts, summed over batches."""
-    answers: tuple[Generation, ...] = ()
-    phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase, by its name in `PHASES`."""
-
-    def __add__(self, other: "Spent") -> "Spent":
-        phases = {name: self.phases.get(name, 0.0) + other.phases.get(name, 0.0) for name in self.phases | other.phases}
-        return Spent(self.tokens + other.tokens, self.rounds + other.rounds, self.answers + other.answers, phases)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all phases except `prompt`."""
-        return sum(seconds for name, seconds in self.phases.items() if name != "prompt")
-
-    @property
-    def all_seconds(self) -> float:
-        return sum(self.phases.values())
-
-    @property
-    def seconds_per_round(self) -> float:
-        return self.seconds / self.rounds
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-
 def halves_of(prompts: Prompts) -> tuple[list[list[int]], list[list[int]]]:
     """Splits prompts into two halves by source: files or conversations are assigned to the halves alternately."""
     source_index: dict[str, int] = {}
@@ -206,32 +166,6 @@ def halves_of(prompts: Prompts) -> tuple[list[list[int]], list[list[int]]]:
 
 def full_batches(prompts: Batch, batch_size: int) -> list[Batch]:
     return [prompts[first : first + batch_size] for first in range(0, len(prompts) - batch_size + 1, batch_size)]
-
-
-def random_tokens(batch: Batch, vocab_size: int, seed: int) -> Batch:
-    """Returns prompts of random tokens with the lengths of those in the batch."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocab_size, (len(prompt),), generator=generator).tolist() for prompt in batch]
-
-
-def decode(target: Target, drafter: Drafter, batch: Batch, depths: int, max_new_tokens: int, sampler: Sampler) -> Spent:
-    """Decode a batch of prompts; `depths` is K, 0 for plain decoding."""
-    clock = PhaseClock(target.device)
-    answers = speculate(
-        target,
-        drafter,
-        batch,
-        num_speculative_tokens=depths,
-        max_new_tokens=max_new_tokens,
-        sampler=sampler,
-        clock=clock,
-    )
-    tokens = sum(len(answer.tokens) - 1 for answer in answers)
-    return Spent(tokens, max(map(num_rounds, answers)), tuple(answers), clock.read())
-
-
-def num_rounds(answer: Generation) -> int:
-    return answer.rounds + answer.empty_rounds
 
 
 def needed_rounds(answer: Generation, depths: int) -> float:
@@ -277,9 +211,20 @@ def describe(
         / costs[depths].seconds_per_round,
         "refilled_speed_up": spent.tokens / own_rounds * plain.seconds_per_round / spent.seconds_per_round,
         "tokens_per_round": spent.tokens / spent.rounds,
+        "tokens_per_own_round": spent.tokens / own_rounds,
         **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
         "random_tokens_ms": costs[depths].seconds_per_round * 1e3,
     }
+
+
+def add_break_even(rows: Sequence[DecodingRow], costs: Sequence[RoundCost]) -> None:
+    """Add the speed-up that the costs of `serving_bench.break_even` and a row's acceptance give, None without costs.
+
+    It is comparable with the refilled speed-up, in which no round waits for the slowest answer of a batch.
+    """
+    for row in rows:
+        size, depths, length = row["batch_size"], row["num_speculative_tokens"], row["tokens_per_own_round"]
+        row["break_even_speed_up"] = predicted_speed_up(costs, OWN_LOOP, size, depths, length)
 
 
 def recommended(rows: Sequence[DecodingRow], batch_size: int) -> int:
@@ -289,7 +234,7 @@ def recommended(rows: Sequence[DecodingRow], batch_size: int) -> int:
 
 
 def print_table(rows: Sequence[DecodingRow]) -> None:
-    table = Table(title="Decoding")
+    table, has_costs = Table(title="Decoding"), any(row["break_even_speed_up"] for row in rows)
     for column in (
         "batch",
         "K",
@@ -298,6 +243,7 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
         "with prompt",
         "predicted",
         "refilled",
+        *["break-even"] * has_costs,
         "tokens/round",
         "draft ms",
         "verify ms",
@@ -317,6 +263,7 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
             f"{row['speed_up_with_prompt']:.2f}",
             f"{row['predicted_speed_up']:.2f}",
             f"{row['refilled_speed_up']:.2f}",
+            *["" if (gain := row["break_even_speed_up"]) is None else f"{gain:.2f}"] * has_costs,
             f"{row['tokens_per_round']:.2f}",
             *(f"{row[f'{name}_ms']:.2f}" for name in ("draft", "verify", "choose")),
         )
@@ -324,6 +271,8 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
     console.width = max(console.width, 130)
     console.print(table)
     console.print("* the K that decodes fastest")
+    if has_costs:
+        console.print("break-even: the refilled speed-up by the costs of serving_bench.break_even")
 
 
 def draw(rows: Sequence[DecodingRow], path: Path) -> None:

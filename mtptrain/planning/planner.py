@@ -8,6 +8,8 @@ the program:
 """
 
 import math
+import shlex
+import sys
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +18,8 @@ from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
 from mtptrain.planning.plan import ENGINE_SHARE, FITTING_SHARE, Plan, TrainMemory, make_plan
 from mtptrain.planning.speed import Speed
+from mtptrain.serving.break_even import read_costs, verdicts
+from mtptrain.target.hub import config_dir
 
 
 def print_plan(config: PipelineConfig) -> Plan:
@@ -30,12 +34,22 @@ def print_plan(config: PipelineConfig) -> Plan:
     for name, value in plan_rows(plan, config):
         table.add_row(name, value)
     table.add_row("free disk", f"{_gb(plan.free_bytes)} on the disk of run_dir")
+    table.add_row("does a draft pay?", describe_break_even(config))
     table.add_row("export", f"{_gb(plan.export_bytes)} of host memory; the target's decoder layers are not loaded")
     console = Console()
     console.print(table, markup=False)
     for warning in plan_warnings(plan, config):
         console.print(f"WARNING {warning}", markup=False, highlight=False, soft_wrap=True)
     return plan
+
+
+def describe_break_even(config: PipelineConfig) -> str:
+    """Returns the measured verdicts on drafting with this head, or the command that measures them."""
+    costs = read_costs(config, config_dir(config.target.path, config.target.revision))
+    if costs:
+        return "\n".join(verdicts(costs, config.head.name))
+    settings = [each for each in sys.argv[1:] if not each.startswith(("plan=", "serving_bench.break_even="))]
+    return "not measured; " + shlex.join(["mtptrain", "serving-bench", *settings, "serving_bench.break_even=true"])
 
 
 def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mtptrain.serving.break_even import RoundCost, predicted_speed_up
 from mtptrain.serving.depth_choice import Speeds
 from mtptrain.serving.load_generator import Latencies
 from mtptrain.serving.vllm_client import EngineCounts
@@ -30,8 +31,15 @@ class Row:
             return None
         return self.latencies.output_tokens_per_s / speeds[self.concurrency][0]
 
-    def describe(self, speeds: Speeds) -> dict[str, Any]:
-        """Returns the figures for the report."""
+    def predicted_speed_up(self, engine: str, costs: Sequence[RoundCost]) -> float | None:
+        """Returns the speed-up that the acceptance length gives by the costs of rounds; None if these are unknown."""
+        if self.counts is None:
+            return None
+        length = self.counts.acceptance_length
+        return predicted_speed_up(costs, engine, self.concurrency, self.num_speculative_tokens, length)
+
+    def describe(self, speeds: Speeds, engine: str, costs: Sequence[RoundCost]) -> dict[str, Any]:
+        """Returns the figures for the report. `costs` are those of `serving_bench.break_even`, if they are known."""
         counts = self.counts
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
@@ -39,6 +47,7 @@ class Row:
             **asdict(self.latencies),
             "output_tokens_per_s": self.latencies.output_tokens_per_s,
             "speed_up": self.speed_up(speeds),
+            "predicted_speed_up": self.predicted_speed_up(engine, costs),
             "rounds": None if counts is None else counts.rounds,
             "drafted": None if counts is None else counts.drafted,
             "accepted_at": None if counts is None else counts.accepted_at,

@@ -1,6 +1,7 @@
 """Runs `vllm bench serve` in vLLM's Python to send requests to a server, and reads the measurements."""
 
 import json
+import math
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
@@ -74,6 +75,8 @@ class Latencies:
     """Time per output token after the first: one value per request with at least two tokens."""
     itl_ms: Spread
     """Time between consecutive messages of a stream. A message carries all tokens of a step: several with drafts."""
+    step_ms: float
+    """Mean time between consecutive messages without the slowest tenth, in which the engine also read other prompts."""
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -84,13 +87,15 @@ class Latencies:
         """Returns the figures in a result file of `vllm bench serve --save-detailed`."""
         result = json.loads(path.read_text())
         requests = zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True)
+        gaps = [gap for of_request in result["itls"] for gap in of_request]
         return cls(
             requests=result["completed"],
             output_tokens=result["total_output_tokens"],
             duration_s=result["duration"],
             ttft_ms=Spread.of(result["ttfts"]),
             tpot_ms=Spread.of([(latency - ttft) / (tokens - 1) for latency, ttft, tokens in requests if tokens > 1]),
-            itl_ms=Spread.of([gap for gaps in result["itls"] for gap in gaps]),
+            itl_ms=Spread.of(gaps),
+            step_ms=Spread.of(sorted(gaps)[: math.ceil(0.9 * len(gaps))]).mean,
         )
 
 

@@ -160,12 +160,16 @@ class ServingBenchConfig:
     `acceptance` sets the prompts, answer length, sampling and dtype, and `serving` sets the engine.
     """
 
+    break_even: bool = False
+    """Measure, before training, above which acceptance length such a head makes decoding faster on this machine. A head
+    with random weights drafts for prompts of `acceptance.prompt_tokens` random tokens, in our own loop and in the
+    engine. Needs neither prompts nor an export."""
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8], metadata=each_at_least(1))
     """Numbers of requests in flight, in increasing order. Each is measured separately."""
     num_speculative_tokens: list[int] = field(default_factory=list)
     """Values of K, in increasing order, each served by a separate engine; empty measures
-    acceptance.num_speculative_tokens. An engine without drafts, K = 0, is always measured too, except with
-    `serving.url`, which measures only the running server."""
+    acceptance.num_speculative_tokens, or with `break_even` 1, 2, 3 and 5 if the head can draft as many. An engine
+    without drafts, K = 0, is always measured too, except with `serving.url`, which measures only the running server."""
     num_requests: int | None = None
     """Number of requests at each concurrency. Prompts repeat if there are fewer of them. null sends each prompt once,
     but at least as many requests as the largest concurrency."""
@@ -196,6 +200,11 @@ def check_serving_bench(settings: ServingBenchConfig, serving: ServingConfig) ->
         raise ValueError(
             f"serving_bench.num_speculative_tokens: must increase and begin at 1 or above, but is {depths}; sort it, "
             "name each K once, and leave out 0, which is always measured"
+        )
+    if settings.break_even and (setting := "url" if serving.url else "head_dir" if serving.head_dir else None):
+        raise ValueError(
+            f"serving.{setting}: must be left out with serving_bench.break_even=true, which starts engines with a head "
+            f"of random weights, but is {getattr(serving, setting)}; leave one of them out"
         )
     if settings.num_requests is not None and settings.num_requests < largest:
         raise ValueError(

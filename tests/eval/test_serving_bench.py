@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from eval.serving_bench import check_device, is_same_model
+from eval.serving_bench import is_same_model
+from eval.serving_speed.measure import check_device
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
@@ -154,7 +155,7 @@ def test_a_vllm_for_cpus_is_refused_on_a_machine_with_gpus(monkeypatch: pytest.M
 
 def row(depth: int, output_tokens: int, duration_s: float = 2.0, concurrency: int = 1) -> Row:
     spread = Spread(1.0, 1.0, 1.0)
-    return Row(depth, concurrency, Latencies(2, output_tokens, duration_s, spread, spread, spread), None)
+    return Row(depth, concurrency, Latencies(2, output_tokens, duration_s, spread, spread, spread, 1.0), None)
 
 
 def test_the_fastest_run_of_each_concurrency_counts() -> None:

@@ -23,7 +23,17 @@ from tests.serving.conftest import OnDisk, vllm_server
 NUM_PROMPTS, NUM_REQUESTS = 4, 6
 KEYS = {
     *("num_speculative_tokens", "concurrency", "requests", "output_tokens", "duration_s", "ttft_ms", "tpot_ms"),
-    *("itl_ms", "output_tokens_per_s", "speed_up", "rounds", "drafted", "accepted_at", "acceptance_length"),
+    *(
+        "itl_ms",
+        "output_tokens_per_s",
+        "speed_up",
+        "predicted_speed_up",
+        "step_ms",
+        "rounds",
+        "drafted",
+        "accepted_at",
+        "acceptance_length",
+    ),
 }
 
 
@@ -164,6 +174,29 @@ def test_a_server_that_cannot_be_compared_is_refused(
     url, output = f"serving.url={server}", f"serving_bench.output_dir={tmp_path}"
     result = run_program("eval.serving_bench", *run[1], url, output, override.format(**names))
     assert result.returncode == 1 and message.format(**names) in result.stderr
+
+
+def test_the_engines_break_even_is_measured_with_a_random_head_and_used_after_training(
+    run: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    settings = (*run[1], "serving_bench.break_even=true", "serving_bench.num_speculative_tokens=[3]")
+    result = run_program("eval.serving_bench", *settings, "serving_bench.server_args=[--enforce-eager]")
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = json.loads((run[0] / "serving_bench/break_even/report.json").read_text())["rows"]
+    assert [(row["engine"], row["batch_size"]) for row in rows] == [
+        (engine, size) for engine in ("mtptrain", "vllm") for size in (1, 2)
+    ]
+    loads = (json.loads(path.read_text()) for path in (run[0] / "serving_bench/break_even").glob("load_*.json"))
+    assert {length for load in loads for length in load["output_lens"]} == {33}
+    assert "vllm, batch 2: " in result.stdout and "was not measured" not in result.stdout
+    assert not list((run[0] / "serving_bench/break_even").glob("random_head_*"))
+
+    again = run_program("eval.serving_bench", *run[1], *STARTED, f"serving_bench.output_dir={tmp_path}")
+    assert again.returncode == 0 and "predicted" in again.stdout, again.stderr[-3000:]
+    for row in json.loads((tmp_path / "report.json").read_text())["rows"]:
+        cost = next(each for each in rows if (each["engine"], each["batch_size"]) == ("vllm", row["concurrency"]))
+        expected = row["acceptance_length"] and row["acceptance_length"] * cost["plain_ms"] / cost["round_ms"]
+        assert row["predicted_speed_up"] == (expected and pytest.approx(expected))
 
 
 def test_a_missing_export_is_refused_before_an_engine_starts(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.bench.decode import Spent, check, describe, recommended
+from eval.bench.decode import check, describe, recommended
+from mtptrain.decoding.round_costs import Spent
 from mtptrain.decoding.speculate import Generation
 from tests.conftest import run_program
 from tests.test_recipes import make_config

@@ -35,7 +35,15 @@ def test_latencies_are_those_of_requests_and_of_messages(tmp_path: Path) -> None
     # The times per token after the first are 0.8 s / 4 and 2 s / 5. An answer of one token has no such time.
     assert latencies.tpot_ms.mean == pytest.approx(300) and latencies.tpot_ms.p50 == pytest.approx(300)
     assert latencies.itl_ms.p50 == pytest.approx(750) and latencies.itl_ms.mean == pytest.approx(700)
+    assert latencies.step_ms == pytest.approx(700), "of four gaps, none is the slowest tenth"
     assert Spread.of([]) == Spread(0.0, 0.0, 0.0)
+
+
+def test_the_slowest_tenth_of_gaps_does_not_count_as_steps(tmp_path: Path) -> None:
+    gaps = [0.01] * 15 + [0.03] * 3 + [2.0] * 2  # two steps also read the prompt of another request
+    result = {**RESULT, "itls": [gaps[::2], gaps[1::2]]}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    assert Latencies.read(tmp_path / "result.json").step_ms == pytest.approx(1e3 * (15 * 0.01 + 3 * 0.03) / 18)
 
 
 RESULT = {"completed": 2, "total_output_tokens": 4, "duration": 1.0, "latencies": [0.2, 0.4], "ttfts": [0.1, 0.2]}

@@ -1,0 +1,1 @@
+"""Measures the speed of engines for `eval.serving_bench`."""

@@ -1,0 +1,279 @@
+"""Measures whether a draft pays on this machine before anything is trained, for `eval.serving_bench`.
+
+Builds the recipe's head with random weights, and decodes prompts of `acceptance.prompt_tokens` random tokens, first in
+our own loop and then in the engine, if it is installed. Answers have `NEW_TOKENS` tokens. In the engine, a round takes
+the time between two messages of a stream. A message carries all tokens of a round, so accepted drafts do not matter.
+
+Writes `report.json`, `plot.svg` and all logs to `run_dir/serving_bench/break_even/`.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from mtptrain.command_line.program import command, python_module, quoted
+from mtptrain.config import PipelineConfig
+from mtptrain.convert.formats import format_for
+from mtptrain.decoding.prompts import check_head_context
+from mtptrain.decoding.round_costs import Spent, decode, drafters_of, fastest_in_turns, random_tokens
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import TARGET_WEIGHTS, build_trainable_head, save_head
+from mtptrain.run_dir import write_provenance
+from mtptrain.serving.bench_rows import Row
+from mtptrain.serving.break_even import (
+    OWN_LOOP,
+    PROMPT_LOOKUP_LENGTHS,
+    RoundCost,
+    break_even_dir,
+    default_depths,
+    subject,
+    usual_length,
+    verdicts,
+)
+from mtptrain.serving.exports import read_serving_facts
+from mtptrain.serving.load_generator import LoadGenerator
+from mtptrain.serving.vllm_client import find_python
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import resolve_target, weights_fingerprint
+from mtptrain.target.model import Target, load_target
+from mtptrain.utils.distributed import device_name, init_ranks
+from mtptrain.utils.files import file_sha256, write_json
+
+from ..drawing import drawing
+from ..report_plots import plot_break_even
+from .measure import Bench, check_device, measure
+
+NEW_TOKENS = 33
+"""Tokens of an answer. The first one comes from the prompt; the others take at most 32 rounds, which are timed."""
+
+
+def measure_break_even(config: PipelineConfig) -> None:
+    """Measure, print and write the costs of rounds in our loop, then in the engine."""
+    # 1. Check everything before any long work.
+    config = with_fixed_settings(config)
+    target_dir = resolve_target(config.target.path, config.target.revision)
+    head = random_head(config, target_dir)
+    prompts = random_prompts(config, target_dir, head)
+    python = engine_python(config, target_dir)
+    # 2. Our own loop. The target is freed before an engine needs its memory.
+    output_dir = Path(config.serving_bench.output_dir or break_even_dir(config))
+    write_provenance(output_dir, config)
+    costs = loop_costs(config, target_dir, head, prompts)
+    write_report(config, target_dir, output_dir, costs)
+    # 3. The engine.
+    if isinstance(python, Path):
+        costs += engine_costs(config, target_dir, output_dir, head, prompts, python)
+        write_report(config, target_dir, output_dir, costs)
+    print_table(costs, config.head.name)
+    print(*verdicts(costs, config.head.name), sep="\n")
+    print(
+        "prompt lookup, which needs no training, usually gives {} to {} tokens per step".format(*PROMPT_LOOKUP_LENGTHS)
+    )
+    if not isinstance(python, Path):
+        print(f"{config.serving.engine} was not measured: {python}")
+    with drawing(output_dir / "plot.svg", output_dir / "report.json"):
+        (output_dir / "plot.svg").write_text(plot_break_even(costs, config.head.name))
+
+
+def with_fixed_settings(config: PipelineConfig) -> PipelineConfig:
+    """Returns the config with the values of K to measure, and with answers of one length in both loop and engine."""
+    depths = config.serving_bench.num_speculative_tokens or default_depths(config.head)
+    return replace(
+        config,
+        serving_bench=replace(config.serving_bench, num_speculative_tokens=depths, ignore_eos=True),
+        acceptance=replace(config.acceptance, max_new_tokens=NEW_TOKENS),
+    )
+
+
+def random_head(config: PipelineConfig, target_dir: Path) -> Head:
+    """Returns the recipe's head with random weights. A draft vocabulary consists of the target's first tokens.
+
+    Raises:
+        ValueError: the head cannot be trained, or does not fit the target.
+    """
+    torch.manual_seed(config.seed)
+    head = build_trainable_head(config.head, read_target_config(target_dir))
+    return head.to(getattr(torch, config.acceptance.dtype)).eval().requires_grad_(False)
+
+
+def random_prompts(config: PipelineConfig, target_dir: Path, head: Head) -> list[list[int]]:
+    """Returns as many prompts of random tokens as the largest batch has.
+
+    Raises:
+        ValueError: a prompt, its answer and drafts do not fit the context of the target or of the head.
+    """
+    target_config, num_tokens = read_target_config(target_dir), config.acceptance.prompt_tokens
+    largest = max(config.serving_bench.num_speculative_tokens)
+    most = target_config.max_position_embeddings - NEW_TOKENS - 2 * largest
+    if num_tokens > most:
+        raise ValueError(
+            f"acceptance.prompt_tokens: must be at most {most}, so that {NEW_TOKENS} new tokens and 2 x {largest} "
+            f"drafts fit the target's context of {target_config.max_position_embeddings} tokens too, but is "
+            f"{num_tokens}; lower it, or leave large values out of serving_bench.num_speculative_tokens"
+        )
+    shape = [range(num_tokens)] * max(config.serving_bench.concurrency)
+    check_head_context(head, shape, NEW_TOKENS, largest, "head.init_from")
+    return [list(prompt) for prompt in random_tokens(shape, target_config.vocab_size, config.seed)]
+
+
+def engine_python(config: PipelineConfig, target_dir: Path) -> Path | Exception:
+    """Returns the Python of the engine, or the reason why the engine cannot be measured on this machine.
+
+    Raises:
+        FileNotFoundError: `serving.python` is set, but does not exist.
+        ValueError: `serving.python` is set, but has no vLLM.
+    """
+    try:
+        format_for(config.serving.engine, config.head, read_target_config(target_dir))
+    except ValueError as error:
+        return error
+    try:
+        return find_python(config.serving.python)
+    except (FileNotFoundError, ValueError) as error:
+        if config.serving.python is not None:
+            raise
+        return error
+
+
+def loop_costs(
+    config: PipelineConfig, target_dir: Path, head: Head, prompts: Sequence[Sequence[int]]
+) -> list[RoundCost]:
+    """Returns the cost of a round in our own loop for each batch size and K."""
+    settings, bench = config.acceptance, config.serving_bench
+    ranks = init_ranks(config.distributed_timeout_hours)
+    target = load_target(target_dir, getattr(torch, settings.dtype), ranks.device)
+    drafters = drafters_of(
+        head.to(target.device), target.parts, bench.num_speculative_tokens, sample_drafts=settings.sample_drafts
+    )
+
+    def decode_with(batch_size: int, new_tokens: int, depths: int) -> Spent:
+        sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
+        return decode(target, drafters[depths], prompts[:batch_size], depths, new_tokens, sampler)
+
+    costs: list[RoundCost] = []
+    for batch_size in tqdm(bench.concurrency, desc="our loop", unit="batch size"):
+        for depths in drafters:  # the first rounds of each shape are slower
+            decode_with(batch_size, 3, depths)
+        spent = fastest_in_turns(partial(decode_with, batch_size, NEW_TOKENS), list(drafters), bench.repeats)
+        costs += [loop_cost(batch_size, depths, spent) for depths in bench.num_speculative_tokens]
+    free(target, head)
+    return costs
+
+
+def loop_cost(batch_size: int, depths: int, spent: dict[int, Spent]) -> RoundCost:
+    """Returns the cost of a round with K drafts from what decoding took, by K; 0 is plain decoding."""
+    own = spent[depths]
+    draft_ms, verify_ms = (own.phases[name] / own.rounds * 1e3 for name in ("draft", "verify"))
+    plain_ms, round_ms = spent[0].seconds_per_round * 1e3, own.seconds_per_round * 1e3
+    return RoundCost(OWN_LOOP, batch_size, depths, plain_ms, round_ms, draft_ms, verify_ms)
+
+
+def free(target: Target, head: Head) -> None:
+    """Give the GPU's memory back, which the engine will need."""
+    target.model.to("meta")
+    head.cpu()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def engine_costs(
+    config: PipelineConfig,
+    target_dir: Path,
+    output_dir: Path,
+    head: Head,
+    prompts: list[list[int]],
+    python: Path,
+) -> list[RoundCost]:
+    """Returns the cost of a round in the engine, which serves the random head as `mtptrain.export` writes it."""
+    with tempfile.TemporaryDirectory(prefix="random_head_", dir=output_dir) as directory:
+        run_dir = Path(directory)
+        head_dir, head_sha256 = export_random_head(config, target_dir, head, run_dir)
+        facts = read_serving_facts(head_dir, config.serving.engine, head_sha256)
+        bench = Bench(config, output_dir, target_dir, prompts, python, head_sha256, facts, head_dir, None)
+        with LoadGenerator(python, output_dir / "load.log") as generator:
+            check_device(generator)
+            rows = measure(bench, generator)
+    return costs_of_rows(str(config.serving.engine), rows)
+
+
+def export_random_head(config: PipelineConfig, target_dir: Path, head: Head, run_dir: Path) -> tuple[Path, str]:
+    """Store the head as if a run had trained it, and export it. Returns the export and the hash of the weights.
+
+    Raises:
+        RuntimeError: the export failed.
+    """
+    best, head_dir = run_dir / "train/best", run_dir / "export"
+    save_head(best, head.state_dict(), config.head, {TARGET_WEIGHTS: weights_fingerprint(target_dir)})
+    settings = [f"run_dir={quoted(run_dir)}", f"export.engine={config.serving.engine}"]
+    settings.append(f"export.output_dir={quoted(head_dir)}")
+    arguments = [sys.executable, "-m", python_module("mtptrain.export"), *sys.argv[1:], *settings]
+    result = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"mtptrain.export: must export a head with random weights, but failed:\n{result.stderr}")
+    return head_dir, file_sha256(best / "head.safetensors")
+
+
+def costs_of_rows(engine: str, rows: Sequence[Row]) -> list[RoundCost]:
+    """Returns the cost of a round from the measured rows of an engine, those of K = 0 included."""
+    step_ms = {(row.concurrency, row.num_speculative_tokens): row.latencies.step_ms for row in rows}
+    return [
+        RoundCost(engine, size, depths, step_ms[size, 0], milliseconds, None, None)
+        for (size, depths), milliseconds in sorted(step_ms.items())
+        if depths
+    ]
+
+
+def write_report(config: PipelineConfig, target_dir: Path, output_dir: Path, costs: Sequence[RoundCost]) -> None:
+    settings = config.acceptance
+    report = {
+        "command": command(),
+        "date": date.today().isoformat(),
+        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "threads": torch.get_num_threads(),
+        "target": config.target.path,
+        "prompt_tokens": settings.prompt_tokens,
+        "new_tokens": NEW_TOKENS,
+        "repeats": config.serving_bench.repeats,
+        "temperature": settings.temperature,
+        "subject": subject(config, target_dir),
+        "rows": [cost.describe(config.head.name) for cost in costs],
+    }
+    write_json(output_dir / "report.json", report)
+
+
+def print_table(costs: Sequence[RoundCost], head_name: str) -> None:
+    table = Table(
+        title=f"Does head {head_name} pay here?",
+        caption="break-even: tokens per round above which drafting is faster; rate: share of drafts accepted then",
+    )
+    for column in ("engine", "batch", "K", "plain ms", "draft ms", "verify ms", "round ms", "break-even", "rate"):
+        table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
+    table.add_column("usual", justify="right", no_wrap=True)
+    for cost, following in zip(costs, [*costs[1:], None], strict=True):
+        usual = usual_length(head_name, cost.num_speculative_tokens)
+        table.add_row(
+            cost.engine,
+            str(cost.batch_size),
+            str(cost.num_speculative_tokens),
+            f"{cost.plain_ms:.2f}",
+            *("" if part is None else f"{part:.2f}" for part in (cost.draft_ms, cost.verify_ms)),
+            f"{cost.round_ms:.2f}",
+            f"{cost.break_even_length:.2f}",
+            f"{cost.break_even_rate:.0%}" if cost.can_pay else "never",
+            "" if usual is None else "{:.1f} to {:.1f}".format(*usual),
+            end_section=following is None or following.batch_size != cost.batch_size,
+        )
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)

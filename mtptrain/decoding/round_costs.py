@@ -1,0 +1,92 @@
+"""Measures what decoding costs in our own loop: the seconds of each phase, and the number of rounds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mtptrain.decoding.draft import Drafter
+from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Generation, speculate
+from mtptrain.heads.base import Head
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.model import Target
+from mtptrain.utils.clock import PhaseClock
+
+Batch = Sequence[Sequence[int]]
+"""Prompts that are decoded together."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Tokens, rounds and seconds of decoding, summed over batches."""
+
+    tokens: int = 0
+    """Number of new tokens, excluding the first of each answer."""
+    rounds: int = 0
+    """Number of target forwards after the prompts, summed over batches."""
+    answers: tuple[Generation, ...] = ()
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase, by its name in `PHASES`."""
+
+    def __add__(self, other: "Spent") -> "Spent":
+        phases = {name: self.phases.get(name, 0.0) + other.phases.get(name, 0.0) for name in self.phases | other.phases}
+        return Spent(self.tokens + other.tokens, self.rounds + other.rounds, self.answers + other.answers, phases)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all phases except `prompt`."""
+        return sum(seconds for name, seconds in self.phases.items() if name != "prompt")
+
+    @property
+    def all_seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def seconds_per_round(self) -> float:
+        return self.seconds / self.rounds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def drafters_of(head: Head, parts: FrozenParts, draft_depths: Sequence[int], sample_drafts: bool) -> dict[int, Drafter]:
+    """Returns a drafter of the head for each K, and plain decoding as K = 0."""
+    drafters: dict[int, Drafter] = {0: NoDrafter()}
+    return drafters | {depths: HeadDrafter(head, parts, depths, sample_drafts) for depths in draft_depths}
+
+
+def fastest_in_turns(
+    decode_with: Callable[[int], Spent], draft_depths: Sequence[int], repeats: int
+) -> dict[int, Spent]:
+    """Returns the fastest of `repeats` runs for each K. All K take turns, so that a busy machine slows all of them."""
+    turns = [{depths: decode_with(depths) for depths in draft_depths} for _ in range(repeats)]
+    return {depths: min((turn[depths] for turn in turns), key=lambda spent: spent.seconds) for depths in draft_depths}
+
+
+def random_tokens(batch: Batch, vocab_size: int, seed: int) -> Batch:
+    """Returns prompts of random tokens with the lengths of those in the batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (len(prompt),), generator=generator).tolist() for prompt in batch]
+
+
+def decode(target: Target, drafter: Drafter, batch: Batch, depths: int, max_new_tokens: int, sampler: Sampler) -> Spent:
+    """Decode a batch of prompts; `depths` is K, 0 for plain decoding."""
+    clock = PhaseClock(target.device)
+    answers = speculate(
+        target,
+        drafter,
+        batch,
+        num_speculative_tokens=depths,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        clock=clock,
+    )
+    tokens = sum(len(answer.tokens) - 1 for answer in answers)
+    return Spent(tokens, max(map(num_rounds, answers)), tuple(answers), clock.read())
+
+
+def num_rounds(answer: Generation) -> int:
+    return answer.rounds + answer.empty_rounds

@@ -1,0 +1,99 @@
+"""Tests that `serving_bench.break_even` measures our own loop without an engine, and refuses bad input before that."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.serving_speed.break_even import costs_of_rows, loop_cost
+from mtptrain.decoding.round_costs import Spent
+from mtptrain.serving.bench_rows import Row
+from mtptrain.serving.load_generator import Latencies, Spread
+from tests.conftest import make_config, run_program
+
+BREAK_EVEN = ("serving_bench.break_even=true", "acceptance.prompt_tokens=16", "serving_bench.concurrency=[1,3]")
+
+
+def test_our_own_loop_is_measured_without_prompts_export_or_engine_and_the_plan_quotes_it(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    settings = [f"target.path={tiny_target}", f"run_dir={tmp_path}/run", "head=hydra", "head.ttt_steps=3", *BREAK_EVEN]
+    before = run_program("data_prep.hidden_states", "plan=true", *settings)
+    assert "mtptrain serving-bench recipe=quickstart" in " ".join(before.stdout.replace("│", " ").split())
+    result = run_program("eval.serving_bench", *settings)
+    assert result.returncode == 0, result.stderr[-3000:]
+    directory = tmp_path / "run/serving_bench/break_even"
+    report = json.loads((directory / "report.json").read_text())
+    rows = report["rows"]
+    assert [(row["batch_size"], row["num_speculative_tokens"]) for row in rows] == [
+        (b, k) for b in (1, 3) for k in (1, 2, 3)
+    ]
+    for row in rows:
+        assert row["engine"] == "mtptrain" and row["usual_length"] is None
+        assert row["break_even_length"] == pytest.approx(row["round_ms"] / row["plain_ms"])
+        assert 0 < row["draft_ms"] + row["verify_ms"] < row["round_ms"]
+        assert f"{row['break_even_length']:.2f}" in result.stdout
+    assert (report["prompt_tokens"], report["new_tokens"]) == (16, 33)
+    assert "vllm was not measured: head: must be one of" in result.stdout, "no engine has a class for hydra"
+    assert "mtptrain, batch 3: " in result.stdout
+    assert "<svg" in (directory / "plot.svg").read_text() and (directory / "provenance.json").is_file()
+    after = run_program("data_prep.hidden_states", "plan=true", *settings)
+    assert "mtptrain, batch 1: " in after.stdout and "not measured" not in after.stdout
+
+
+def test_a_round_of_our_loop_takes_its_phases_divided_by_its_rounds() -> None:
+    plain = Spent(32, 32, (), {"prompt": 9.0, "draft": 0.0, "verify": 0.32, "choose": 0.0})
+    drafting = Spent(32, 16, (), {"prompt": 9.0, "draft": 0.16, "verify": 0.24, "choose": 0.08})
+    cost = loop_cost(2, 3, {0: plain, 3: drafting})
+    assert (cost.plain_ms, cost.draft_ms, cost.verify_ms, cost.round_ms) == pytest.approx((10.0, 10.0, 15.0, 30.0))
+    assert (cost.batch_size, cost.num_speculative_tokens, cost.break_even_length) == (2, 3, pytest.approx(3.0))
+
+
+def test_a_round_of_an_engine_is_compared_with_the_plain_step_at_the_same_concurrency() -> None:
+    spread = Spread(1.0, 1.0, 1.0)
+    steps = {(0, 1): 10.0, (0, 4): 20.0, (3, 1): 25.0, (3, 4): 30.0}
+    rows = [Row(k, size, Latencies(1, 1, 1.0, spread, spread, spread, step), None) for (k, size), step in steps.items()]
+    costs = costs_of_rows("vllm", rows)
+    assert [(cost.batch_size, cost.num_speculative_tokens, cost.break_even_length) for cost in costs] == [
+        (1, 3, 2.5),
+        (4, 3, 1.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("serving.url=http://localhost:1", "serving.url: must be left out with serving_bench.break_even=true, which"),
+        ("serving.head_dir=/there", "serving.head_dir: must be left out with serving_bench.break_even=true, which"),
+        ("serving_bench.num_speculative_tokens=[4]", "serving_bench.num_speculative_tokens: must be at most head.ttt"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        make_config("head=peagle", "head.ttt_steps=3", "serving_bench.break_even=true", override)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "acceptance.prompt_tokens=470",
+            "acceptance.prompt_tokens: must be at most 469, so that 33 new tokens and 2 x 5 drafts fit the target's "
+            "context of 512 tokens too, but is 470; lower it",
+        ),
+        (
+            f"serving.python={sys.executable}",
+            f"serving.python: must be a Python with vLLM, but {sys.executable} has none",
+        ),
+        ("head=eagle3", "head.capture_layers: must be different layers in rising order"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(
+    tiny_target: Path, tmp_path: Path, override: str, message: str
+) -> None:
+    settings = [f"target.path={tiny_target}", f"run_dir={tmp_path}/run"]
+    result = run_program("eval.serving_bench", *settings, *BREAK_EVEN, override)
+    assert result.returncode == 1 and message in result.stderr, result.stderr
+    assert not (tmp_path / "run").exists()
