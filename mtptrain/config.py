@@ -161,8 +161,9 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
 def _resolve_precision(config: PipelineConfig) -> None:
     """Replace every `auto` by what it stands for, on this machine or on the GPUs that a plan is made for."""
     has_gpu = torch.cuda.is_available() or (config.plan and config.planner.gpu_tflops > 0)
-    for name, settings in {"responses": config.responses, "hidden_states": config.hidden_states}.items():
-        settings.dtype = resolve_dtype(settings.dtype, config.stage_dir(name), has_gpu)
+    responses, hidden_states = config.responses, config.hidden_states
+    responses.dtype = resolve_dtype(responses.dtype, config.stage_dir("responses"), has_gpu)
+    hidden_states.dtype = resolve_dtype(hidden_states.dtype, config.stage_dir("hidden_states"), has_gpu)
     config.acceptance.dtype = resolve_acceptance_dtype(config.acceptance.dtype, has_gpu)
     config.deepspeed = resolve_deepspeed(config.deepspeed, config.stage_dir("train"), has_gpu)
 

@@ -188,7 +188,8 @@ PLAIN = ("train.compile=false", "head.start_from_target=false")
 def make_config(*overrides: str) -> PipelineConfig:
     """Returns the config of the quickstart recipe with overrides. By default, its run folder does not exist."""
     with initialize_config_dir(RECIPES, version_base="1.3"):
-        return load_config(compose("pipeline", ["recipe=quickstart", "run_dir=not_there", *PLAIN, *overrides]))
+        overrides = ("recipe=quickstart", "run_dir=not_there", "cpu_ranks=1", *PLAIN, *overrides)
+        return load_config(compose("pipeline", [*overrides]))
 
 
 @pytest.fixture(scope="session")

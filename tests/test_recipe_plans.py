@@ -46,7 +46,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
     def of(target: str, head: str) -> tuple[PipelineConfig, Plan]:
         name = f"{target}_{head}"
         if name not in made:
-            config = compose_recipe(name)
+            config = compose_recipe(name, "plan=true")
             assert config.target.path == PUBLISHED_TARGETS[target].name
             directory = tmp_path_factory.mktemp(name)
             PUBLISHED_TARGETS[target].config().save_pretrained(directory)

@@ -143,9 +143,9 @@ OUT_OF_RANGE = {
 }
 
 
-def compose_recipe(recipe: str) -> PipelineConfig:
+def compose_recipe(recipe: str, *overrides: str) -> PipelineConfig:
     with initialize_config_dir(RECIPES, version_base="1.3"):
-        return load_config(compose("pipeline", [f"recipe={recipe}"]))
+        return load_config(compose("pipeline", [f"recipe={recipe}", *overrides]))
 
 
 @pytest.mark.parametrize("recipe", choices("recipe"))

@@ -65,15 +65,12 @@ def sections(path: Path) -> list[tuple[str, list[str]]]:
 
 def passages(paragraphs: list[str], min_characters: int, max_characters: int) -> Iterator[str]:
     """Yields consecutive paragraphs joined to texts within the two lengths."""
-    text = ""
+    texts = [""]
     for paragraph in paragraphs:
-        if text and len(text) + len(paragraph) > max_characters:
-            if len(text) >= min_characters:
-                yield text
-            text = ""
-        text = f"{text}\n{paragraph}".strip()
-    if min_characters <= len(text) <= max_characters:
-        yield text
+        if len(texts[-1]) + len(paragraph) > max_characters:
+            texts.append("")
+        texts[-1] = f"{texts[-1]}\n{paragraph}".strip()
+    yield from (text for text in texts if min_characters <= len(text) <= max_characters)
 
 
 def questions(english: list[Path], german: list[Path], num_each: int, seed: int) -> list[str]:

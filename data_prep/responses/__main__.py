@@ -13,12 +13,14 @@ run retries the failed ones.
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import httpx
 import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
@@ -30,7 +32,7 @@ from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.planning.costs import target_costs
 from mtptrain.run_dir import write_provenance
-from mtptrain.settings.precision import announce_precision
+from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.target.model import Target, load_target
@@ -214,6 +216,14 @@ def connect(
         api_key=api_key,
     )
     server.check(render_prompt(tokenizer, _QUESTION))
+    is_here = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
+    if is_here and (server.version or "").startswith("vLLM") and fast_dtype(torch.cuda.is_available())[0] == "float32":
+        warnings.warn(
+            "responses.url: should not be vLLM on a CPU without bf16 instructions, where it takes several times as "
+            f"long as transformers, but {url} is {server.version}; leave responses.url out, or serve the target with "
+            "another engine",
+            stacklevel=2,
+        )
     return server
 
 

@@ -22,6 +22,8 @@ AUTO = "auto"
 
 def fast_dtype(has_gpu: bool) -> tuple[Dtype, str]:
     """Returns the dtype of `auto` for extraction, responses and training, and the reason."""
+    if has_gpu and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return Dtype.float32, f"because {torch.cuda.get_device_name()} has no bf16 instructions"
     if has_gpu:
         return Dtype.bfloat16, "because this machine has a GPU"
     if has_bf16_instructions():
@@ -80,9 +82,8 @@ def announce_precision(name: str, dtype: Dtype) -> None:
         print(f"{name}: {dtype}, as set or as this run began; {device} computes {fast} fast too", flush=True)
     else:
         warnings.warn(
-            f"{name}: should be float32 on this CPU, which has no bf16 instructions that torch uses, but is {dtype}, "
-            "as set or as this run began: matrix products may take ten to a hundred times as long; leave it out and "
-            "choose another run_dir",
+            f"{name}: should be float32 on this machine, {reason}, but is {dtype}, as set or as this run began: matrix "
+            "products may take ten to a hundred times as long; leave it out and choose another run_dir",
             stacklevel=2,
         )
 

@@ -85,6 +85,12 @@ def check_deepspeed(config: dict[str, Any]) -> None:
 
 def check_device(device: torch.device, config: dict[str, Any]) -> None:
     """Raises ValueError if the device has no attention kernel for the dtype."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(
+            "deepspeed.bf16.enabled: must be possible on a GPU, since flash attention does not support fp32, but "
+            f"{torch.cuda.get_device_name(device)} has no bf16 instructions; use a GPU of compute capability 8.0 or "
+            "more, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
     if device.type == "cuda" and not config.get("bf16", {}).get("enabled"):
         raise ValueError(
             "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention does not support fp32; set "

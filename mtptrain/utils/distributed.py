@@ -140,12 +140,13 @@ def cpu_ranks(num_ranks: int, num_jobs: int, weights_bytes: int) -> int:
 def restart_with_ranks(num_ranks: int) -> None:
     """Replace this process by torchrun, which starts the same program with the same arguments on `num_ranks` ranks.
 
-    Does nothing for one rank, on a GPU, or in a process that torchrun has started.
+    Does nothing for one rank, on a GPU, in a process that torchrun has started, or if the process runs no module.
     """
     module = sys.modules["__main__"].__spec__
     if num_ranks == 1 or "RANK" in os.environ or torch.cuda.is_available() or module is None:
         return
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", module.name]
+    name = module.name.removesuffix(".__main__")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", name]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv[1:]])

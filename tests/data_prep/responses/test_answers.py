@@ -11,6 +11,7 @@ import pytest
 
 from mtptrain.data.chat_template import render_prompt
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.cpu import PRETENDED_BF16
 from tests.data_prep.responses.stage import (
     CHATS,
     PROMPT,
@@ -90,6 +91,17 @@ def test_no_more_conversations_are_in_flight_than_allowed(by_server: ConfigFor, 
     server.delay_s = 0.03
     respond(by_server("responses.concurrency=3"))
     assert server.at_once == 3
+
+
+def test_vllm_on_a_cpu_that_makes_it_slow_is_warned_of(
+    by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv(PRETENDED_BF16, "1")
+    respond(by_server())
+    assert not [each for each in recwarn if "responses.url" in str(each.message)]
+    monkeypatch.setenv(PRETENDED_BF16, "0")
+    with pytest.warns(UserWarning, match=r"responses.url: should not be vLLM on a CPU without bf16 .* is vLLM 0.0.1;"):
+        respond(by_server(run="slow"))
 
 
 def test_a_server_that_returns_only_text_is_enough(by_server: ConfigFor, server: FakeServer) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from mtptrain.config import Dtype
 from mtptrain.hidden_states.store import StoreManifest
-from mtptrain.settings.precision import announce_precision
+from mtptrain.settings.precision import announce_precision, fast_dtype
+from mtptrain.training.deepspeed_engine import check_device
 from mtptrain.utils import cpu
 from mtptrain.utils.cpu import PRETENDED_BF16, has_bf16_instructions
 from tests.conftest import TINY_SETTINGS, make_config, program_command, run_program, write_text_files
@@ -110,7 +111,7 @@ def test_a_run_keeps_its_precision_on_another_machine(
     monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
     resumed = run_program("mtptrain.train", *overrides, "train.max_steps=4")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "deepspeed: should be float32 on this CPU" in resumed.stderr
+    assert "deepspeed: should be float32 on this machine" in resumed.stderr
     assert "enabled: true" in (tmp_path / "run/train/config.yaml").read_text()
     finished = run_program("data_prep.hidden_states", *overrides)
     assert "is finished already" in finished.stdout, finished.stderr[-3000:]
@@ -131,8 +132,19 @@ def test_a_damaged_config_of_a_stage_that_has_begun_is_named(tmp_path: Path) -> 
 
 def test_a_dtype_that_this_cpu_computes_slowly_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
-    with pytest.warns(UserWarning, match=r"responses.dtype: should be float32 on this CPU"):
+    with pytest.warns(UserWarning, match=r"responses.dtype: should be float32 on this machine"):
         announce_precision("responses.dtype", Dtype.bfloat16)
+
+
+def test_an_old_gpu_computes_in_fp32_and_is_refused_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert fast_dtype(has_gpu=True) == (Dtype.float32, "because Tesla T4 has no bf16 instructions")
+    with pytest.raises(
+        ValueError, match=r"deepspeed.bf16.enabled: must be possible on a GPU.*but Tesla T4 has no bf16"
+    ):
+        check_device(torch.device("cuda"), {"bf16": {"enabled": True}})
 
 
 def test_a_dtype_wider_than_necessary_is_mentioned(
