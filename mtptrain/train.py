@@ -52,7 +52,7 @@ from mtptrain.heads.files import (
 from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
 from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
 from mtptrain.run_dir import require, write_provenance
-from mtptrain.settings.precision import announce_precision
+from mtptrain.settings.precision import announce_precision, compute_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.target.hub import resolve_target
@@ -149,7 +149,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     )
     releases = Releases(store, schedule.first_epoch) if isinstance(store, StreamedStore) else None
     if ranks.is_first:
-        is_bf16 = config.deepspeed.get("bf16", {}).get("enabled")
+        is_bf16 = compute_dtype(config.deepspeed) is torch.bfloat16
         announce_precision("deepspeed", Dtype.bfloat16 if is_bf16 else Dtype.float32)
         write_provenance(config.stage_dir("train"), config)
     ranks.barrier()

@@ -23,7 +23,10 @@ from eval.bench.step_memory import resident_bytes, tensor_bytes
 
 
 class Peer:
-    """Trains one model on one batch with bf16 autocast over fp32 weights, as Speculators' trainer does on a GPU."""
+    """Trains one model on one batch with fp32 weights.
+
+    With `autocasts`, it computes in bf16, as Speculators' trainer does on a GPU.
+    """
 
     def __init__(self, request: dict) -> None:
         hidden_size, vocab_size, self.device = (
@@ -53,12 +56,14 @@ class Peer:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.num_parameters = sum(parameter.numel() for parameter in trained)
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        self.autocasts = request["autocasts"]
+        dtype = torch.bfloat16 if self.autocasts else torch.float32
         lengths = torch.tensor(request["lengths"])
         num_tokens = int(lengths.sum())
         positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
         batch = {
-            "hidden_states": torch.randn(1, num_tokens, 3 * hidden_size).bfloat16(),
-            "verifier_last_hidden_states": torch.randn(1, num_tokens, hidden_size).bfloat16(),
+            "hidden_states": torch.randn(1, num_tokens, 3 * hidden_size, dtype=dtype),
+            "verifier_last_hidden_states": torch.randn(1, num_tokens, hidden_size, dtype=dtype),
             "input_ids": torch.randint(0, vocab_size, (1, num_tokens)),
             "document_ids": torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None],
             "position_ids": positions[None] + 1,
@@ -70,7 +75,7 @@ class Peer:
         self.batch = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
     def step(self) -> None:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocasts):
             _, loss, _ = self.model(**self.batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

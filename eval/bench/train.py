@@ -8,7 +8,7 @@ Also measures the step's MFU and the cost of prompts and long documents.
 
 Documents have 512 tokens, except where prompts and long documents are measured, and in the steps of `bench.target`.
 Tokens and states are random. A step is forward, loss, backward, clipping
-and AdamW, in bf16 with fp32 master weights. Candidates take turns:
+and AdamW, in the precision of `deepspeed` (with bf16, fp32 master weights). Candidates take turns:
 
 - *ours*: the trainer's step in its DeepSpeed engine; *eager*: the same without torch.compile;
 - *plain*: the unoptimised implementation in eager mode, which runs every row at every depth over dense masks and keeps
@@ -33,6 +33,7 @@ from rich.table import Table
 
 from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, load_config
+from mtptrain.settings.precision import compute_dtype
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
@@ -57,8 +58,9 @@ def main(cfg: DictConfig) -> None:
     check(config)
     ranks = init_ranks(config.distributed_timeout_hours)
     config = replace(config, train=replace(config.train, compile=True, micro_batches_per_step=1))
-    peak = matmul_peak(ranks.device, torch.bfloat16)
-    figures: TrainFigures = {"device": device_name(ranks.device), "matmul_tflops": peak / 1e12}
+    dtype = compute_dtype(config.deepspeed)
+    peak = matmul_peak(ranks.device, dtype)
+    figures: TrainFigures = {"device": device_name(ranks.device), "dtype": str(dtype), "matmul_tflops": peak / 1e12}
     if config.bench.target is not None:
         figures["gpu"] = [bench_gpu(config, ranks, peak, *case) for case in GPU_CASES]
     else:
@@ -101,7 +103,11 @@ def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Train
     for hidden_size in config.bench.hidden_sizes:
         for num_tokens in config.bench.train_tokens:
             case, shape = case_of(hidden_size, config.bench.vocab_size, config.bench.depths), full_documents(num_tokens)
-            peer = PeerProcess(config.bench.peer_python, case, shape, ranks.device) if has_peer else None
+            peer = (
+                PeerProcess(config.bench.peer_python, case, shape, ranks.device, compute_dtype(config.deepspeed))
+                if has_peer
+                else None
+            )
             rows.append(
                 {"hidden_size": hidden_size, "tokens": num_tokens} | in_turns(config, ranks, case, shape, peer, peak)
             )
@@ -205,7 +211,8 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
     if Path(config.bench.peer_python).exists():
         case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths)
         shape = [1000] * 2, [900] * 2
-        ours, peer = Ours(config, case, shape, ranks), PeerProcess(config.bench.peer_python, case, shape, ranks.device)
+        ours = Ours(config, case, shape, ranks)
+        peer = PeerProcess(config.bench.peer_python, case, shape, ranks.device, compute_dtype(config.deepspeed))
         best = fastest({"ours": ours.timed, "peer": peer.step}, config.bench.repeats)
         peer.close()
         figures |= {"prompts_ratio": best["peer"] / best["ours"], "prompts_tokens_per_s": 2000 / best["ours"]}
@@ -295,7 +302,7 @@ GPU_COLUMNS = {
 def print_tables(figures: TrainFigures) -> None:
     console, title = (
         Console(),
-        f"Training step, {figures['device']}, matmul peak {figures['matmul_tflops']:.2f} TFLOP/s in bf16",
+        f"Training step, {figures['device']}, matmul peak {figures['matmul_tflops']:.3g} TFLOP/s in {figures['dtype']}",
     )
     console.width = max(console.width, 120)
     print_table(console, figures.get("steps"), STEP_COLUMNS, title)

@@ -17,6 +17,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.settings.precision import compute_dtype
 from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
 from mtptrain.training.batches import Batch, make_batch
 from mtptrain.training.trainer import Trainer
@@ -61,9 +62,8 @@ class Ours:
         self.head = build_head(HEADS[case.head].Config(ttt_steps=case.depths, **settings), target)
         if self.head.d2t is not None:
             self.head.d2t.zero_()
-        self.parts = random_parts(target, ranks.device)
-        bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-        self.trainer = Trainer(self.head, self.parts, config.train, bf16, 10_000, ranks)
+        self.parts = random_parts(target, ranks.device, compute_dtype(config.deepspeed))
+        self.trainer = Trainer(self.head, self.parts, config.train, config.deepspeed, 10_000, ranks)
         self.device = ranks.device
         self.batch = random_batch(target, shape, len(self.head.capture_layers), case.depths)
         self.flops = self.head.step_flops(target.vocab_size, case.depths).of(self.batch.packing)
@@ -87,7 +87,7 @@ class Plain(Ours):
     """
 
     def step(self) -> None:
-        engine, batch = self.trainer.engine, self.batch.to(self.trainer.ranks.device, torch.bfloat16)
+        engine, batch = self.trainer.engine, self.batch.to(self.trainer.ranks.device, self.trainer.dtype)
         losses = plain_losses(engine.module, self.trainer.parts, batch)
         engine.backward(losses)
         engine.step()
@@ -139,9 +139,9 @@ def dense_attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
-def random_parts(target: LlamaConfig, device: torch.device) -> FrozenParts:
+def random_parts(target: LlamaConfig, device: torch.device, dtype: torch.dtype) -> FrozenParts:
     table = (target.vocab_size, target.hidden_size)
-    make = {"device": device, "dtype": torch.bfloat16}
+    make = {"device": device, "dtype": dtype}
     scale = target.hidden_size**-0.5
     tensors = {
         EMBED_TOKENS: torch.randn(table, **make) * scale,  # type: ignore[call-overload]
@@ -168,7 +168,7 @@ def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: i
 class PeerProcess:
     """Runs steps of vLLM Speculators in a separate process, which has its own packages and is idle between steps."""
 
-    def __init__(self, python: str, case: Case, shape: Shape, device: torch.device) -> None:
+    def __init__(self, python: str, case: Case, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         self._process = subprocess.Popen(
             [python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -178,6 +178,7 @@ class PeerProcess:
         answer = self._ask(
             {
                 "device": str(device),
+                "autocasts": dtype is torch.bfloat16,
                 **sizes,
                 "lengths": list(lengths),
                 "prompts": list(prompts),

@@ -77,7 +77,7 @@ def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Ca
     batch = random_batch(case.target, (LENGTHS, [0] * len(LENGTHS)), len(built.capture_layers), DEPTHS).to(
         device, dtype
     )
-    return case, built, random_parts(case.target, device).to(device, dtype), batch
+    return case, built, random_parts(case.target, device, dtype), batch
 
 
 @torch.no_grad()

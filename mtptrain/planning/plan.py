@@ -24,6 +24,7 @@ from mtptrain.planning.speed import Speed, TokenCosts, estimate
 from mtptrain.planning.validation_costs import validation_bytes
 from mtptrain.planning.workload import Workload, count_steps, count_trained_tokens, read_workload
 from mtptrain.planning.writing import writer_tokens_per_s
+from mtptrain.settings.precision import compute_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import config_dir, weight_files
 
@@ -144,7 +145,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         extraction_speed=extraction,
         training_speed=training_speed(config, step, stored_bytes[settings.store_dtype], trained_tokens),
         export_bytes=export_proof_bytes(target_config, num_parameters),
-        serving=describe_serving(config.head, target_config, _train_dtype(config)),
+        serving=describe_serving(config.head, target_config, compute_dtype(config.deepspeed)),
     )
 
 
@@ -192,7 +193,7 @@ def training_speed(config: PipelineConfig, step: StepCosts, stored_bytes: int, t
         disk_bytes=stored_bytes,
     )
     given, share, num_gpus = planner.train_tokens_per_s, planner.train_peak_share, planner.num_gpus
-    return estimate(planner, trained_tokens, given, costs, share, num_gpus, num_gpus, _train_dtype(config))
+    return estimate(planner, trained_tokens, given, costs, share, num_gpus, num_gpus, compute_dtype(config.deepspeed))
 
 
 def _gpus_per_rank(config: PipelineConfig) -> int:
@@ -253,7 +254,7 @@ def micro_batch_costs(
     config: PipelineConfig, target_config: PreTrainedConfig, document_tokens: int, workload: Workload
 ) -> StepCosts:
     """Returns the costs of one full micro-batch of documents of this length."""
-    size, dtype, is_compiled = config.train.batch_tokens, _train_dtype(config), config.train.compile
+    size, dtype, is_compiled = config.train.batch_tokens, compute_dtype(config.deepspeed), config.train.compile
     length = min(max(2, document_tokens), size)
     remainder = size % length
     micro_batch = MicroBatch(
@@ -282,7 +283,7 @@ def train_memory(
     master weights.
     """
     stage = int(config.deepspeed.get("zero_optimization", {}).get("stage", 0))
-    width, num_gpus = _train_dtype(config).itemsize, config.planner.num_gpus
+    width, num_gpus = compute_dtype(config.deepspeed).itemsize, config.planner.num_gpus
     optimizer = num_parameters * (8 + (4 if width == 2 or stage else 0))
     tables = 1 if target_config.tie_word_embeddings else 2
     validates = config.train.validation_prompts > 0
@@ -296,10 +297,6 @@ def train_memory(
         validation_target=target.num_parameters * _itemsize(config.acceptance.dtype.value) if validates else 0,
         validation=validation_bytes(config, target_config, longest_tokens) if validates else 0,
     )
-
-
-def _train_dtype(config: PipelineConfig) -> torch.dtype:
-    return torch.bfloat16 if config.deepspeed.get("bf16", {}).get("enabled") else torch.float32
 
 
 def _itemsize(dtype: str) -> int:

@@ -49,14 +49,19 @@ def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, has_gpu: bool)
         return deepspeed  # refused by `check_deepspeed`
     is_bf16 = bf16.get("enabled", False)
     if is_bf16 == AUTO:
-        is_bf16 = _began_with(stage_dir, lambda config: config["deepspeed"]["bf16"]["enabled"])
-        is_bf16 = fast_dtype(has_gpu)[0] == Dtype.bfloat16 if is_bf16 is None else bool(is_bf16)
+        began = _began_with(stage_dir, lambda config: compute_dtype(config["deepspeed"]))
+        is_bf16 = (began or getattr(torch, fast_dtype(has_gpu)[0])) is torch.bfloat16
     stage = zero.get("stage", 0)
     return {
         **deepspeed,
         **({"bf16": {**bf16, "enabled": is_bf16}} if bf16 else {}),
         **({"zero_optimization": {**zero, "stage": int(is_bf16) if stage == AUTO else stage}} if zero else {}),
     }
+
+
+def compute_dtype(deepspeed: dict[str, Any]) -> torch.dtype:
+    """Returns the dtype in which DeepSpeed computes with a config without `auto`."""
+    return torch.bfloat16 if deepspeed.get("bf16", {}).get("enabled") else torch.float32
 
 
 def resolve_acceptance_dtype(setting: Dtype, has_gpu: bool) -> Dtype:

@@ -10,6 +10,7 @@ import torch
 
 from mtptrain.config import TrainConfig
 from mtptrain.heads.base import Head
+from mtptrain.settings.precision import compute_dtype
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
 from mtptrain.training.deepspeed_engine import GradientClipper, build_engine, is_partitioned
@@ -55,7 +56,7 @@ class Trainer:
         self.ranks = ranks
         self.config = config
         self.num_steps = num_steps
-        self.dtype = torch.bfloat16 if deepspeed_config.get("bf16", {}).get("enabled") else torch.float32
+        self.dtype = compute_dtype(deepspeed_config)
         self.parts = parts.to(ranks.device, self.dtype)
         self.loss_settings = LossSettings.of(config)
         self.clock = PhaseClock(ranks.device)

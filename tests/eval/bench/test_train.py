@@ -46,7 +46,7 @@ def test_the_plain_formula_that_is_timed_gives_the_same_loss(name: str) -> None:
     case, depths = case_of(64, 50, 3, name), 3
     settings = {"capture_layers": [2, 4, 6]} if name == "eagle3" else {}
     head = build_head(HEADS[name].Config(ttt_steps=depths, **settings), case.target).bfloat16()
-    parts = random_parts(case.target, torch.device("cpu"))
+    parts = random_parts(case.target, torch.device("cpu"), torch.bfloat16)
     batch = random_batch(case.target, ([20, 9, 9], [5, 0, 8]), len(head.capture_layers), depths)
     target_states = parts.final_norm(batch.hidden_states)
     read = target_states if batch.aux_hidden_states is None else batch.aux_hidden_states
