@@ -191,7 +191,7 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str, costs: Sequence
             end_section=row.concurrency == rows[-1].concurrency,
         )
     console = Console()
-    console.width = max(console.width, 88)
+    console.width = max(console.width, 108 if costs else 88)
     console.print(table)
 
 

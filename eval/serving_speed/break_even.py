@@ -10,6 +10,7 @@ Writes `report.json`, `plot.svg` and all logs to `run_dir/serving_bench/break_ev
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
@@ -75,6 +76,7 @@ def measure_break_even(config: PipelineConfig) -> None:
     if isinstance(python, Path):
         costs += engine_costs(config, target_dir, output_dir, head, prompts, python)
         write_report(config, target_dir, output_dir, costs)
+    warn_of_impossible_costs(costs)
     print_table(costs, config.head.name)
     print(*verdicts(costs, config.head.name), sep="\n")
     print(
@@ -232,6 +234,19 @@ def costs_of_rows(engine: str, rows: Sequence[Row]) -> list[RoundCost]:
         for (size, depths), milliseconds in sorted(step_ms.items())
         if depths
     ]
+
+
+def warn_of_impossible_costs(costs: Sequence[RoundCost]) -> None:
+    """Warn if a round took less time than a plain step, which only other programs on the machine can explain."""
+    for cost in costs:
+        if cost.break_even_length < 1:
+            warnings.warn(
+                "serving_bench.break_even: a round must take at least as long as a plain step, but with "
+                f"{cost.engine}, batch {cost.batch_size} and K = {cost.num_speculative_tokens} takes "
+                f"{cost.round_ms:.2f} ms instead of {cost.plain_ms:.2f} ms; other programs disturb the measurement: "
+                "repeat it when the machine is idle, or raise serving_bench.repeats",
+                stacklevel=2,
+            )
 
 
 def write_report(config: PipelineConfig, target_dir: Path, output_dir: Path, costs: Sequence[RoundCost]) -> None:

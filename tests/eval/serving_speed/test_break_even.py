@@ -2,13 +2,15 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
-from eval.serving_speed.break_even import costs_of_rows, loop_cost
+from eval.serving_speed.break_even import costs_of_rows, loop_cost, warn_of_impossible_costs
 from mtptrain.decoding.round_costs import Spent
 from mtptrain.serving.bench_rows import Row
+from mtptrain.serving.break_even import RoundCost
 from mtptrain.serving.load_generator import Latencies, Spread
 from tests.conftest import make_config, run_program
 
@@ -59,6 +61,16 @@ def test_a_round_of_an_engine_is_compared_with_the_plain_step_at_the_same_concur
         (1, 3, 2.5),
         (4, 3, 1.5),
     ]
+
+
+def test_a_round_that_is_faster_than_a_plain_step_is_pointed_out() -> None:
+    with pytest.warns(
+        UserWarning, match=r"must take at least as long .* vllm, batch 4 and K = 3 takes 5\.00 ms instead"
+    ):
+        warn_of_impossible_costs([RoundCost("vllm", 4, 3, 10.0, 5.0, None, None)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_impossible_costs([RoundCost("vllm", 4, 3, 10.0, 10.0, None, None)])
 
 
 @pytest.mark.parametrize(
