@@ -206,9 +206,8 @@ def write_header(path: Path, header: str) -> None:
 
 
 def test_a_recipe_stands_for_every_published_target_and_head() -> None:
-    recipes = {
-        path.stem for path in (Path(RECIPES) / "recipe").glob("*.yaml") if not path.stem.startswith("quickstart")
-    }
+    on_cpus = ("quickstart", "smollm2")  # they have no plan for GPUs
+    recipes = {path.stem for path in (Path(RECIPES) / "recipe").glob("*.yaml") if not path.stem.startswith(on_cpus)}
     assert recipes == {f"{target}_{head}" for target, head in CASES}
 
 

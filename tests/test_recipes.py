@@ -42,6 +42,7 @@ OUT_OF_RANGE = {
     "acceptance.output_dir": {"''": "but is ''", "README.md": "must name a directory, but is 'README.md'"},
     "export.output_dir": {"README.md": "must name a directory, but is 'README.md'"},
     "serving.output_dir": {"README.md": "must name a directory, but is 'README.md'"},
+    "cpu_ranks": {"-1": "at least 0, but is -1"},
     "seed": {"-1": "at least 0 and below 2**63, but is -1", f"{2**63}": "below 2**63, but is 9223372036854775808"},
     "acceptance.seed": {"-1": "at least 0 and below 2**63, but is -1", f"{2**63}": "below 2**63, but is"},
     "study.seeds": {"[0,-1]": "at least 0 and below 2**63, but is [0, -1]", f"[{2**63}]": "below 2**63, but is"},

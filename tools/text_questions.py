@@ -5,7 +5,7 @@ Reads HTML pages and plain text; writes one conversation with a single user turn
 `mtptrain responses`. The questions depend on the texts and on the seed alone. docs/results/smollm2.md says which texts
 were used there.
 
-    python tools/text_questions.py --english DIR --german DIR --output questions.jsonl
+    python -m tools.text_questions --english DIR --german DIR --output questions.jsonl
 """
 
 import argparse
@@ -14,6 +14,8 @@ import random
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+
+from mtptrain.utils.errors import errors_as_lines
 
 HEADINGS = ("h1", "h2", "h3", "h4")
 SKIPPED = ("script", "style", "pre", "table", "title", "nav")
@@ -104,6 +106,7 @@ def files(directories: list[Path]) -> list[Path]:
     return sorted(path for directory in directories for path in directory.rglob("*") if path.is_file())
 
 
+@errors_as_lines()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--english", type=Path, nargs="+", required=True, help="directories of English texts")

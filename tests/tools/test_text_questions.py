@@ -47,8 +47,8 @@ def test_every_kind_of_question_is_made_and_the_same_ones_again_from_the_same_se
 def test_the_program_writes_conversations(tmp_path: Path) -> None:
     english, german = write_texts(tmp_path)
     output = tmp_path / "questions.jsonl"
-    command = [sys.executable, "tools/text_questions.py", "--english", english, "--german", german, "--output", output]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "tools.text_questions", "--english", english, "--german", german]
+    result = subprocess.run([*command, "--output", output], cwd=ROOT, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert f"{len(rows)} questions" in result.stdout and len(rows) > 5
     assert all([message["role"] for message in row["messages"]] == ["user"] for row in rows)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from mtptrain.config import HiddenStatesConfig, StoreDtype
+from mtptrain.config import Dtype, HiddenStatesConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
@@ -49,7 +49,7 @@ def test_a_full_scratch_directory_is_named_unless_it_is_on_the_stores_disk(
     tmp_path: Path, tiny_target: Path, place: str
 ) -> None:
     (tmp_path / "store").mkdir()
-    settings, python = HiddenStatesConfig(), engine_without_room(tmp_path)
+    settings, python = HiddenStatesConfig(dtype=Dtype.float32), engine_without_room(tmp_path)
     with (
         pytest.raises(OSError) as full,
         VllmStreams(tiny_target, (1, 2), settings, 3, tmp_path / place, 0, "cpu", python) as streams,
