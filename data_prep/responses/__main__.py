@@ -36,7 +36,7 @@ from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.target.model import Target, load_target
-from mtptrain.utils.distributed import Ranks, cpu_ranks, init_ranks, restart_with_ranks
+from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks
 
 from ..conversations import Conversations, read_conversations
 from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check_template_ends
@@ -105,7 +105,7 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
     if missing and job.server is None:
         itemsize: int = getattr(torch, config.responses.dtype.value).itemsize
         weights_bytes = target_costs(read_target_config(job.target_dir)).num_parameters * itemsize
-        restart_with_ranks(cpu_ranks(config.cpu_ranks, -(-len(missing) // config.responses.batch_size), weights_bytes))
+        continue_on_ranks(cpu_ranks(config.cpu_ranks, -(-len(missing) // config.responses.batch_size), weights_bytes))
     if missing and ranks.is_first:
         if job.server is None:
             announce_precision("responses.dtype", config.responses.dtype)

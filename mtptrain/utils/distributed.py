@@ -4,7 +4,9 @@ import atexit
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -137,19 +139,36 @@ def cpu_ranks(num_ranks: int, num_jobs: int, weights_bytes: int) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), num_jobs, fitting))
 
 
-def restart_with_ranks(num_ranks: int) -> None:
-    """Replace this process by torchrun, which starts the same program with the same arguments on `num_ranks` ranks.
+def continue_on_ranks(num_ranks: int) -> None:
+    """Run the same program with the same arguments on `num_ranks` ranks of one thread each, then exit as they do.
 
     Does nothing for one rank, on a GPU, in a process that torchrun has started, or if the process runs no module.
+    Unlike torchrun, this shows nothing but what the ranks print.
     """
     module = sys.modules["__main__"].__spec__
     if num_ranks == 1 or "RANK" in os.environ or torch.cuda.is_available() or module is None:
         return
     name = module.name.removesuffix(".__main__")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", name]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    of_all = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    of_all |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv[1:]])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", name, *sys.argv[1:]],
+            env={**os.environ, **of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(num_ranks)
+    ]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks get Ctrl-C too, and say what they keep
+    signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in processes])
+    first_failure = 0
+    while any(process.poll() is None for process in processes):
+        time.sleep(0.1)
+        if not first_failure and any(process.poll() for process in processes):
+            first_failure = next(filter(None, (process.poll() for process in processes)))
+            for process in processes:  # they would wait for the failed one
+                process.terminate()
+    sys.exit(first_failure or next(filter(None, (process.poll() for process in processes)), 0))
 
 
 def _set_default_timeout(timeout: timedelta) -> None:

@@ -1,9 +1,11 @@
 """Tests that ranks wait for each other as long as the config says, in every process group."""
 
 import os
+import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,3 +83,31 @@ def test_every_group_has_the_timeout_whoever_makes_it() -> None:
 def test_a_timeout_that_is_less_than_a_second_or_overflows_is_refused(hours: str) -> None:
     with pytest.raises(ValueError, match=r"distributed_timeout_hours: must be a number from \S+ to 10,000, but is"):
         make_config(f"distributed_timeout_hours={hours}")
+
+
+PROGRAM = """
+import os, sys, time
+from mtptrain.utils.distributed import continue_on_ranks
+continue_on_ranks(2)
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
+if os.environ["RANK"] == "0" and sys.argv[1] == "fails":
+    time.sleep(600)  # as if it waited for the other rank
+sys.exit(3 if sys.argv[1] == "fails" else 0)
+"""
+
+
+@pytest.mark.parametrize(("argument", "code"), [("succeeds", 0), ("fails", 3)])
+def test_a_program_that_continues_on_ranks_ends_as_they_do(tmp_path: Path, argument: str, code: int) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    root = Path(__file__).parents[3]
+    result = subprocess.run(
+        [sys.executable, "-m", "program", argument],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == code, result.stderr[-3000:]
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 2 ['{argument}']" for rank in range(2)]
