@@ -159,15 +159,19 @@ def continue_on_ranks(num_ranks: int) -> None:
         )
         for rank in range(num_ranks)
     ]
+
+    def terminate(*_: object) -> None:
+        for process in processes:
+            process.terminate()
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks get Ctrl-C too, and say what they keep
-    signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in processes])
+    signal.signal(signal.SIGTERM, terminate)
     first_failure = 0
     while any(process.poll() is None for process in processes):
         time.sleep(0.1)
         if not first_failure and any(process.poll() for process in processes):
             first_failure = next(filter(None, (process.poll() for process in processes)))
-            for process in processes:  # they would wait for the failed one
-                process.terminate()
+            terminate()  # the others would wait for it
     sys.exit(first_failure or next(filter(None, (process.poll() for process in processes)), 0))
 
 
