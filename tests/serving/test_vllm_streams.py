@@ -17,7 +17,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from mtptrain.config import HiddenStatesConfig
+from mtptrain.config import Dtype, HiddenStatesConfig
 from mtptrain.hidden_states.extraction.vllm_streams import (
     ENVIRONMENT,
     VllmStreams,
@@ -31,7 +31,7 @@ from tests.conftest import make_target
 from tests.programs import is_running
 
 LAYERS, LONGEST = (1, 2), 300
-SETTINGS = HiddenStatesConfig(batch_tokens=256)
+SETTINGS = HiddenStatesConfig(dtype=Dtype.bfloat16, batch_tokens=256)
 HANGS_AFTER_S = 1800
 """A tensor-parallel engine takes about a minute for its start and its first shard on an idle machine."""
 _RANDOM = random.Random(0)
@@ -136,9 +136,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
-from mtptrain.config import HiddenStatesConfig
+from mtptrain.config import Dtype, HiddenStatesConfig
 target_dir, scratch_dir, python, num_gpus = sys.argv[1:]
-settings = HiddenStatesConfig(tensor_parallel_size=int(num_gpus))
+settings = HiddenStatesConfig(dtype=Dtype.bfloat16, tensor_parallel_size=int(num_gpus))
 shard = [np.arange(500, dtype=np.int32) % 256] * 100
 with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, "cpu", python) as streams:
     for states in streams.extract([shard] * 1000):
