@@ -37,7 +37,7 @@ from mtptrain.run_dir import write_provenance
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.model import check_placement, load_target
-from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks
+from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks, is_alone_on_cpu
 
 from .extraction import Extraction, prepare_extraction
 from .store_check import verify_store
@@ -78,7 +78,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         check_placement(extraction.target_dir, getattr(torch, config.hidden_states.dtype.value), ranks.device)
     if config.target.verify and ranks.is_first:
         verify_weights(extraction.target_dir)
-    continue_on_ranks(worthwhile_ranks(extraction))
+    if is_alone_on_cpu():
+        continue_on_ranks(worthwhile_ranks(extraction))
     if ranks.local_rank == 0:
         remove_scratch(config)
     if not begin_unless_finished(extraction, ranks):

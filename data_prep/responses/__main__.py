@@ -36,7 +36,7 @@ from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.target.model import Target, load_target
-from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks
+from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks, is_alone_on_cpu
 
 from ..conversations import Conversations, read_conversations
 from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check_template_ends
@@ -102,7 +102,7 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
         store.begin(job.identity, job.server.version if job.server else None)
     done = ranks.gather(store.rows)[0]
     missing = [row for row in job.survey.turns if row not in done]
-    if missing and job.server is None:
+    if missing and job.server is None and is_alone_on_cpu():
         itemsize: int = getattr(torch, config.responses.dtype.value).itemsize
         weights_bytes = target_costs(read_target_config(job.target_dir)).num_parameters * itemsize
         continue_on_ranks(cpu_ranks(config.cpu_ranks, -(-len(missing) // config.responses.batch_size), weights_bytes))

@@ -139,6 +139,11 @@ def cpu_ranks(num_ranks: int, num_jobs: int, weights_bytes: int) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), num_jobs, fitting))
 
 
+def is_alone_on_cpu() -> bool:
+    """Returns whether this process runs on a CPU and torchrun has not started it."""
+    return "RANK" not in os.environ and not torch.cuda.is_available()
+
+
 def continue_on_ranks(num_ranks: int) -> None:
     """Run the same program with the same arguments on `num_ranks` ranks of one thread each, then exit as they do.
 
@@ -146,7 +151,7 @@ def continue_on_ranks(num_ranks: int) -> None:
     Unlike torchrun, this shows nothing but what the ranks print.
     """
     module = sys.modules["__main__"].__spec__
-    if num_ranks == 1 or "RANK" in os.environ or torch.cuda.is_available() or module is None:
+    if num_ranks == 1 or not is_alone_on_cpu() or module is None:
         return
     name = module.name.removesuffix(".__main__")
     of_all = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
