@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 
 from mtptrain.command_line.program import program
 from mtptrain.config import Backend, PipelineConfig, load_config
+from mtptrain.convert.formats import warn_of_limits
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
@@ -74,6 +75,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         torch.set_num_threads(CPU_THREADS)
     # 1. Check everything before the expensive work.
     extraction = prepare_extraction(config)
+    if ranks.is_first:
+        warn_of_limits(config.export.engine, config.head, extraction.target_config)
     if config.hidden_states.backend is Backend.transformers:
         check_placement(extraction.target_dir, getattr(torch, config.hidden_states.dtype.value), ranks.device)
     if config.target.verify and ranks.is_first:

@@ -32,14 +32,13 @@ from tqdm import tqdm
 
 from mtptrain.command_line.program import program
 from mtptrain.config import Dtype, PipelineConfig, TrainConfig, load_config
-from mtptrain.convert.warm_start import load_init, start_from_target
+from mtptrain.convert.formats import warn_of_limits
+from mtptrain.convert.warm_start import check_one_start, load_init, start_from_target
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.decoding.prompts import check_document_lengths
-from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import (
     CHOICE,
@@ -119,7 +118,10 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     # 2. Build the head and initialise its weights.
     torch.manual_seed(config.seed)
     target_dir = resolve_target(config.target.path, config.target.revision)
-    head = build_trainable_head(config.head, read_target_config(target_dir))
+    target_config = read_target_config(target_dir)
+    head = build_trainable_head(config.head, target_config)
+    if ranks.is_first:
+        warn_of_limits(config.export.engine, config.head, target_config)
     require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts")
     prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
     if config.head.init_from is None and head.d2t is not None:
@@ -201,19 +203,6 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
             f"is {num_steps}; lower it, or set train.stream=false"
         )
     return num_steps
-
-
-def check_one_start(config: HeadConfig) -> None:
-    if config.start_from_target and not HEADS[config.name].starts_from_target:
-        raise ValueError(
-            f"head.start_from_target: must be false with head {config.name}, which cannot start as the target's last "
-            "layer, but is true; set head.start_from_target=false"
-        )
-    if config.start_from_target and config.init_from is not None:
-        raise ValueError(
-            "head.start_from_target: must be false when head.init_from is set, but is true and head.init_from is "
-            f"{config.init_from}; unset one of them"
-        )
 
 
 def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Progress:

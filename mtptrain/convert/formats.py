@@ -1,5 +1,7 @@
 """All export formats, by engine and head. For MiMo targets, `VllmMimo` replaces `VllmMtp`."""
 
+import warnings
+
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format
@@ -56,3 +58,11 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
     if (engine, head.name, target.model_type) == ("vllm", "mtp", MiMoConfig.model_type):
         return VllmMimo(head, target)
     return FORMATS[engine, head.name](head, target)
+
+
+def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig) -> None:
+    """Warn before a long computation that the head could not be exported for the engine afterwards."""
+    try:
+        format_for(engine, head, target)
+    except ValueError as error:
+        warnings.warn(f"this head can be trained and measured, but not exported: {error}", stacklevel=2)

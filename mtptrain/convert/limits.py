@@ -10,7 +10,7 @@ from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
-from mtptrain.target.families import sliding_window
+from mtptrain.target.families import head_dim, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 
 FindViolation = Callable[[Any, PreTrainedConfig], object]
@@ -33,8 +33,8 @@ def quantisation(head: HeadConfig, target: PreTrainedConfig) -> object:
     return getattr(target, "quantization_config", None)
 
 
-def family_without_capture(head: HeadConfig, target: PreTrainedConfig) -> object:
-    return target.model_type if target.model_type in ("gemma3_text", "mimo") else None
+def family_without_capture(*families: str) -> FindViolation:
+    return lambda head, target: target.model_type if target.model_type in families else None
 
 
 def last_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
@@ -95,6 +95,11 @@ def different_sizes_for_mimo(head: LayerConfig, target: PreTrainedConfig) -> obj
     return different_sizes(head, target) if is_mimo(target) else None
 
 
+def window_of_mimo(head: HeadConfig, target: PreTrainedConfig) -> object:
+    window = sliding_window(target) if is_mimo(target) else None
+    return None if window is None else f"one of {window} tokens"
+
+
 def normed_residual(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     return head.norm_before_residual or None
 
@@ -114,8 +119,7 @@ def different_sizes(head: LayerConfig, target: PreTrainedConfig) -> object:
     """Returns the head's sizes if they differ from those of the target's layers, otherwise None."""
     dims = head_dims(head, target)
     ours = (dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim, dims.intermediate_size)
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    theirs = (target.num_attention_heads, target.num_key_value_heads, head_dim, target.intermediate_size)
+    theirs = (target.num_attention_heads, target.num_key_value_heads, head_dim(target), target.intermediate_size)
     return None if ours == theirs else f"one with {ours} instead of {theirs}"
 
 
@@ -148,6 +152,9 @@ LIMITS = (
           "vLLM builds MiMo's MTP layer from the target's config",
           "set head.num_attention_heads, head.num_key_value_heads and head.intermediate_size to the target's, and "
           "train again"),
+    Limit("vllm", "mtp", "target.path", "a mimo target without a sliding window", window_of_mimo,
+          "vLLM builds MiMo's MTP layer with the target's window, but the head was trained without one",
+          "train head=draft_model"),
     *(Limit("vllm", name, "target.path", "of a family other than mimo", mimo_target,
             "vLLM passes the states before the target's final norm to the head, which reads those after it",
             "train head=mtp with head.prenorm_states=true and head.zero_first_embedding=true")
@@ -158,16 +165,13 @@ LIMITS = (
     Limit("transformers", "mtp", "head", "without settings of MiMo's MTP layer", mimo_settings,
           "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm if the target is a MiMo, or train without them"),
-    Limit("vllm", "eagle3", "target.path", "of a family whose layers can be captured", family_without_capture,
-          "vLLM's class does not return its residual streams",
-          TRAIN_MTP),
-    Limit("vllm", "peagle", "target.path", "of a family whose layers can be captured", family_without_capture,
-          "vLLM's class does not return its residual streams",
-          TRAIN_MTP),
-    Limit("vllm", "dflash", "target.path", "of a family whose layers can be captured", family_without_capture,
-          "vLLM's class does not return its residual streams",
-          TRAIN_MTP),
-    Limit("sglang", "eagle3", "target.path", "of a family whose layers can be captured", family_without_capture,
+    *(Limit("vllm", name, "target.path", "of a family whose layers can be captured",
+            family_without_capture("gemma3_text", "mimo"),
+            "vLLM's class does not return its residual streams",
+            instead)
+      for name, instead in (("eagle3", f"set export.engine=sglang if the target is a Gemma 3, or {TRAIN_MTP}"),
+                            ("peagle", TRAIN_MTP), ("dflash", TRAIN_MTP))),
+    Limit("sglang", "eagle3", "target.path", "of a family whose layers can be captured", family_without_capture("mimo"),
           "SGLang's class does not return its residual streams",
           TRAIN_MTP),
     Limit("sglang", "eagle3", "head.norm_before_residual", "false", normed_residual,

@@ -6,7 +6,6 @@ Sources: sglang/srt/models/mimo_mtp.py; vllm/model_executor/models/mimo.py and m
 """
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +94,12 @@ def is_bias(name: str) -> bool:
     return name.endswith(".bias")
 
 
-def mimo_settings(names: Collection[str], tensors: Tensors) -> dict[str, list[object]]:
+def mimo_settings(is_checkpoint: bool, tensors: Tensors) -> dict[str, list[object]]:
     """Returns the possible settings of a head in MiMo's layout, in the form of `PublishedHead.settings`.
 
     For a MiMo checkpoint, they are the settings of vLLM's MTP layer. An export for SGLang does not store all of them.
     """
     has_biases = any(bool(tensor.any()) for name, tensor in tensors.items() if is_bias(name))
-    is_checkpoint = any(name.startswith("model.layers.") for name in names)
     return {
         "attention_bias": [True] if has_biases else [False, True],
         "zero_first_embedding": [True] if is_checkpoint else [False, True],

@@ -5,7 +5,7 @@ from typing import Any
 
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.mimo import MimoLayer
-from mtptrain.convert.vllm import EAGLE_NAMES, VllmEagle3
+from mtptrain.convert.vllm import EAGLE_NAMES, LAYER_IDS, VllmEagle3
 
 
 def launch(form: Format, target: str, directory: Path, num_speculative_tokens: int) -> str:
@@ -60,15 +60,17 @@ class SglangEagle3(VllmEagle3):
     method = "EAGLE3"
     launch = launch
 
-    def layer_ids(self, layers: tuple[int, ...]) -> list[int]:
-        """Returns SGLang's layer ids, which are one less than ours: id k is the output of layer k, counted from 0.
+    def layer_ids(self, layers: tuple[int, ...]) -> dict[str, Any]:
+        """Returns the key for the layer ids, which are one less than ours: id k is the output of layer k, from 0.
 
         SGLang's DeepSeek class adds 1 back only if the first id is 1, and otherwise expects our ids
         (`set_eagle3_layers_to_capture` in deepseek_v2.py).
         """
         if self.target.model_type == "deepseek_v2" and layers[0] != 2:
-            return list(layers)
-        return [layer - 1 for layer in layers]
+            ids = list(layers)
+        else:
+            ids = [layer - 1 for layer in layers]
+        return {"eagle_config": {LAYER_IDS: ids}}
 
     def notes(self) -> list[str]:
         return []

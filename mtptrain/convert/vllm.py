@@ -20,12 +20,14 @@ from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead, mask_token_id
+from mtptrain.serving.exports import TESTED_VLLM
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, sliding_window
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.utils.files import save_tensors
 
 EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
 EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SAME_NAMES: dict[str, str] = {}  # the engine reads our tensor names
 MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
 
@@ -40,12 +42,14 @@ class VllmFormat(Format):
         return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'{overrides}"
 
     def notes(self) -> list[str]:
+        tested = f"For vLLM {TESTED_VLLM}, the version that served such heads in mtptrain's tests. No other was tried."
         window = sliding_window(self.target) if self.target.model_type in WINDOW_IN_ALL_LAYERS else None
         if window is None or window >= self.target.max_position_embeddings:
-            return []
+            return [tested]
         return [
+            tested,
             f"vLLM gives the head the target's sliding window of {window} tokens too (`CacheConfig.sliding_window`); "
-            "the head was trained and measured without one. Drafts for texts of at most that length are not affected."
+            "the head was trained and measured without one. Drafts for texts of at most that length are not affected.",
         ]
 
 
@@ -130,12 +134,16 @@ class VllmEagle3(VllmFormat):
             "norm_output": self.head.norm_output,
             "norm_before_residual": self.head.norm_before_residual,
             # Engines number layers differently but agree on the default layers, so these are left out.
-            **({} if is_default else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": self.layer_ids(layers)}}),
+            **({} if is_default else self.layer_ids(layers)),
         }
 
-    def layer_ids(self, layers: tuple[int, ...]) -> list[int]:
-        """Returns vLLM's layer ids, which are the same as ours: id k is the stream after k decoder layers."""
-        return list(layers)
+    def layer_ids(self, layers: tuple[int, ...]) -> dict[str, Any]:
+        """Returns the keys for the layer ids, which are the same as ours: id k is the stream after k decoder layers.
+
+        vLLM reads them at the top level or in `eagle_config`. The converter of llama.cpp, whose ids are also the same,
+        reads the top level only and otherwise takes the default layers without an error.
+        """
+        return {LAYER_IDS: list(layers), "eagle_config": {LAYER_IDS: list(layers)}}
 
 
 class VllmPeagle(VllmEagle3):
@@ -192,8 +200,10 @@ class VllmMedusa(VllmFormat):
 
     def notes(self) -> list[str]:
         return [
+            *super().notes(),
+            "vLLM 0.33 and later have no Medusa: they cannot serve this head.",
             f"num_speculative_tokens may be at most {self.head.ttt_steps}, the number of trained depths. vLLM keeps it "
-            "fixed for this method: leave num_speculative_tokens_per_batch_size unset."
+            "fixed for this method: leave num_speculative_tokens_per_batch_size unset.",
         ]
 
 
@@ -263,8 +273,9 @@ class VllmDraftModel(VllmFormat):
     def notes(self) -> list[str]:
         ours, theirs = self.model_config.max_position_embeddings, self.target.max_position_embeddings
         notes = [
+            *super().notes(),
             "vLLM runs the draft model with the target's tensor parallel size, and stores the draft model's keys and "
-            "values in addition to the target's."
+            "values in addition to the target's.",
         ]
         if ours < theirs:
             notes.append(f"vLLM stops drafting for texts of more than {ours} tokens, the draft model's context.")

@@ -1,7 +1,7 @@
 """Gives a head its initial weights, from `head.init_from` or, with `head.start_from_target`, from the target.
 
 Training starts from these weights. The weights of `head.init_from` must fit the head of the config;
-`mtptrain.convert.published_heads` lists the formats that can be read. If a run has no trained head, acceptance and
+`mtptrain.convert.published.heads` lists the formats that can be read. If a run has no trained head, acceptance and
 export use the head of `head.init_from`.
 """
 
@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.draft_model import initial_weights, start_from_target_model
-from mtptrain.convert.published_heads import PublishedHead, effective_settings, read_published
+from mtptrain.convert.published.config import arithmetic
+from mtptrain.convert.published.heads import PublishedHead, effective_settings, read_published
+from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head, check_head_target, check_values, fill_head, load_head
-from mtptrain.target.families import head_rope_parameters, read_target_config
+from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.files import file_sha256
@@ -151,6 +153,19 @@ def fits(name: str, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
     return parameter.shape[:-1] == weight.shape[:-1] and parameter.shape[-1] in widths
 
 
+def check_one_start(config: HeadConfig) -> None:
+    if config.start_from_target and not HEADS[config.name].starts_from_target:
+        raise ValueError(
+            f"head.start_from_target: must be false with head {config.name}, which cannot start as the target's last "
+            "layer, but is true; set head.start_from_target=false"
+        )
+    if config.start_from_target and config.init_from is not None:
+        raise ValueError(
+            "head.start_from_target: must be false when head.init_from is set, but is true and head.init_from is "
+            f"{config.init_from}; unset one of them"
+        )
+
+
 def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
     """Returns the initial `state_dict` of a head of this config, with `d2t` and `lm_head` if the head has them.
 
@@ -188,7 +203,7 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[Path, Tensor
     state = without_repeated_tensors(state, expected, published.directory, target_dir)
     check_tensors(state, expected, published.directory, config)
     check_values(published.directory, expected, state, "copy or download it again")
-    check_draft_token_ids(state, target_config.vocab_size, published.directory)
+    check_draft_token_ids(state, published.tensors.get("t2d"), target_config.vocab_size, published.directory)
     return published.directory, state
 
 
@@ -202,12 +217,6 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
         raise ValueError(
             f"head.init_from: {directory} must hold the head {config.name}, as in the recipe, but holds the head "
             f"{published.name}; set head={published.name}{choices}, or choose another head"
-        )
-    hidden_size = (published.config or {}).get("hidden_size", target_config.hidden_size)
-    if hidden_size != target_config.hidden_size:
-        raise ValueError(
-            f"head.init_from: {directory} must be for a hidden size of {target_config.hidden_size}, the target's, but "
-            f"is for {hidden_size}; the head belongs to another target"
         )
     ours = effective_settings(config, target_config)
     different = {name: values for name, values in settings.items() if ours[name] not in values}
@@ -240,12 +249,8 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
     """Warn if the RoPE or norm settings in the head's config.json differ from the target's, which our heads use."""
     if published.config is None:
         return
-    own = LlamaConfig.from_dict(published.config)
-    pairs = {
-        "rope_parameters": (head_rope_parameters(own), head_rope_parameters(target_config)),
-        "rms_norm_eps": (own.rms_norm_eps, target_config.rms_norm_eps),
-    }
-    for name, (theirs, ours) in pairs.items():
+    theta = 1e6 if published.name == "dflash" else 1e4
+    for name, (theirs, ours) in arithmetic(published.config, target_config, theta).items():
         if theirs != ours:
             warnings.warn(
                 f"{published.directory / 'config.json'}: {name} should be {ours}, the target's value, which is used, "
@@ -318,14 +323,23 @@ def _describe(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else f"of shape {shape}"
 
 
-def check_draft_token_ids(state: Tensors, vocab_size: int, directory: Path) -> None:
-    """Check that `d2t` maps each draft token to a different target token."""
-    if "d2t" not in state:
+def check_draft_token_ids(state: Tensors, t2d: torch.Tensor | None, vocab_size: int, directory: Path) -> None:
+    """Check that `d2t` maps each draft token to a different target token, and that `t2d` marks these tokens."""
+    ids = torch.arange(vocab_size)
+    if "d2t" in state:
+        ids = state["d2t"] + torch.arange(len(state["d2t"]))
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"head.init_from: d2t of {directory} must be offsets to different tokens within the target's "
+                f"0..{vocab_size - 1}, but lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}"
+                "; the head belongs to another target"
+            )
+    if t2d is None:
         return
-    ids = state["d2t"] + torch.arange(len(state["d2t"]))
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+    marked = t2d.bool().nonzero().flatten()
+    if tuple(t2d.shape) != (vocab_size,) or not torch.equal(marked, ids.sort().values):
         raise ValueError(
-            f"head.init_from: d2t of {directory} must be offsets to different tokens within the target's "
-            f"0..{vocab_size - 1}, but lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}; "
-            "the head belongs to another target"
+            f"head.init_from: t2d of {directory} must mark among {vocab_size} tokens the {len(ids)} that the head "
+            f"drafts{' according to d2t' * ('d2t' in state)}, but marks {len(marked)} among {len(t2d)}, not the same "
+            "ones; download the head again"
         )

@@ -1,6 +1,9 @@
 """Settings that heads share."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
 
 from mtptrain.utils.settings import between, between_or_none
 
@@ -41,3 +44,21 @@ class LayerConfig(HeadConfig):
     """null takes the target's number, or one per attention head if that number does not divide the attention heads."""
     intermediate_size: int | None = between_or_none(1, MAX_SIZE)
     """null takes the target's."""
+
+
+ConfigT = TypeVar("ConfigT", bound=HeadConfig)
+
+
+def config_of(kind: type[ConfigT], stored: Mapping[str, Any], path: Path) -> ConfigT:
+    """Returns the settings of a head that `save_head` stored in the file `path`; settings added since have defaults.
+
+    Raises:
+        ValueError: a stored setting is unknown.
+    """
+    unknown = sorted(stored.keys() - {field.name for field in fields(kind)})
+    if unknown:
+        raise ValueError(
+            f"{path}: must hold only settings of head {kind().name} that this version of mtptrain has, but has "
+            f"{unknown[0]}={stored[unknown[0]]}; use the version that trained the head, or train again"
+        )
+    return kind(**stored)

@@ -7,7 +7,7 @@ Inference from Transformers via Speculative Decoding (arXiv 2211.17192).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.heads.attention.documents import DOCUMENTS_OR_CACHE, longer_documents
 from mtptrain.heads.base import FirstStates, Head, StepFlops
-from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE, HeadConfig
+from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE, HeadConfig, config_of
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.families import head_rope_parameters, read_target_config, sliding_window
 from mtptrain.target.frozen_parts import FrozenParts
@@ -232,9 +232,7 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
                 f"{setting}: must be a language model, but {path} holds the head {stored['name']}; set it to a "
                 f"language model, or train with head={stored['name']}"
             )
-        known = {field.name for field in fields(DraftModelHead.Config)}
-        settings = {name: value for name, value in stored.items() if name in known}
-        return model_config(DraftModelHead.Config(**settings), target_config)
+        return model_config(config_of(DraftModelHead.Config, stored, Path(path) / "head.json"), target_config)
     directory = config_dir(path, setting=setting)
     try:
         found = read_target_config(directory)

@@ -6,6 +6,7 @@ Inference Acceleration of Large Language Models via Training-Time Test (arXiv 25
 `norm_output`, the head is EAGLE-3.1 (arXiv 2605.09992).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,11 @@ class Eagle3Head(LayerHead):
         return normed, normed if self.norm_output else x
 
 
+def can_capture(layers: Sequence[int], num_layers: int) -> bool:
+    """Returns whether these are different layers, in rising order, of a target of `num_layers` decoder layers."""
+    return bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0 and layers[-1] <= num_layers
+
+
 def check_capture_layers(layers: tuple[int, ...], num_layers: int, default: str = "") -> tuple[int, ...]:
     """Returns the layers if a head can capture them from a target of `num_layers` decoder layers.
 
@@ -110,7 +116,7 @@ def check_capture_layers(layers: tuple[int, ...], num_layers: int, default: str 
     Raises:
         ValueError: they are not different layers of the target in rising order.
     """
-    if layers and list(layers) == sorted(set(layers)) and layers[0] >= 0 and layers[-1] <= num_layers:
+    if can_capture(layers, num_layers):
         return layers
     example = str(sorted({num_layers // 4 or 1, num_layers // 2 or 1, num_layers - 1 or 1})).replace(" ", "")
     raise ValueError(

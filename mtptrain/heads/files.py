@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
-from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.config import HeadConfig, config_of
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.files import read_json, save_tensors, tensor_shapes, write_json
 
@@ -181,6 +181,18 @@ def _read_settings(directory: Path) -> dict[str, Any]:
             f"{RESTORE}"
         )
     return settings
+
+
+def stored_config(directory: Path) -> HeadConfig:
+    """Returns the config of the head that `save_head` wrote to a directory.
+
+    Raises:
+        FileNotFoundError: the directory has no head.
+        ValueError: `head.json` is damaged, or holds a head or a setting that this version does not know.
+    """
+    settings = _read_settings(directory)
+    config: HeadConfig = config_of(HEADS[settings["name"]].Config, settings, directory / "head.json")
+    return config
 
 
 def _read_facts(directory: Path, required: str) -> dict[str, Any]:

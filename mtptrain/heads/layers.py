@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mtptrain.heads.config import LayerConfig
-from mtptrain.target.families import check_static_rope, head_rope_parameters
+from mtptrain.target.families import check_rope, head_rope_parameters
 
 SERVED_HEAD_DIMS = (64, 128)
 """Head dims that a head may have: the attention backends of all engines have kernels for both."""
@@ -55,7 +55,7 @@ class Rope:
 
     def __init__(self, head_dim: int, target_config: PreTrainedConfig) -> None:
         rope_parameters = head_rope_parameters(target_config)
-        check_static_rope(target_config)
+        check_rope(target_config)
         rotary = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=head_dim,

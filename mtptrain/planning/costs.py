@@ -14,6 +14,7 @@ from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from mtptrain.planning.meter import Meter
+from mtptrain.target.families import head_dim
 from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
 from mtptrain.training.batches import Batch
 from mtptrain.training.forward import training_losses
@@ -52,8 +53,8 @@ def target_costs(config: PreTrainedConfig) -> TargetCosts:
     used = config.num_experts_per_tok / num_experts if num_experts else 1.0
     layers = {name: size for name, size in sizes.items() if name not in (EMBED_TOKENS, LM_HEAD)}
     active = sum(size * (used if ".experts." in name else 1.0) for name, size in layers.items())
-    query_dim = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0) or config.head_dim
-    value_dim = getattr(config, "v_head_dim", None) or config.head_dim
+    query_dim = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0) or head_dim(config)
+    value_dim = getattr(config, "v_head_dim", None) or head_dim(config)
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * (query_dim + value_dim)
     return TargetCosts(sum(sizes.values()), round(active), attention, _traffic_per_token(config, query_dim + value_dim))
 

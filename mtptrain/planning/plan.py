@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.convert.export_proof import proof_bytes
+from mtptrain.convert.formats import warn_of_limits
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
@@ -107,6 +108,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     if settings.backend is Backend.vllm:
         check_vllm_can_extract(target_config)
     HEADS[config.head.name].check_trainable(config.head, target_config)
+    warn_of_limits(config.export.engine, config.head, target_config)
     captured = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     check_store_dtype(settings.store_dtype, captured)
     # 2. Extraction: disk, memory and time.

@@ -11,6 +11,7 @@ from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.planning.costs import _DefaultDtype, _frozen_parts
 from mtptrain.planning.meter import Meter
+from mtptrain.target.families import head_dim
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import TargetStates, Verified
 
@@ -51,10 +52,7 @@ def cached_values(target_config: PreTrainedConfig) -> int:
     if target_config.model_type == "deepseek_v2":
         layer_values = target_config.kv_lora_rank + target_config.qk_rope_head_dim
     else:
-        head_dim = (
-            getattr(target_config, "head_dim", None) or target_config.hidden_size // target_config.num_attention_heads
-        )
-        layer_values = 2 * target_config.num_key_value_heads * head_dim
+        layer_values = 2 * target_config.num_key_value_heads * head_dim(target_config)
     return int(target_config.num_hidden_layers * layer_values)
 
 

@@ -1,16 +1,20 @@
 """Reads an export's `serving.json`, and turns it into settings of the engine that serves the export."""
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from mtptrain.run_dir import require
+from mtptrain.target.families import head_dim
 from mtptrain.utils.files import read_json
 
 SERVING = "serving.json"
 """Name of the file in an export that describes it for programs."""
+TESTED_VLLM = "0.32"
+"""The minor version of vLLM that has served exports in the tests."""
 REQUIRED = ("engine", "method", "hf_overrides", "head_sha256")
 """Entries of `serving.json` that every export has."""
 
@@ -37,6 +41,16 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
     return facts
 
 
+def warn_of_untested_vllm(version: str, place: str) -> None:
+    """Warn if the vLLM at `place` is not the one that has served exports in the tests."""
+    if version.split(".")[:2] != TESTED_VLLM.split("."):
+        warnings.warn(
+            f"{place}: vLLM should be {TESTED_VLLM}, the only version that mtptrain was tested with, but is {version}; "
+            f"another version may read exports differently (0.33 has no medusa): install vllm=={TESTED_VLLM}.0",
+            stacklevel=3,
+        )
+
+
 def served_model(facts: dict[str, Any], head_dir: Path, target: Path | str) -> Path | str:
     """Returns the model to start the engine with: the export itself if it also holds the target, else the target."""
     return head_dir.resolve() if facts.get("holds_target", False) else target
@@ -61,8 +75,6 @@ def cache_bytes(target: PreTrainedConfig, head_dir: Path, max_model_len: int, nu
     own = read_json(head_dir / "config.json", "run mtptrain.export again")
     names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
     head_values = math.prod(own.get(name) or 0 for name in names)
-    layer_values = target.num_key_value_heads * (
-        getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    )
+    layer_values = target.num_key_value_heads * head_dim(target)
     token_bytes = 2 * 4 * (target.num_hidden_layers * layer_values + max(2 * layer_values, head_values))
     return num_sequences * (max_model_len + 128) * token_bytes + (64 << 20)

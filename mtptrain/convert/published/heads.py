@@ -19,23 +19,32 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mtptrain.convert.base import Format, Tensors, rename
 from mtptrain.convert.mimo import MIMO_LAYER, mimo_settings
-from mtptrain.convert.published_medusa import check_medusa, is_medusa, medusa_settings, medusa_tensors
+from mtptrain.convert.published.config import Config, read_config
+from mtptrain.convert.published.medusa import check_lm_heads, is_medusa, medusa_settings, medusa_tensors
+from mtptrain.convert.published.settings import (
+    Settings,
+    dflash_settings,
+    eagle3_settings,
+    layer_sizes,
+    mask_token_id,
+)
 from mtptrain.convert.sglang import SglangEagle, SglangMtp
 from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
+from mtptrain.heads.files import stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MlpConfig
-from mtptrain.serving.exports import SERVING
 from mtptrain.utils.files import read_json, tensor_shapes
 
 NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
@@ -69,13 +78,13 @@ class PublishedHead:
     directory: Path
     name: str
     """The head's name in `HEADS`."""
-    settings: dict[str, list[object]]
+    settings: Settings
     """For each setting of the head, the values that fit its weights, most likely first."""
     tensors: Tensors
     format: type[Format] | None
     """The format of `tensors`; None if they have our names."""
-    config: dict[str, Any] | None
-    """The head's config.json, whose hidden size, norm eps and RoPE are compared with the target's; None skips this."""
+    config: Config | None
+    """The head's config.json, whose norm eps and RoPE are compared with the target's; None skips this."""
 
     def state(self, config: HeadConfig, target_config: PreTrainedConfig) -> Tensors:
         """Returns the head's `state_dict`. The caller must have checked that `settings` match `config`.
@@ -104,12 +113,13 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     config: dict[str, Any] = read_json(directory / "config.json", "copy or download it again")
     names = tensor_names(files)
     if any(NATIVE_MTP.match(name) for name in names):
-        return _native_mtp(directory, config, names)
+        return _native_mtp(directory, names, target_config)
     if is_medusa(config, names):
+        read_config(directory, "medusa", target_config)
         medusa = medusa_tensors(read_tensors(files))
-        check_medusa(directory, config, medusa, target_config)
+        check_lm_heads(directory, medusa, target_config)
         return PublishedHead(directory, "medusa", medusa_settings(medusa), medusa, None, None)
-    architecture = (config.get("architectures") or [PLAIN_LLAMA])[0]
+    architecture = _architecture(config)
     if any(UNKNOWN_MTP.match(name) for name in names):
         raise ValueError(
             "head.init_from: an MTP layer must have DeepSeek's or MiMo's layout to become head mtp, but that of the "
@@ -119,28 +129,48 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         is_eagle3 = any(name.endswith(".hidden_norm.weight") for name in names)
         architecture = VllmEagle3.architecture if is_eagle3 else VllmEagle.architecture
     if architecture not in KNOWN:
-        raise ValueError(
-            f"head.init_from: must be a draft head of a known format ({', '.join(KNOWN)}, our head.json, or a model "
-            f"with model.layers.N.eh_proj), but {directory} is a {architecture}; choose another head"
-        )
+        _refuse_class(directory, architecture)
     name, form = KNOWN[architecture]
-    check_config(directory, config)
-    settings = _sizes(name, config)
+    is_checkpoint = any(name.startswith("model.layers.") for name in names)  # of MiMo, with its MTP layer
+    config = read_config(directory, "native" if form is SglangMtp and is_checkpoint else name, target_config)
+    settings = layer_sizes(directory, name, config)
     if form is SglangMtp:
         refuse_several({match[1] for name in names if (match := MIMO_MTP.match(name))}, directory)
-        tensors = read_tensors(files, MIMO_LAYER)  # only the head's, if this is a whole MiMo model
-        settings |= mimo_settings(names, tensors)
+        tensors = read_tensors(files, MIMO_LAYER)
+        settings |= mimo_settings(is_checkpoint, tensors)
         return PublishedHead(directory, name, settings, tensors, form, config)
     tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(files).items()}
     if form is VllmEagle3:
         tensors = _eagle3_tensors(tensors, config)
-        settings |= _eagle3_settings(directory, config, tensors, target_config)
+        settings |= eagle3_settings(directory, config, tensors, target_config)
         if "mask_hidden" in tensors:
             name, form = "peagle", VllmPeagle
-            settings["mask_token_id"] = [config.get("mask_token_id")]
+            settings["mask_token_id"] = [mask_token_id(directory, config)]
     if form is VllmDflash:
-        settings |= _dflash_settings(directory, config, tensors)
+        settings |= dflash_settings(directory, config, tensors, target_config)
     return PublishedHead(directory, name, settings, tensors, form, config)
+
+
+def _architecture(config: Config) -> str:
+    """Returns the model class that a config.json names first."""
+    named = config.get("architectures") or PLAIN_LLAMA
+    return str(named[0] if isinstance(named, list) else named)
+
+
+def _refuse_class(directory: Path, architecture: str) -> NoReturn:
+    """Refuse a model class that is not a head, with the classes that are."""
+    known = ", ".join(f"{' or '.join(classes_of(head))} (head {head})" for head in dict(KNOWN.values()))
+    is_language_model = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    advice = "set head=draft_model to draft with this language model, or " if is_language_model else ""
+    raise ValueError(
+        f"head.init_from: must hold head.json, a model with an MTP layer (model.layers.N.eh_proj), or a published head "
+        f"of class {known}, but {directory} holds a {architecture}; {advice}choose another head"
+    )
+
+
+def classes_of(head: str) -> list[str]:
+    """Returns the model classes in config.json that are read as this head."""
+    return [architecture for architecture, (name, _) in KNOWN.items() if name == head]
 
 
 def resolve_init(path: str) -> Path:
@@ -192,42 +222,13 @@ def read_tensors(files: list[Path], prefix: str = "") -> Tensors:
     return tensors
 
 
-def check_config(directory: Path, config: dict[str, Any]) -> None:
-    """Check settings of `config.json` that the tensors do not reveal."""
-    missing = [name for name in ("hidden_size", "num_attention_heads", "intermediate_size") if name not in config]
-    if missing:
-        raise ValueError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")
-    for name, supported in (("hidden_act", "silu"), ("logit_scale", 1.0)):
-        if config.get(name) not in (None, supported):
-            raise ValueError(
-                f"{directory / 'config.json'}: {name} must be {supported}, as in our heads, but is {config[name]}; "
-                "choose another head"
-            )
-
-
-def _sizes(name: str, config: dict[str, Any]) -> dict[str, list[object]]:
-    heads = config["num_attention_heads"]
-    sizes = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "intermediate_size": config["intermediate_size"],
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-    }
-    known = {field.name for field in fields(HEADS[name].Config)}
-    return {setting: [size] for setting, size in sizes.items() if setting in known}
-
-
 def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
     """Returns a head that `save_head` wrote. Sizes that its settings leave unset are the target's."""
-    stored: dict[str, Any] = read_json(directory / "head.json", "copy or download it again")["head"]
-    config_class = HEADS[stored["name"]].Config
-    known = {field.name for field in fields(config_class)}
-    settings = effective_settings(
-        config_class(**{name: value for name, value in stored.items() if name in known}), target_config
-    )
+    config = stored_config(directory)
+    settings = effective_settings(config, target_config)
     tensors = read_tensors([directory / "head.safetensors"])
     return PublishedHead(
-        directory, stored["name"], {name: [value] for name, value in settings.items()}, tensors, None, None
+        directory, config.name, {name: [value] for name, value in settings.items()}, tensors, None, None
     )
 
 
@@ -244,7 +245,7 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
     return settings | {name: size for name, size in sizes.items() if name in settings} | captured
 
 
-def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> PublishedHead:
+def _native_mtp(directory: Path, names: set[str], target_config: PreTrainedConfig) -> PublishedHead:
     """Returns the MTP layer of a checkpoint."""
     prefixes = sorted({match[1] for name in names if (match := NATIVE_MTP.match(name))})
     refuse_several(prefixes, directory)
@@ -258,17 +259,13 @@ def _native_mtp(directory: Path, config: dict[str, Any], names: set[str]) -> Pub
             "head.init_from: an MTP layer must be dense and have plain attention, as head mtp has, but that of "
             f"{directory} has {' and '.join(foreign)}; choose another checkpoint"
         )
-    check_config(directory, config)
-    if config.get("mtp_hidden_states_first"):
-        raise ValueError(
-            f"{directory / 'config.json'}: mtp_hidden_states_first must be false, because eh_proj of head mtp reads "
-            "the embedding first, but is true; choose another checkpoint"
-        )
+    config = read_config(directory, "native", target_config)
     tensors = {
         name.removeprefix(prefixes[0]): tensor
         for name, tensor in read_tensors(tensor_files(directory), prefixes[0]).items()
     }
-    return PublishedHead(directory, "mtp", _sizes("mtp", config), rename(tensors, NATIVE_NAMES), None, None)
+    tensors = rename(tensors, NATIVE_NAMES)
+    return PublishedHead(directory, "mtp", layer_sizes(directory, "mtp", config), tensors, None, config)
 
 
 def refuse_several(prefixes: Collection[str], directory: Path) -> None:
@@ -280,66 +277,9 @@ def refuse_several(prefixes: Collection[str], directory: Path) -> None:
         )
 
 
-def _eagle3_tensors(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+def _eagle3_tensors(tensors: Tensors, config: Config) -> Tensors:
     """Returns the tensors under our export's names, without `d2t` if it maps the whole vocabulary to itself."""
     tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
     if "d2t" in tensors and len(tensors["d2t"]) == config.get("vocab_size") and not tensors["d2t"].any():
         tensors.pop("d2t")
     return tensors
-
-
-def _eagle3_settings(
-    directory: Path, config: dict[str, Any], tensors: Tensors, target_config: PreTrainedConfig
-) -> dict[str, list[object]]:
-    nested = config.get("eagle_config") or {}
-    if nested.get("use_aux_hidden_state") is False:
-        raise ValueError(
-            f"{directory / 'config.json'}: eagle_config.use_aux_hidden_state must be true, because head eagle3 reads "
-            "captured layers, but is false; choose another head"
-        )
-    lm_head = tensors.get("lm_head.weight")
-    settings: dict[str, list[object]] = {
-        "draft_vocab_size": [None if lm_head is None else len(lm_head)],
-        "norm_before_fc": [
-            "input_norm.weight" in tensors or bool(config.get("norm_before_fc") or nested.get("norm_before_fc"))
-        ],
-        "fc_norm": ["fc_norm.0.weight" in tensors or bool(config.get("fc_norm") or config.get("use_aux_norm"))],
-        "norm_output": [bool(config.get("norm_output"))],
-        "norm_before_residual": [bool(config.get("norm_before_residual"))],
-    }
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
-    layers = target_config.num_hidden_layers
-    captured = [[2, layers // 2, layers - 3]] if ids is None else _captured(directory, ids, target_config)
-    return settings | {"capture_layers": list(captured)}
-
-
-def _dflash_settings(directory: Path, config: dict[str, Any], tensors: Tensors) -> dict[str, list[object]]:
-    nested = config.get("dflash_config") or {}
-    ids, block_size = nested.get("target_layer_ids"), config.get("block_size") or nested.get("block_size")
-    if not ids or not block_size or nested.get("mask_token_id") is None:
-        raise ValueError(
-            f"{directory / 'config.json'}: must have block_size, dflash_config.target_layer_ids and "
-            "dflash_config.mask_token_id, but does not have all of them; download the head again"
-        )
-    lm_head = tensors.get("lm_head.weight")
-    return {
-        "num_layers": [config["num_hidden_layers"]],
-        "capture_layers": [[layer + 1 for layer in ids]],
-        "mask_token_id": [nested["mask_token_id"]],
-        "ttt_steps": [block_size - 1],
-        "draft_vocab_size": [None if lm_head is None else len(lm_head)],
-    }
-
-
-def _captured(directory: Path, ids: list[int], target_config: PreTrainedConfig) -> list[list[int]]:
-    """Returns the capture layers that explicit layer ids may mean, most likely first.
-
-    Engines number layers differently (see their formats). The `serving.json` of our own exports names the engine.
-    """
-    if target_config.model_type == "deepseek_v2" and ids[0] != 1:
-        # SGLang's DeepSeek class uses vLLM's ids unless the first is 1 (see SglangEagle3.layer_ids).
-        return [ids]
-    as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}
-    serving = directory / SERVING
-    engine = read_json(serving)["engine"] if serving.is_file() else None
-    return [as_engine[engine]] if engine in as_engine else list(as_engine.values())

@@ -14,8 +14,6 @@ from mtptrain.convert.base import Tensors
 
 FASTER_DECODING = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
 """Layer j of depth i is `i.j.linear`. The lm_head of depth i is `i.j`, where j is the number of layers."""
-COUNTS = ("num_heads", "num_hidden_layers", "medusa_num_heads", "medusa_num_layers")
-"""Keys of config.json, in either layout, from which vLLM reads the number of depths and of layers."""
 
 
 def is_medusa(config: dict[str, Any], names: set[str]) -> bool:
@@ -47,25 +45,13 @@ def medusa_settings(tensors: Tensors) -> dict[str, list[object]]:
     }
 
 
-def check_medusa(directory: Path, config: dict[str, Any], tensors: Tensors, target_config: PreTrainedConfig) -> None:
-    """Check that a head fits the target and that vLLM will not misread its config.json.
+def check_lm_heads(directory: Path, tensors: Tensors, target_config: PreTrainedConfig) -> None:
+    """Check that each lm_head has a row for each token of the target.
 
     Raises:
-        ValueError: one of these checks fails.
+        ValueError: an lm_head has another number of rows.
     """
-    path, vocab_size = directory / "config.json", target_config.vocab_size
-    renamed = [key for key in config if "num" in key and ("heads" in key or "layers" in key) and key not in COUNTS]
-    if renamed:
-        raise ValueError(
-            f"{path}: must have no number of heads or layers besides num_heads and num_hidden_layers, because vLLM "
-            f"takes any key that contains num and heads, or num and layers, for one of them, but has {renamed[0]}; "
-            "remove it"
-        )
-    wanted = {"vocab_size": vocab_size, "truncated_vocab_size": vocab_size, "hidden_size": target_config.hidden_size}
-    for name, value in {**wanted, "logit_scale": 1.0}.items():
-        if config.get(name) not in (None, value):
-            reason = " for this target" if name in wanted else ", as in our heads"
-            raise ValueError(f"{path}: {name} must be {value}{reason}, but is {config[name]}; choose another head")
+    vocab_size = target_config.vocab_size
     for name, tensor in sorted(tensors.items()):
         if name.startswith("lm_head") and len(tensor) != vocab_size:
             raise ValueError(

@@ -1,0 +1,1 @@
+"""Reads heads that others published, and our own exports."""

@@ -1,0 +1,301 @@
+"""Reads the config.json of a published head by a whitelist.
+
+`RULES` lists every key that mtptrain understands, by kind of head, with the rule that its value must keep. Any other
+key is refused by name, because it may change how the head drafts. Keys of `dflash_config`, `eagle_config`,
+`rope_parameters` and `rope_scaling` are written with a dot. A key whose value is null counts as absent.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedConfig
+
+from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE
+from mtptrain.target.families import head_rope_parameters
+from mtptrain.utils.files import read_json
+
+Config = dict[str, Any]
+Rule = Callable[[Any, Config, PreTrainedConfig], str | None]
+"""Given a value, the whole config and the target, returns what the value must be instead, or None if it is honoured."""
+
+SECTIONS = ("dflash_config", "eagle_config", "rope_parameters", "rope_scaling")
+"""Keys that hold further keys."""
+SHOWN_CHARACTERS = 80
+"""Maximum number of characters that an error quotes from a value."""
+
+
+def shown(value: object) -> str:
+    """Returns a value of config.json as it is written there, but not more than its beginning."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def anything(value: Any, config: Config, target: PreTrainedConfig) -> None:
+    """Accepts all values: the key changes nothing, or its value is read or compared elsewhere."""
+
+
+def only(*allowed: object, because: str = "as in our heads") -> Rule:
+    words = " or ".join(shown(value) for value in allowed)
+    return lambda value, config, target: None if value in allowed else f"{words}, {because}"
+
+
+def of_target(name: str) -> Rule:
+    """Accepts the value that the target has under this name."""
+
+    def rule(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+        return None if value == getattr(target, name) else f"{getattr(target, name)} for this target"
+
+    return rule
+
+
+def is_whole_number(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def between(least: int, most: int) -> Rule:
+    """Accepts whole numbers that the setting of our heads may have."""
+
+    def rule(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+        return None if is_whole_number(value, least) and value <= most else f"a whole number from {least} to {most:,}"
+
+    return rule
+
+
+def number(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    is_number = isinstance(value, int | float) and 0 < value < math.inf
+    return None if is_number else "a number above 0"
+
+
+def token_id(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    """Accepts the id of a token of the target."""
+    is_token = is_whole_number(value) and value < target.vocab_size
+    return None if is_token else f"within 0..{target.vocab_size - 1}, the target's vocabulary"
+
+
+def layer_ids(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    is_list = isinstance(value, list) and bool(value) and all(is_whole_number(each, least=-1) for each in value)
+    return None if is_list else "a list of layer ids"
+
+
+def full_attention(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    is_full = isinstance(value, list) and set(map(str, value)) <= {"full_attention"}
+    return None if is_full else "full_attention in all layers, as in our heads"
+
+
+def unused_window(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    """Accepts the size of a window that no layer has."""
+    is_unused = config.get("use_sliding_window") is False or config.get("layer_types") is not None
+    return None if is_unused else "null or switched off by use_sliding_window=false, because our heads have no window"
+
+
+def unused_block_window(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    is_unused = config.get("dflash_config.use_swa") is False
+    return None if is_unused else "null or switched off by use_swa=false, because our heads have no window"
+
+
+def alone(other: str) -> Rule:
+    """Accepts any value of a key unless another key that means the same has a different value."""
+
+    def rule(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+        there = config.get(other)
+        return None if there in (None, value) else f"the same as {other}, {shown(there)}"
+
+    return rule
+
+
+def num_captured(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    """Accepts the number of captured layers, which is 3 if no ids are given."""
+    ids = captured_ids(config)
+    count = 3 if ids is None else len(ids)
+    return None if value == count else f"{count}, the number of captured layers"
+
+
+size = between(1, MAX_SIZE)
+HARMLESS = dict.fromkeys(
+    (
+        *("architectures", "model_type", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tie_word_embeddings", "use_cache"),
+        *("initializer_range", "attention_dropout", "hidden_dropout", "pretraining_tp", "return_dict", "problem_type"),
+        *(
+            "is_encoder_decoder",
+            "output_attentions",
+            "output_hidden_states",
+            "is_decoder",
+            "id2label",
+            "label2id",
+            "gradient_checkpointing",
+        ),
+        *("chunk_size_feed_forward", "_attn_implementation", "attn_implementation", "base_model_name_or_path"),
+        "max_position_embeddings",  # the head uses the target's positions
+        "max_window_layers",  # counts only where a window is used, which is refused
+    ),
+    anything,
+)
+"""Keys that do not change how a head drafts, or that the class or the tensors of the head make redundant."""
+ROPE_PARTS = (
+    *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor"),
+    *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+)
+ROPE = {
+    **dict.fromkeys(("rope_parameters", "original_max_position_embeddings"), anything),
+    "rope_scaling": alone("rope_parameters"),
+    **dict.fromkeys((f"{section}.{part}" for section in SECTIONS[2:] for part in ROPE_PARTS), anything),
+    **dict.fromkeys(("rope_theta", *(f"{section}.rope_theta" for section in SECTIONS[2:])), number),
+    **dict.fromkeys(
+        (*(f"{section}.partial_rotary_factor" for section in SECTIONS[2:]), "partial_rotary_factor"),
+        only(1.0, because="because our heads rotate whole attention heads"),
+    ),
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), only(True, because="because our heads rotate halves")),
+    **dict.fromkeys(
+        ("rope_interleave", "rope_interleaved", "rope_parameters.interleaved", "rope_scaling.interleaved"),
+        only(False, because="because our heads rotate halves, not interleaved pairs"),
+    ),
+}
+"""Keys of the rotary embedding. `warn_of_other_arithmetic` compares the values that any rule accepts."""
+LAYER = {
+    **HARMLESS,
+    **ROPE,
+    "vocab_size": of_target("vocab_size"),
+    "hidden_size": of_target("hidden_size"),
+    "target_hidden_size": of_target("hidden_size"),
+    "num_target_layers": of_target("num_hidden_layers"),
+    "num_hidden_layers": only(1),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"), size),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "bias"), anything),  # the tensors tell
+    "hidden_act": only("silu"),
+    "rms_norm_eps": number,  # `warn_of_other_arithmetic` compares it
+    "logit_scale": only(1.0),
+    "is_causal": only(True),
+    "layer_types": full_attention,
+    "use_sliding_window": only(False, because="because our heads have no window"),
+    "sliding_window": unused_window,
+}
+"""Keys of heads with decoder layers."""
+NATIVE = {
+    **LAYER,
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"), anything),
+    "model_type": only(
+        *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mimo"),
+        because="a family whose MTP layer feeds back the state after its norm",
+    ),
+    "mtp_hidden_states_first": only(False, because="because eh_proj of head mtp reads the embedding first"),
+}
+"""Keys of checkpoints that hold an MTP layer behind the layers of a whole model."""
+BOOLEAN = only(True, False, because="a flag")
+RULES: dict[str, dict[str, Rule]] = {
+    "native": NATIVE,
+    "mtp": {
+        **LAYER,
+        "num_nextn_predict_layers": only(1),
+        **dict.fromkeys(
+            ("n_routed_experts", "qk_nope_head_dim", "qk_rope_head_dim"),
+            only(0, because="because head mtp has neither experts nor latent attention"),
+        ),
+        **dict.fromkeys(("first_k_dense_replace", "moe_layer_freq", "n_group"), anything),  # without experts, unused
+    },
+    "eagle": LAYER | {"draft_vocab_size": of_target("vocab_size")},
+    "eagle3": {
+        **LAYER,
+        "draft_vocab_size": size,
+        **dict.fromkeys(("mask_token_id", "pard_token", "ptd_token_id"), token_id),
+        "num_aux_hidden_states": num_captured,
+        **dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm"), BOOLEAN),
+        "eagle_aux_hidden_state_layer_ids": layer_ids,
+        "eagle_config": anything,
+        "eagle_config.eagle_aux_hidden_state_layer_ids": alone("eagle_aux_hidden_state_layer_ids"),
+        "eagle_config.use_aux_hidden_state": only(True, because="because head eagle3 reads captured layers"),
+        "eagle_config.norm_before_fc": BOOLEAN,
+        **dict.fromkeys(("eagle_config.eh_proj_before_attn", "eagle_config.eh_proj_bias"), only(False)),
+    },
+    "dflash": {
+        **LAYER,
+        "num_hidden_layers": between(1, MAX_LAYERS),
+        "block_size": between(2, MAX_DEPTHS + 1),  # the newest token and the drafts
+        "draft_vocab_size": size,
+        **dict.fromkeys(
+            ("is_causal", "dflash_config.causal"), only(False, because="because rows of head dflash see their block")
+        ),
+        **dict.fromkeys(
+            ("sample_from_anchor", "dflash_config.sample_from_anchor", "dflash_config.shift_label"),
+            only(False, because="because the first row of a block of head dflash drafts nothing"),
+        ),
+        "dflash_config": anything,
+        "dflash_config.block_size": alone("block_size"),  # `read_config` copies it to the top level
+        "dflash_config.mask_token_id": token_id,
+        "dflash_config.target_layer_ids": layer_ids,
+        "dflash_config.use_swa": only(False, because="because our heads have no window"),
+        "dflash_config.swa_window_size": unused_block_window,
+        "dflash_config.attention_value_scale": only(1.0),
+    },
+    "medusa": {
+        **HARMLESS,
+        **dict.fromkeys(("vocab_size", "truncated_vocab_size"), of_target("vocab_size")),
+        "hidden_size": of_target("hidden_size"),
+        "logit_scale": only(1.0),
+        # The tensors tell these, or they shape trees, which vLLM does not draft.
+        **dict.fromkeys(("num_heads", "num_hidden_layers", "medusa_num_heads", "medusa_num_layers"), anything),
+        **dict.fromkeys(
+            ("medusa_fc_bias", "original_lm_head", "max_paths", "topk", "max_seq_len", "version"), anything
+        ),
+    },
+}
+"""The rules of each kind of head. `eagle3` includes P-EAGLE; `native` are the MTP layers of whole models."""
+
+
+def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> Config:
+    """Returns the config of a head of this kind, with the keys of sections as `section.key` and without nulls.
+
+    Raises:
+        ValueError: a key is not in the whitelist, or its value cannot be honoured.
+    """
+    path = directory / "config.json"
+    stored, config = read_json(path, "copy or download it again"), {}
+    for key, value in stored.items():
+        config[key] = value
+        if key in SECTIONS and isinstance(value, dict):
+            config |= {f"{key}.{part}": inner for part, inner in value.items()}
+    config = {key: value for key, value in config.items() if value is not None}
+    if "dflash_config.block_size" in config:
+        config.setdefault("block_size", config["dflash_config.block_size"])
+    for key, value in config.items():
+        if key not in RULES[kind]:
+            raise ValueError(
+                f"{path}: must hold only settings that mtptrain understands, because others may change what the head "
+                f"drafts, but has {key}={shown(value)}; choose another head, or remove {key} from a copy of the file "
+                "if you know that it changes nothing"
+            )
+        wanted = RULES[kind][key](value, config, target_config)
+        if wanted is not None:
+            raise ValueError(f"{path}: {key} must be {wanted}, but is {shown(value)}; choose another head")
+        if key in SECTIONS and not isinstance(value, dict):
+            raise ValueError(f"{path}: {key} must hold settings, but is {shown(value)}; download the head again")
+    return config
+
+
+def captured_ids(config: Config) -> list[int] | None:
+    """Returns the layer ids of an EAGLE-3 head, or None if it has the engines' default layers."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    ids: list[int] | None = config.get(name) or config.get(f"eagle_config.{name}")
+    return ids
+
+
+def arithmetic(config: Config, target_config: PreTrainedConfig, theta: float = 1e4) -> dict[str, tuple[object, object]]:
+    """Returns RoPE parameters and norm eps, each of the head and of the target.
+
+    Args:
+        config: the head's config.
+        target_config: the target's config.
+        theta: the engines' rope_theta for a config without one.
+    """
+    names = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "rms_norm_eps")
+    given = deepcopy({name: config[name] for name in names if name in config})  # transformers adds to its sections
+    own = LlamaConfig.from_dict({"rope_theta": theta} | given)
+    ropes = tuple(
+        {name: value for name, value in head_rope_parameters(each).items() if name != "type"}
+        for each in (own, target_config)
+    )
+    return {"rope_parameters": ropes, "rms_norm_eps": (own.rms_norm_eps, target_config.rms_norm_eps)}

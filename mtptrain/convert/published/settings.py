@@ -1,0 +1,129 @@
+"""Infers the settings of our heads that fit a published head, from its config and its tensors.
+
+Each function returns, for each setting, the values that may fit, most likely first.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from mtptrain.convert.base import Tensors
+from mtptrain.convert.published.config import Config, captured_ids
+from mtptrain.heads import HEADS
+from mtptrain.heads.eagle3 import can_capture
+from mtptrain.heads.layers import SERVED_HEAD_DIMS
+from mtptrain.serving.exports import SERVING
+from mtptrain.utils.files import read_json
+
+Settings = dict[str, list[object]]
+
+
+def layer_sizes(directory: Path, name: str, config: Config) -> Settings:
+    missing = [key for key in ("hidden_size", "num_attention_heads", "intermediate_size") if key not in config]
+    if missing:
+        raise ValueError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")
+    heads = config["num_attention_heads"]
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads", heads),
+        "intermediate_size": config["intermediate_size"],
+        "head_dim": config.get("head_dim", config["hidden_size"] // heads),
+    }
+    if sizes["head_dim"] not in SERVED_HEAD_DIMS or heads % sizes["num_key_value_heads"]:
+        raise ValueError(
+            f"{directory / 'config.json'}: head_dim must be one of {SERVED_HEAD_DIMS}, as in our heads, and "
+            f"num_key_value_heads must divide num_attention_heads, but they are {sizes['head_dim']}, "
+            f"{sizes['num_key_value_heads']} and {heads}; choose another head"
+        )
+    known = {field.name for field in fields(HEADS[name].Config)}
+    return {setting: [size] for setting, size in sizes.items() if setting in known}
+
+
+def eagle3_settings(directory: Path, config: Config, tensors: Tensors, target_config: PreTrainedConfig) -> Settings:
+    return {
+        "draft_vocab_size": [_draft_vocab_size(directory, config, tensors, target_config)],
+        "norm_before_fc": [
+            "input_norm.weight" in tensors
+            or bool(config.get("norm_before_fc") or config.get("eagle_config.norm_before_fc"))
+        ],
+        "fc_norm": ["fc_norm.0.weight" in tensors or bool(config.get("fc_norm") or config.get("use_aux_norm"))],
+        "norm_output": [bool(config.get("norm_output"))],
+        "norm_before_residual": [bool(config.get("norm_before_residual"))],
+        "capture_layers": list(_eagle3_layers(directory, captured_ids(config), target_config)),
+    }
+
+
+def _draft_vocab_size(directory: Path, config: Config, tensors: Tensors, target_config: PreTrainedConfig) -> int | None:
+    """Returns the number of rows of the head's own lm_head; None if it uses the target's."""
+    lm_head = tensors.get("lm_head.weight")
+    rows = target_config.vocab_size if lm_head is None else len(lm_head)
+    if config.get("draft_vocab_size", rows) != rows:
+        raise ValueError(
+            f"{directory / 'config.json'}: draft_vocab_size must be {rows}, the rows of the lm_head that the head uses"
+            f", but is {config['draft_vocab_size']}; download the head again"
+        )
+    return None if lm_head is None else rows
+
+
+def mask_token_id(directory: Path, config: Config) -> int:
+    ids = [config[name] for name in ("mask_token_id", "pard_token", "ptd_token_id") if name in config]
+    if len(set(ids)) != 1:
+        raise ValueError(
+            f"{directory / 'config.json'}: must have one mask_token_id, because the head has a mask_hidden, but has "
+            f"{ids}; download the head again"
+        )
+    return int(ids[0])
+
+
+def dflash_settings(directory: Path, config: Config, tensors: Tensors, target_config: PreTrainedConfig) -> Settings:
+    needed = ("num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id")
+    missing = [name for name in needed if name not in config]
+    if missing:
+        raise ValueError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")
+    layers = [layer + 1 for layer in config["dflash_config.target_layer_ids"]]
+    return {
+        "num_layers": [config["num_hidden_layers"]],
+        "capture_layers": list(_capturable(directory, "dflash_config.target_layer_ids", [layers], target_config)),
+        "mask_token_id": [config["dflash_config.mask_token_id"]],
+        "ttt_steps": [config["block_size"] - 1],
+        "draft_vocab_size": [_draft_vocab_size(directory, config, tensors, target_config)],
+    }
+
+
+def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTrainedConfig) -> list[list[int]]:
+    """Returns the capture layers that the layer ids may mean, most likely first. None are the engines' default layers.
+
+    Engines number layers differently (see their formats). The `serving.json` of our own exports names the engine.
+    """
+    num_layers = target_config.num_hidden_layers
+    if ids is None:
+        choices = [[2, num_layers // 2, num_layers - 3]]
+    elif target_config.model_type == "deepseek_v2" and ids[0] != 1:
+        # SGLang's DeepSeek class uses vLLM's ids unless the first is 1 (see SglangEagle3.layer_ids).
+        choices = [ids]
+    else:
+        as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}
+        serving = directory / SERVING
+        engine = read_json(serving)["engine"] if serving.is_file() else None
+        choices = [as_engine[engine]] if engine in as_engine else list(as_engine.values())
+    return _capturable(directory, "eagle_aux_hidden_state_layer_ids", choices, target_config)
+
+
+def _capturable(
+    directory: Path, key: str, choices: list[list[int]], target_config: PreTrainedConfig
+) -> list[list[int]]:
+    """Returns the choices of layers that a head can capture from the target.
+
+    Raises:
+        ValueError: there are none.
+    """
+    num_layers = target_config.num_hidden_layers
+    fitting = [layers for layers in choices if can_capture(layers, num_layers)]
+    if not fitting:
+        raise ValueError(
+            f"{directory / 'config.json'}: {key} must name different layers of the target's {num_layers} in rising "
+            f"order, but mean the streams after {' or '.join(map(str, choices))} layers (2, n // 2 and n - 3 if they "
+            "are left out); the head belongs to another target"
+        )
+    return fitting
