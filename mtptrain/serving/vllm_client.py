@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mtptrain.serving.exports import warn_of_untested_vllm
+
 WORKER = Path(__file__).with_name("vllm_worker.py")
 DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 PROGRESS = "vllm_worker:"
