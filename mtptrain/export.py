@@ -26,7 +26,7 @@ from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, describe_shape
 from mtptrain.run_dir import write_provenance
-from mtptrain.serving.exports import SERVING
+from mtptrain.serving.exports import SERVING, WRITTEN_FOR
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import engine_target, resolve_target
 from mtptrain.utils.files import read_json, save_tensors, write_json, write_text
@@ -178,7 +178,8 @@ def readme(config: PipelineConfig, form: Format, measured: str, target_dir: Path
     launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
     parts = [
         f"# Draft head for `{config.target.path}`",
-        f"Head `{config.head.name}` for {config.export.engine}, as `{form.architecture}`.",
+        f"Head `{config.head.name}` for {config.export.engine} {WRITTEN_FOR[config.export.engine]}, as "
+        f"`{form.architecture}`. Other versions may read it differently.",
         f"```\n{launch}\n```",
         measured,
         *form.notes(),

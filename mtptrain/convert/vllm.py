@@ -20,7 +20,6 @@ from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead, mask_token_id
-from mtptrain.serving.exports import TESTED_VLLM
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, sliding_window
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.utils.files import save_tensors
@@ -42,12 +41,10 @@ class VllmFormat(Format):
         return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'{overrides}"
 
     def notes(self) -> list[str]:
-        tested = f"For vLLM {TESTED_VLLM}, the version that served such heads in mtptrain's tests. No other was tried."
         window = sliding_window(self.target) if self.target.model_type in WINDOW_IN_ALL_LAYERS else None
         if window is None or window >= self.target.max_position_embeddings:
-            return [tested]
+            return []
         return [
-            tested,
             f"vLLM gives the head the target's sliding window of {window} tokens too (`CacheConfig.sliding_window`); "
             "the head was trained and measured without one. Drafts for texts of at most that length are not affected.",
         ]
@@ -200,7 +197,6 @@ class VllmMedusa(VllmFormat):
 
     def notes(self) -> list[str]:
         return [
-            *super().notes(),
             "vLLM 0.33 and later have no Medusa: they cannot serve this head.",
             f"num_speculative_tokens may be at most {self.head.ttt_steps}, the number of trained depths. vLLM keeps it "
             "fixed for this method: leave num_speculative_tokens_per_batch_size unset.",
@@ -273,7 +269,6 @@ class VllmDraftModel(VllmFormat):
     def notes(self) -> list[str]:
         ours, theirs = self.model_config.max_position_embeddings, self.target.max_position_embeddings
         notes = [
-            *super().notes(),
             "vLLM runs the draft model with the target's tensor parallel size, and stores the draft model's keys and "
             "values in addition to the target's.",
         ]

@@ -13,8 +13,8 @@ from mtptrain.utils.files import read_json
 
 SERVING = "serving.json"
 """Name of the file in an export that describes it for programs."""
-TESTED_VLLM = "0.32"
-"""The minor version of vLLM that has served exports in the tests."""
+WRITTEN_FOR = {"vllm": "0.32", "sglang": "0.5.23", "transformers": "5.23"}
+"""The version of each engine that exports are written for. Tests serve them with vLLM and transformers."""
 REQUIRED = ("engine", "method", "hf_overrides", "head_sha256")
 """Entries of `serving.json` that every export has."""
 
@@ -43,10 +43,11 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
 
 def warn_of_untested_vllm(version: str, place: str) -> None:
     """Warn if the vLLM at `place` is not the one that has served exports in the tests."""
-    if version.split(".")[:2] != TESTED_VLLM.split("."):
+    tested = WRITTEN_FOR["vllm"]
+    if version.split(".")[:2] != tested.split("."):
         warnings.warn(
-            f"{place}: vLLM should be {TESTED_VLLM}, the only version that mtptrain was tested with, but is {version}; "
-            f"another version may read exports differently (0.33 has no medusa): install vllm=={TESTED_VLLM}.0",
+            f"{place}: vLLM should be {tested}, the only version that mtptrain was tested with, but is {version}; "
+            f"another version may read exports differently (0.33 has no medusa): install vllm=={tested}.0",
             stacklevel=3,
         )
 

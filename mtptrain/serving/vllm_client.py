@@ -103,7 +103,7 @@ def find_python(python: str | None) -> Path:
     advice = "run `make .venv-vllm/.installed`, or set serving.python to the Python of an environment with vLLM"
     if not path.is_file():
         raise FileNotFoundError(f"serving.python: must be a Python with vLLM, but {path} does not exist; {advice}")
-    check = [path, "-I", "-c", FIND_VLLM]
+    check = [str(path), "-I", "-c", FIND_VLLM]
     found = subprocess.run(check, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
     if found.returncode:
         raise ValueError(f"serving.python: must be a Python with vLLM, but {path} has none; {advice}")

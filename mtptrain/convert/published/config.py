@@ -294,8 +294,8 @@ def arithmetic(config: Config, target_config: PreTrainedConfig, theta: float = 1
     names = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "rms_norm_eps")
     given = deepcopy({name: config[name] for name in names if name in config})  # transformers adds to its sections
     own = LlamaConfig.from_dict({"rope_theta": theta} | given)
-    ropes = tuple(
+    own_rope, rope = (
         {name: value for name, value in head_rope_parameters(each).items() if name != "type"}
         for each in (own, target_config)
     )
-    return {"rope_parameters": ropes, "rms_norm_eps": (own.rms_norm_eps, target_config.rms_norm_eps)}
+    return {"rope_parameters": (own_rope, rope), "rms_norm_eps": (own.rms_norm_eps, target_config.rms_norm_eps)}

@@ -65,6 +65,7 @@ KNOWN = {
     VllmDflash.architecture: ("dflash", VllmDflash),
 }
 """The head and format of each model class that config.json may name."""
+MASK_EMBEDDING = "mask_embedding.pt"
 PLAIN_LLAMA = "LlamaForCausalLM"
 """The model class in the config.json of heads that EAGLE's authors published."""
 IGNORED_SETTINGS = ("name", "ttt_steps", "init_from", "start_from_target", "anchors_per_document")
@@ -147,8 +148,18 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
             name, form = "peagle", VllmPeagle
             settings["mask_token_id"] = [mask_token_id(directory, config)]
     if form is VllmDflash:
+        _refuse_mask_embedding(directory)
         settings |= dflash_settings(directory, config, tensors, target_config)
     return PublishedHead(directory, name, settings, tensors, form, config)
+
+
+def _refuse_mask_embedding(directory: Path) -> None:
+    """Refuse a trained embedding of the mask token, which engines read from a file of its own."""
+    if (directory / MASK_EMBEDDING).is_file():
+        raise ValueError(
+            f"{directory / MASK_EMBEDDING}: must not exist, because head dflash takes the embedding of its mask token "
+            "from the target, but does; choose another head"
+        )
 
 
 def _architecture(config: Config) -> str:
@@ -182,7 +193,7 @@ def resolve_init(path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", MASK_EMBEDDING]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and "

@@ -38,12 +38,11 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         "vllm", "eagle3", {}, "gemma3_text", {},
         r"target\.path: must be of a family whose layers can be captured to export head eagle3 for vllm, but is "
         r"gemma3_text: "
-        r"vLLM's class does not return its residual streams; train head=mtp",
+        r"vLLM's class does not return its residual streams; set export\.engine=sglang .*, or train head=mtp",
     ),
     ("vllm", "peagle", {}, "gemma3_text", {}, r"head peagle for vllm, but is gemma3_text: .*; train head=mtp"),
     ("vllm", "dflash", {}, "gemma3_text", {}, r"head dflash for vllm, but is gemma3_text: .*; train head=mtp"),
-    ("sglang", "eagle3", {}, "gemma3_text", {}, r"but is gemma3_text: SGLang's class does not return its .*; "
-                                                r"train head=mtp"),
+    ("sglang", "eagle3", {}, "mimo", {}, r"but is mimo: SGLang's class does not return its .*; train head=mtp"),
     (
         "sglang", "eagle3", {"norm_before_residual": True}, "llama", {},
         r"head\.norm_before_residual: must be false .* but is True: SGLang takes the residual before the norm; set "
@@ -93,6 +92,10 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         "vllm", "mtp", {**MIMO, "intermediate_size": 64}, "mimo", {},
         r"head: must be a layer with the mimo target's sizes \(.*\) .* but is one with \(1, 1, 128, 64\) instead of "
         r"\(1, 1, 128, 96\): vLLM builds",
+    ),
+    (
+        "vllm", "mtp", MIMO, "mimo", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+        r"target\.path: must be a mimo target without a sliding window .* but is one of 64 tokens: vLLM builds",
     ),
     ("vllm", "eagle", {}, "mimo", {}, r"target\.path: must be of a family other than mimo .* but is mimo: vLLM "
                                       r"passes .*; train head=mtp with head\.prenorm_states=true"),
@@ -172,7 +175,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         (engine, name, family)
         for engine, name in (("vllm", "eagle3"), ("sglang", "eagle3"), ("vllm", "peagle"), ("vllm", "dflash"))
         for family in families
-        if family != "gemma3_text"
+        if (engine, family) != ("vllm", "gemma3_text")
     }
     expected |= {("vllm", "medusa", family) for family in families}
     expected |= {("vllm", "draft_model", family) for family in SUPPORTED_MODEL_TYPES}

@@ -72,8 +72,7 @@ def test_other_settings_than_the_heads_are_refused(
     [
         (
             {"num_attention_heads": 4},
-            r"config\.json: must have no number of heads or layers besides num_heads and num_hidden_layers, because "
-            r"vLLM .*, but has num_attention_heads; remove it",
+            r"config\.json: must hold only settings that mtptrain understands, .*, but has num_attention_heads=4",
         ),
         ({"vocab_size": 261}, r"config\.json: vocab_size must be 260 for this target, but is 261; choose another head"),
         ({"truncated_vocab_size": 100}, r"config\.json: truncated_vocab_size must be 260 .*, but is 100"),

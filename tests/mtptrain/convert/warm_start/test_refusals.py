@@ -72,7 +72,7 @@ def test_other_settings_are_refused_with_those_to_set(
         ),
         (
             lambda t: {**t, "mask_hidden": torch.ones(1, 3)},
-            {},
+            {"mask_token_id": 3},
             r"must hold the head eagle3, .*, but holds the head peagle",
         ),
         (
@@ -97,7 +97,11 @@ def test_other_settings_are_refused_with_those_to_set(
         ),
         (unchanged, {"hidden_act": "gelu"}, r"config\.json: hidden_act must be silu, as in our heads, but is gelu"),
         (unchanged, {"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),
-        (unchanged, {"hidden_size": 128}, r"must be for a hidden size of 64, the target's, but is for 128"),
+        (
+            unchanged,
+            {"hidden_size": 128},
+            r"config\.json: hidden_size must be 64 for this target, but is 128; choose another head",
+        ),
         (
             unchanged,
             {"eagle_config": {"use_aux_hidden_state": False}},
@@ -106,7 +110,7 @@ def test_other_settings_are_refused_with_those_to_set(
         (
             unchanged,
             {"architectures": ["EagleMiniCPMForCausalLM"]},
-            r"must be a draft head of a known format \(EagleDeepSeekMTPModel, .*\), but .* is a "
+            r"a published head of class EagleDeepSeekMTPModel or MiMoForCausalLM \(head mtp\), .*, but .* holds a "
             r"EagleMiniCPMForCausalLM; choose another",
         ),
     ],
@@ -167,7 +171,7 @@ def test_biases_that_an_engine_wants_are_refused_unless_they_are_zero(tmp_path: 
         ),
         (
             {"model.safetensors": None, "config.json": '{"architectures": ["LlamaForCausalLM"]}'},
-            r"is a LlamaForCausalLM; choose",
+            r"holds a LlamaForCausalLM; set head=draft_model to draft with this language model, or choose",
         ),
         (
             {"model.safetensors": None, "config.json": '{"architectures": ["EagleLlamaForCausalLM"]}'},
@@ -203,5 +207,5 @@ def test_a_block_drafter_of_another_block_size_or_without_its_settings_is_refuse
     with pytest.raises(ValueError, match=r"differ in head\.ttt_steps \(5 there, 3 here\); set head\.ttt_steps=5"):
         load_init(str(tmp_path / "head"), other, target_dir)
     rewrite(tmp_path / "head", unchanged, block_size=None)
-    with pytest.raises(ValueError, match=r"config\.json: must have block_size, .* but does not have all of them"):
+    with pytest.raises(ValueError, match=r"config\.json: must have block_size, but does not; download"):
         load_init(str(tmp_path / "head"), config, target_dir)

@@ -1,0 +1,327 @@
+"""Tests that a published head's config.json is honoured, or refused with the name of the key."""
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtptrain.convert.base import Tensors
+from mtptrain.convert.warm_start import load_init
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.files import save_head
+from mtptrain.heads.medusa import MedusaHead
+from mtptrain.heads.peagle import PeagleHead
+from tests.conftest import make_target
+from tests.mimo import MIMO_HEAD, add_mimo_layer
+from tests.mtptrain.convert.warm_start.test_native_mtp import native_checkpoint
+from tests.mtptrain.convert.warm_start.written_heads import EAGLE, EAGLE3, MTP, random_state, rewrite, unchanged, write
+
+DFLASH = DflashHead.Config(capture_layers=[1, 2], mask_token_id=7, num_layers=2, ttt_steps=3)
+PEAGLE = PeagleHead.Config(capture_layers=[1, 2], mask_token_id=7)
+EXPORTS: dict[str, tuple[str, HeadConfig]] = {
+    "mtp": ("vllm", MTP),
+    "mtp for SGLang": ("sglang", MTP),
+    "eagle": ("vllm", EAGLE),
+    "eagle3": ("vllm", EAGLE3),
+    "peagle": ("vllm", PEAGLE),
+    "dflash": ("vllm", DFLASH),
+    "medusa": ("vllm", MedusaHead.Config(ttt_steps=2)),
+}
+KINDS = (*EXPORTS, "native", "mimo")
+WITH_LAYERS = [kind for kind in KINDS if kind != "medusa"]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, HeadConfig]]:
+    """Returns a directory, the target's directory and the config of each kind of head."""
+    root = tmp_path_factory.mktemp("published")
+    target = make_target(root / "target")
+    found: dict[str, tuple[Path, Path, HeadConfig]] = {}
+    for kind, (engine, config) in EXPORTS.items():
+        write(root / kind, engine, config, target)
+        found[kind] = (root / kind, target, config)
+    native_checkpoint(root / "native", target)
+    add_mimo_layer(make_target(root / "mimo", "mimo"))
+    mimo_target = make_target(root / "mimo target", "mimo")
+    return found | {"native": (root / "native", target, MTP), "mimo": (root / "mimo", mimo_target, MIMO_HEAD)}
+
+
+class Published:
+    """A head whose config.json is changed for one attempt to read it."""
+
+    def __init__(self, directory: Path, target: Path, config: HeadConfig) -> None:
+        self.directory, self.target, self.config = directory, target, config
+
+    def load(self, change: dict[str, Any], removed: tuple[str, ...] = ()) -> None:
+        """Read the head with other settings; a section of the change is added to that of the head."""
+        path = self.directory / "config.json"
+        text = path.read_text()
+        config = {name: value for name, value in json.loads(text).items() if name not in removed}
+        for name, value in change.items():
+            config[name] = {**(config.get(name) or {}), **value} if isinstance(value, dict) else value
+        path.write_text(json.dumps(config))
+        try:
+            load_init(str(self.directory), self.config, self.target)
+        finally:
+            path.write_text(text)
+
+    def refuses(self, change: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message) as refusal:
+            self.load(change)
+        assert "; " in str(refusal.value), "must say what to do"
+
+
+@pytest.fixture
+def published(request: pytest.FixtureRequest, heads: dict[str, tuple[Path, Path, HeadConfig]]) -> Published:
+    return Published(*heads[request.param])
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    """Makes warnings errors, so that a test must expect those that it provokes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+@pytest.mark.parametrize("published", KINDS, indirect=True)
+def test_a_key_that_is_not_in_the_whitelist_is_refused_by_name_with_its_value_and_file(published: Published) -> None:
+    message = (
+        re.escape(str(published.directory / "config.json"))
+        + r": must hold only settings that mtptrain understands, .* but has attention_sink=\[4, 8\]; choose another "
+        r"head, or remove attention_sink from a copy"
+    )
+    published.refuses({"attention_sink": [4, 8]}, message)
+
+
+@pytest.mark.parametrize("published", KINDS, indirect=True)
+def test_keys_that_change_nothing_are_accepted(published: Published) -> None:
+    published.load(
+        {
+            "torch_dtype": "float16",
+            "transformers_version": "4.36.2",
+            "use_cache": True,
+            "auto_map": {"AutoModel": "dflash.DFlash"},
+            "attention_sink": None,
+        }
+    )
+
+
+WINDOWS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"layer_types": ["sliding_attention"]},
+        r"layer_types must be full_attention .*, but is \[\"sliding_attention\"\]",
+    ),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types must be full_attention"),
+    ({"use_sliding_window": True}, r"use_sliding_window must be false, because our heads have no window, but is true"),
+    (
+        {"sliding_window": 64, "layer_types": None, "use_sliding_window": None},
+        r"sliding_window must be null or .* is 64",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WINDOWS)
+@pytest.mark.parametrize("published", WITH_LAYERS, indirect=True)
+def test_a_window_is_refused_in_every_kind_of_head(published: Published, change: dict[str, Any], message: str) -> None:
+    published.refuses(change, message)
+
+
+@pytest.mark.parametrize("published", WITH_LAYERS, indirect=True)
+def test_a_window_that_no_layer_has_is_accepted(published: Published) -> None:
+    unused = {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}
+    published.load(unused)
+    published.load({**unused, "layer_types": ["full_attention"] * 2})
+
+
+HALVES, WHOLE = (
+    r"must be true, because our heads rotate halves, but is false",
+    r"must be 1\.0, because our heads rotate",
+)
+FOREIGN: list[tuple[dict[str, Any], str]] = [
+    ({"is_neox_style": False}, rf"is_neox_style {HALVES}"),
+    ({"rope_interleave": True}, r"rope_interleave must be false, because our heads rotate halves, not"),
+    ({"rope_parameters": {"mrope_section": [8, 12, 12]}}, r"but has rope_parameters\.mrope_section=\[8, 12, 12\]"),
+    ({"partial_rotary_factor": 0.5}, rf"partial_rotary_factor {WHOLE}"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, rf"rope_parameters\.partial_rotary_factor {WHOLE}"),
+    ({"rope_parameters": None, "rope_scaling": "yarn"}, r"rope_scaling must hold settings, but is yarn"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"rope_scaling must be the same as rope_parameters"),
+    ({"rope_theta": "10k"}, r"rope_theta must be a number above 0, but is 10k"),
+    ({"vocab_size": 261}, r"vocab_size must be 260 for this target, but is 261"),
+    ({"num_target_layers": 36}, r"num_target_layers must be 2 for this target, but is 36"),
+    ({"num_attention_heads": 0}, r"num_attention_heads must be a whole number from 1"),
+    ({"head_dim": 48}, r"head_dim must be one of \(64, 128\), as in our heads, .* are 48, 1 and 1"),
+    ({"quantization_config": {"quant_method": "fp8"}}, r"but has quantization_config=\{"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), FOREIGN)
+@pytest.mark.parametrize("published", WITH_LAYERS, indirect=True)
+def test_another_arithmetic_or_target_is_refused_by_the_key(
+    published: Published, change: dict[str, Any], message: str
+) -> None:
+    published.refuses(change, message)
+
+
+BLOCK: list[tuple[dict[str, Any], str]] = [
+    ({"is_causal": True}, r"is_causal must be false, because rows of head dflash see their block, but is true"),
+    ({"dflash_config": {"causal": True}}, r"dflash_config\.causal must be false"),
+    ({"dflash_config": {"use_swa": True}}, r"dflash_config\.use_swa must be false, because our heads have no window"),
+    ({"dflash_config": {"swa_window_size": 64}}, r"dflash_config\.swa_window_size must be null or .*, but is 64"),
+    ({"dflash_config": {"attention_value_scale": 0.5}}, r"dflash_config\.attention_value_scale must be 1\.0"),
+    ({"dflash_config": {"sample_from_anchor": True}}, r"dflash_config\.sample_from_anchor must be false, .* is true"),
+    ({"sample_from_anchor": True}, r"sample_from_anchor must be false, because the first row of a block"),
+    ({"dflash_config": {"shift_label": True}}, r"dflash_config\.shift_label must be false"),
+    ({"dflash_config": {"projector_type": "domino"}}, r"but has dflash_config\.projector_type=domino"),
+    ({"dflash_config": {"block_size": 9}}, r"dflash_config\.block_size must be the same as block_size, 4, but is 9"),
+    (
+        {"dflash_config": {"target_layer_ids": [1, 1]}},
+        r"target_layer_ids must name different layers .* \[2, 2\] layers",
+    ),
+    ({"dflash_config": {"target_layer_ids": [1, 5]}}, r"target_layer_ids must name different layers of the target's 2"),
+    ({"dflash_config": {"mask_token_id": 260}}, r"mask_token_id must be within 0\.\.259, the target's vocabulary"),
+    ({"block_size": 1}, r"block_size must be a whole number from 2 to 65, but is 1"),
+    ({"markov_rank": 16}, r"but has markov_rank=16"),
+    ({"draft_vocab_size": 48}, r"draft_vocab_size must be 260, the rows of the lm_head that the head uses, but is 48"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BLOCK)
+@pytest.mark.parametrize("published", ["dflash"], indirect=True)
+def test_a_block_drafter_of_another_layout_is_refused_by_the_key(
+    published: Published, change: dict[str, Any], message: str
+) -> None:
+    published.refuses(change, message)
+
+
+@pytest.mark.parametrize("published", ["dflash"], indirect=True)
+def test_a_block_drafter_of_our_layout_is_read_however_its_config_says_so(published: Published) -> None:
+    nested = {"causal": False, "use_swa": False, "swa_window_size": 64, "sample_from_anchor": False, "block_size": 4}
+    published.load({"dflash_config": nested, "sample_from_anchor": False, "is_causal": False})
+    published.load({"dflash_config": {"block_size": 4}}, removed=("block_size", "vocab_size"))
+    published.load({"rope_theta": 1e6})  # rope_parameters takes precedence
+    published.load({"rope_theta": 1e4}, removed=("rope_parameters",))
+
+
+@pytest.mark.parametrize("published", ["dflash"], indirect=True)
+def test_a_trained_mask_embedding_is_refused(published: Published) -> None:
+    (path := published.directory / "mask_embedding.pt").touch()
+    try:
+        published.refuses({}, r"mask_embedding\.pt: must not exist, because head dflash takes the embedding")
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "removed", "message"),
+    [
+        ({"rope_parameters": {"rope_theta": 5e5}}, (), r"rope_parameters should be .* but is .*500000"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            ("rope_parameters",),
+            r"rope_parameters should be .* but is .*yarn",
+        ),
+        ({"rms_norm_eps": 1e-3}, (), r"rms_norm_eps should be 1e-06, .* but is 0\.001"),
+    ],
+    ids=["theta", "yarn", "eps"],
+)
+@pytest.mark.parametrize("published", ["eagle", "dflash", "native", "mimo"], indirect=True)
+def test_another_rope_or_eps_than_the_targets_is_warned_of(
+    published: Published, change: dict[str, Any], removed: tuple[str, ...], message: str
+) -> None:
+    with pytest.warns(UserWarning, match=message):
+        published.load(change, removed)
+
+
+@pytest.mark.parametrize("published", ["dflash"], indirect=True)
+def test_a_block_drafter_without_rope_has_the_theta_of_engines(published: Published) -> None:
+    with pytest.warns(UserWarning, match=r"rope_parameters should be .*10000\.0.* but is .*1000000"):
+        published.load({}, removed=("rope_parameters",))
+
+
+FLAGS: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": 2}, r"num_hidden_layers must be 1, as in our heads, but is 2"),
+    ({"num_aux_hidden_states": 3}, r"num_aux_hidden_states must be 2, the number of captured layers, but is 3"),
+    ({"draft_vocab_size": 96}, r"draft_vocab_size must be 48, the rows of the lm_head .*, but is 96"),
+    ({"norm_output": "yes"}, r"norm_output must be true or false, a flag, but is yes"),
+    ({"target_hidden_size": 128}, r"target_hidden_size must be 64 for this target, but is 128"),
+    ({"eagle_config": {"eh_proj_before_attn": True}}, r"eagle_config\.eh_proj_before_attn must be false"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, r"must be the same as eagle_aux_hidden_state_l"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, "2"], "eagle_config": None}, r"must be a list of layer ids, but is"),
+    (
+        {"eagle_aux_hidden_state_layer_ids": [2, 2], "eagle_config": None},
+        r"eagle_aux_hidden_state_layer_ids must name different layers of the target's 2 in rising order, but mean the "
+        r"streams after \[2, 2\] or \[3, 3\] layers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), FLAGS)
+@pytest.mark.parametrize("published", ["eagle3"], indirect=True)
+def test_a_setting_of_eagle3_that_cannot_be_honoured_is_refused_by_the_key(
+    published: Published, change: dict[str, Any], message: str
+) -> None:
+    published.refuses(change, message)
+
+
+def test_default_layers_that_no_head_can_capture_are_not_proposed(tmp_path: Path) -> None:
+    """For a target of 6 layers the engines' default is 2, 3 and 3, which `head.capture_layers` does not accept."""
+    target = make_target(tmp_path / "target", num_hidden_layers=6)
+    write(tmp_path / "head", "vllm", replace(EAGLE3, capture_layers=[1, 3, 5]), target)
+    rewrite(tmp_path / "head", unchanged, eagle_aux_hidden_state_layer_ids=None, eagle_config=None)
+    message = r"eagle_aux_hidden_state_layer_ids must name different layers .* after \[2, 3, 3\] layers \(2, n // 2 and"
+    with pytest.raises(ValueError, match=message):
+        load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[1, 3, 5]), target)
+
+
+@pytest.mark.parametrize(
+    ("change", "marked"),
+    [
+        (lambda t2d: t2d.roll(1), "marks 48 among 260"),
+        (lambda t2d: t2d & (torch.arange(260) < 50), "marks 25 among 260"),
+        (lambda t2d: t2d[:100], "among 100"),
+    ],
+    ids=["other tokens", "fewer", "shorter"],
+)
+@pytest.mark.parametrize("head", ["eagle3", "dflash"])
+def test_t2d_that_contradicts_d2t_is_refused(
+    tmp_path: Path, tiny_target: Path, head: str, change: Any, marked: str
+) -> None:
+    config = EAGLE3 if head == "eagle3" else replace(DFLASH, draft_vocab_size=48)
+    write(tmp_path / "head", "vllm", config, tiny_target)
+    path = tmp_path / "head/model.safetensors"
+    t2d = torch.zeros(260, dtype=torch.bool)
+    t2d[torch.arange(48) * 2 + 1] = True
+
+    def store(mask: torch.Tensor) -> Tensors:
+        return {**load_file(path), "t2d": mask.contiguous()}
+
+    save_file(store(t2d), path)
+    load_init(str(tmp_path / "head"), config, tiny_target)
+    save_file(store(change(t2d)), path)
+    with pytest.raises(ValueError, match=rf"t2d of .* the 48 that the head drafts according to d2t, but .*{marked}"):
+        load_init(str(tmp_path / "head"), config, tiny_target)
+
+
+@pytest.mark.parametrize("config", [MTP, DraftModelHead.Config()], ids=["mtp", "draft_model"])
+def test_a_setting_of_our_own_head_that_this_version_does_not_have_is_refused(
+    tmp_path: Path, tiny_target: Path, config: HeadConfig
+) -> None:
+    save_head(tmp_path / "best", random_state(config, tiny_target), config, {})
+    stored = json.loads((tmp_path / "best/head.json").read_text())
+    stored["head"]["sliding_window"] = 64
+    (tmp_path / "best/head.json").write_text(json.dumps(stored))
+    with pytest.raises(
+        ValueError, match=r"head\.json: must hold only settings of head .*, but has sliding_window=64; "
+    ):
+        load_init(str(tmp_path / "best"), config, tiny_target)
