@@ -5,7 +5,8 @@ from typing import Any
 
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.mimo import MimoLayer
-from mtptrain.convert.vllm import EAGLE_NAMES, LAYER_IDS, VllmEagle3
+from mtptrain.convert.published.config import LAYER_IDS
+from mtptrain.convert.vllm import EAGLE_NAMES, VllmEagle3
 
 
 def launch(form: Format, target: str, directory: Path, num_speculative_tokens: int) -> str:

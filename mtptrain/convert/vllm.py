@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
+from mtptrain.convert.published.config import LAYER_IDS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead, model_config
@@ -26,7 +27,6 @@ from mtptrain.utils.files import save_tensors
 
 EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
 EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SAME_NAMES: dict[str, str] = {}  # the engine reads our tensor names
 MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
 

@@ -250,10 +250,11 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
     if published.config is None:
         return
     theta = 1e6 if published.name == "dflash" else 1e4
-    for name, (theirs, ours) in arithmetic(published.config, target_config, theta).items():
+    path = published.directory / "config.json"
+    for name, (theirs, ours) in arithmetic(path, published.config, target_config, theta).items():
         if theirs != ours:
             warnings.warn(
-                f"{published.directory / 'config.json'}: {name} should be {ours}, the target's value, which is used, "
+                f"{path}: {name} should be {ours}, the target's value, which is used, "
                 f"but is {theirs}; the head may draft worse than published until it is trained",
                 stacklevel=2,
             )

@@ -194,7 +194,8 @@ def check_rope(config: PreTrainedConfig) -> None:
             differ, or rotates a part of each attention head only.
     """
     rope_parameters = head_rope_parameters(config)
-    rope_type, share = rope_parameters["rope_type"], rope_parameters.get("partial_rotary_factor") or 1
+    rope_type, name = rope_parameters["rope_type"], "partial_rotary_factor"
+    share = rope_parameters.get(name) or getattr(config, name, None) or 1
     if rope_type not in STATIC_ROPE_TYPES:
         raise ValueError(
             f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is {rope_type!r}, "
@@ -202,6 +203,6 @@ def check_rope(config: PreTrainedConfig) -> None:
         )
     if share != 1:
         raise ValueError(
-            f"target.path: the target's partial_rotary_factor must be 1, because transformers rotates whole attention "
+            f"target.path: the target's {name} must be 1, because transformers rotates whole attention "
             f"heads in a {config.model_type} and engines would not, but is {share}; choose another target"
         )

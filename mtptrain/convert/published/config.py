@@ -12,10 +12,12 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE
 from mtptrain.target.families import head_rope_parameters
+from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import read_json
 
 Config = dict[str, Any]
@@ -24,6 +26,7 @@ Rule = Callable[[Any, Config, PreTrainedConfig], str | None]
 
 SECTIONS = ("dflash_config", "eagle_config", "rope_parameters", "rope_scaling")
 """Keys that hold further keys."""
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SHOWN_CHARACTERS = 80
 """Maximum number of characters that an error quotes from a value."""
 
@@ -77,7 +80,7 @@ def token_id(value: Any, config: Config, target: PreTrainedConfig) -> str | None
 
 
 def layer_ids(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
-    is_list = isinstance(value, list) and bool(value) and all(is_whole_number(each, least=-1) for each in value)
+    is_list = isinstance(value, list) and all(is_whole_number(each, least=-1) for each in value)
     return None if is_list else "a list of layer ids"
 
 
@@ -120,31 +123,28 @@ HARMLESS = dict.fromkeys(
         *("architectures", "model_type", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tie_word_embeddings", "use_cache"),
         *("initializer_range", "attention_dropout", "hidden_dropout", "pretraining_tp", "return_dict", "problem_type"),
-        *(
-            "is_encoder_decoder",
-            "output_attentions",
-            "output_hidden_states",
-            "is_decoder",
-            "id2label",
-            "label2id",
-            "gradient_checkpointing",
-        ),
+        *("is_encoder_decoder", "is_decoder", "output_attentions", "output_hidden_states", "id2label", "label2id"),
         *("chunk_size_feed_forward", "_attn_implementation", "attn_implementation", "base_model_name_or_path"),
+        "gradient_checkpointing",
         "max_position_embeddings",  # the head uses the target's positions
         "max_window_layers",  # counts only where a window is used, which is refused
     ),
     anything,
 )
 """Keys that do not change how a head drafts, or that the class or the tensors of the head make redundant."""
-ROPE_PARTS = (
-    *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor"),
-    *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+ROPE_NAMES = ("rope_theta", "rope_parameters", "rope_scaling")
+ROPE_NUMBERS = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"),
+    *("original_max_position_embeddings", "mscale", "mscale_all_dim"),
 )
+BOOLEAN = only(True, False, because="a flag")
 ROPE = {
     **dict.fromkeys(("rope_parameters", "original_max_position_embeddings"), anything),
     "rope_scaling": alone("rope_parameters"),
-    **dict.fromkeys((f"{section}.{part}" for section in SECTIONS[2:] for part in ROPE_PARTS), anything),
-    **dict.fromkeys(("rope_theta", *(f"{section}.rope_theta" for section in SECTIONS[2:])), number),
+    **dict.fromkeys((f"{section}.{name}" for section in SECTIONS[2:] for name in ("rope_type", "type")), anything),
+    **dict.fromkeys((f"{section}.truncate" for section in SECTIONS[2:]), BOOLEAN),
+    **dict.fromkeys((f"{section}.{name}" for section in SECTIONS[2:] for name in ROPE_NUMBERS), number),
+    "rope_theta": number,
     **dict.fromkeys(
         (*(f"{section}.partial_rotary_factor" for section in SECTIONS[2:]), "partial_rotary_factor"),
         only(1.0, because="because our heads rotate whole attention heads"),
@@ -185,7 +185,6 @@ NATIVE = {
     "mtp_hidden_states_first": only(False, because="because eh_proj of head mtp reads the embedding first"),
 }
 """Keys of checkpoints that hold an MTP layer behind the layers of a whole model."""
-BOOLEAN = only(True, False, because="a flag")
 RULES: dict[str, dict[str, Rule]] = {
     "native": NATIVE,
     "mtp": {
@@ -204,9 +203,9 @@ RULES: dict[str, dict[str, Rule]] = {
         **dict.fromkeys(("mask_token_id", "pard_token", "ptd_token_id"), token_id),
         "num_aux_hidden_states": num_captured,
         **dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm"), BOOLEAN),
-        "eagle_aux_hidden_state_layer_ids": layer_ids,
+        LAYER_IDS: layer_ids,
         "eagle_config": anything,
-        "eagle_config.eagle_aux_hidden_state_layer_ids": alone("eagle_aux_hidden_state_layer_ids"),
+        f"eagle_config.{LAYER_IDS}": alone(LAYER_IDS),
         "eagle_config.use_aux_hidden_state": only(True, because="because head eagle3 reads captured layers"),
         "eagle_config.norm_before_fc": BOOLEAN,
         **dict.fromkeys(("eagle_config.eh_proj_before_attn", "eagle_config.eh_proj_bias"), only(False)),
@@ -224,7 +223,7 @@ RULES: dict[str, dict[str, Rule]] = {
             only(False, because="because the first row of a block of head dflash drafts nothing"),
         ),
         "dflash_config": anything,
-        "dflash_config.block_size": alone("block_size"),  # `read_config` copies it to the top level
+        "dflash_config.block_size": alone("block_size"),
         "dflash_config.mask_token_id": token_id,
         "dflash_config.target_layer_ids": layer_ids,
         "dflash_config.use_swa": only(False, because="because our heads have no window"),
@@ -259,8 +258,9 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
         if key in SECTIONS and isinstance(value, dict):
             config |= {f"{key}.{part}": inner for part, inner in value.items()}
     config = {key: value for key, value in config.items() if value is not None}
-    if "dflash_config.block_size" in config:
-        config.setdefault("block_size", config["dflash_config.block_size"])
+    for key in ("dflash_config.block_size", f"eagle_config.{LAYER_IDS}"):
+        if key in config:  # the same as a key at the top level, whose rule it must also keep
+            config.setdefault(key.partition(".")[2], config[key])
     for key, value in config.items():
         if key not in RULES[kind]:
             raise ValueError(
@@ -278,22 +278,32 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
 
 def captured_ids(config: Config) -> list[int] | None:
     """Returns the layer ids of an EAGLE-3 head, or None if it has the engines' default layers."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    ids: list[int] | None = config.get(name) or config.get(f"eagle_config.{name}")
-    return ids
+    return config.get(LAYER_IDS) or None
 
 
-def arithmetic(config: Config, target_config: PreTrainedConfig, theta: float = 1e4) -> dict[str, tuple[object, object]]:
+def arithmetic(
+    path: Path, config: Config, target_config: PreTrainedConfig, theta: float
+) -> dict[str, tuple[object, object]]:
     """Returns RoPE parameters and norm eps, each of the head and of the target.
 
     Args:
+        path: the head's config.json, for error messages.
         config: the head's config.
         target_config: the target's config.
         theta: the engines' rope_theta for a config without one.
+
+    Raises:
+        ValueError: the head's RoPE parameters are not complete.
     """
-    names = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "rms_norm_eps")
+    names = ("original_max_position_embeddings", "max_position_embeddings", "rms_norm_eps", *ROPE_NAMES)
     given = deepcopy({name: config[name] for name in names if name in config})  # transformers adds to its sections
-    own = LlamaConfig.from_dict({"rope_theta": theta} | given)
+    try:
+        own = LlamaConfig.from_dict({"rope_theta": theta} | given)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path}: the RoPE parameters must be readable by transformers, which reports {error_summary(error)}; "
+            "download the head again"
+        ) from error
     own_rope, rope = (
         {name: value for name, value in head_rope_parameters(each).items() if name != "type"}
         for each in (own, target_config)

@@ -112,3 +112,14 @@ def test_tokens_outside_the_vocabulary_are_refused(prepared: ConfigFor, tiny_tar
 def test_no_documents_are_refused(prepared: ConfigFor) -> None:
     with pytest.raises(ValueError, match=r"must hold at least one document, but holds none; correct prompts.paths"):
         extract_hidden_states(prepared(lengths=[]), ONE_RANK)
+
+
+def test_a_head_that_could_not_be_exported_is_warned_of_before_extraction(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "check_placement", interrupt)  # follows the checks of the inputs
+    with (
+        pytest.warns(UserWarning, match=r"not exported: head\.zero_first_embedding: must be true for a mimo target"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        extract_hidden_states(prepared("head.zero_first_embedding=true"), ONE_RANK)

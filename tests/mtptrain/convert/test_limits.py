@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from mtptrain.convert.formats import FORMATS, format_for
+from mtptrain.convert.formats import FORMATS, format_for, warn_of_limits
 from mtptrain.convert.limits import LIMITS
 from mtptrain.target.families import SUPPORTED_MODEL_TYPES
 from tests.mtptrain.convert.conftest import head_config
@@ -189,3 +189,21 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
 def test_a_quantised_target_is_served_where_the_head_keeps_its_own_dtype(engine: str, name: str) -> None:
     config = format_for(engine, head_config(name), configured("llama", **FP8)).config_json("bfloat16")
     assert "quantization_config" not in config
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "message"),
+    [
+        ("eagle3", "gemma3_text", r"can be trained and measured, but not exported: target\.path: must be of a family"),
+        ("eagle3", "mimo", r"not exported: target\.path: must be of a family whose layers can be captured"),
+        ("hydra", "llama", r"not exported: head: must be one of .* but is hydra, which no engine has a class for"),
+    ],
+)
+def test_a_limit_is_warned_of_before_a_long_computation(name: str, family: str, message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
+        warn_of_limits("vllm", head_config(name), configured(family))
+
+
+def test_a_head_that_the_engine_serves_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    warn_of_limits("sglang", head_config("eagle3"), configured("gemma3_text"))
+    assert not recwarn

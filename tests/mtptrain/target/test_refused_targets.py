@@ -199,3 +199,22 @@ def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2 * size))
     check_placement(directory, torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("place", ["top", "rope_parameters"])
+def test_a_target_with_partial_rotary_embeddings_is_refused(tmp_path: Path, family: str, place: str) -> None:
+    """transformers would rotate whole attention heads, and engines a part of each."""
+    model_type, settings = FAMILIES[family]
+    make_target(tmp_path, model_type, settings)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
+    (config if place == "top" else rope)["partial_rotary_factor"] = 0.5
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"partial_rotary_factor must be 1, because transformers .*, but is 0\.5; choose"
+    ):
+        read_target_config(tmp_path)
+    (config if place == "top" else rope)["partial_rotary_factor"] = 1.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read_target_config(tmp_path)

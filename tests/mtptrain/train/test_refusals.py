@@ -119,3 +119,9 @@ def test_flipped_states_are_named_before_a_step_uses_them_and_training_goes_on_w
     assert run_program("data_prep.hidden_states", *overrides).returncode == 0
     assert (run_dir / "hidden_states/manifest.json").read_bytes() == manifest
     assert len(train(fresh_run, *settings)) == 2
+
+
+def test_a_head_that_could_not_be_exported_is_warned_of_before_training(fresh_run: Run) -> None:
+    refused_later = ("acceptance.prompt_tokens=400",)
+    result = run_program("mtptrain.train", *fresh_run[1], "head.zero_first_embedding=true", *refused_later)
+    assert "can be trained and measured, but not exported: head.zero_first_embedding: must be" in result.stderr

@@ -156,6 +156,8 @@ FOREIGN: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, rf"rope_parameters\.partial_rotary_factor {WHOLE}"),
     ({"rope_parameters": None, "rope_scaling": "yarn"}, r"rope_scaling must hold settings, but is yarn"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"rope_scaling must be the same as rope_parameters"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, r"the RoPE parameters must be readable by .*'factor'.*; download"),
+    ({"rope_parameters": {"factor": "4"}}, r"rope_parameters\.factor must be a number above 0, but is 4"),
     ({"rope_theta": "10k"}, r"rope_theta must be a number above 0, but is 10k"),
     ({"vocab_size": 261}, r"vocab_size must be 260 for this target, but is 261"),
     ({"num_target_layers": 36}, r"num_target_layers must be 2 for this target, but is 36"),
@@ -258,6 +260,10 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"eagle_config": {"eh_proj_before_attn": True}}, r"eagle_config\.eh_proj_before_attn must be false"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, r"must be the same as eagle_aux_hidden_state_l"),
     ({"eagle_aux_hidden_state_layer_ids": [1, "2"], "eagle_config": None}, r"must be a list of layer ids, but is"),
+    (
+        {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1"]}},
+        r"eagle_aux_hidden_state_layer_ids must be a list of layer ids, but is \[\"1\"\]",
+    ),
     (
         {"eagle_aux_hidden_state_layer_ids": [2, 2], "eagle_config": None},
         r"eagle_aux_hidden_state_layer_ids must name different layers of the target's 2 in rising order, but mean the "
