@@ -261,8 +261,8 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, r"must be the same as eagle_aux_hidden_state_l"),
     ({"eagle_aux_hidden_state_layer_ids": [1, "2"], "eagle_config": None}, r"must be a list of layer ids, but is"),
     (
-        {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1"]}},
-        r"eagle_aux_hidden_state_layer_ids must be a list of layer ids, but is \[\"1\"\]",
+        {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, "2"]}},
+        r"eagle_aux_hidden_state_layer_ids must be a list of layer ids, but is \[1, \"2\"\]",
     ),
     (
         {"eagle_aux_hidden_state_layer_ids": [2, 2], "eagle_config": None},
