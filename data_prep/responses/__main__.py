@@ -31,7 +31,7 @@ from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.planning.costs import target_costs
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance
 from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
@@ -96,6 +96,7 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
         RuntimeError: the server stopped responding, or no conversation has a response.
     """
     check_settings(config, ranks)
+    check_stage_dir(config.stage_dir("responses"))
     job = make_job(config)
     store = ResponsesStore(config.stage_dir("responses"))
     if ranks.is_first:
@@ -109,8 +110,8 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
     if missing and ranks.is_first:
         if job.server is None:
             announce_precision("responses.dtype", config.responses.dtype)
-        store.mark_unfinished()
         write_provenance(store.directory, config)
+        store.mark_unfinished()
     ranks.barrier()
 
     progress = ResponsesProgress.merge(ranks.gather(fill(job, missing, config.responses, store, ranks)))

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -206,6 +206,18 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
                 raise
             raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
         temporary.chmod(mode)
+
+
+def remove_files(directory: Path, names: Collection[str]) -> None:
+    """Remove the named files of a directory, in this order, with what a killed atomic write has left of each.
+
+    Then remove the directory, unless it holds anything else.
+    """
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+        (directory / f"{name}.tmp").unlink(missing_ok=True)
+    with suppress(OSError):  # it does not exist, or holds other files, which somebody else has put there
+        directory.rmdir()
 
 
 def file_sha256(path: Path) -> str:

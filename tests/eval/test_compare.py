@@ -196,7 +196,7 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_answers_of_earlier_baselines_are_removed(tmp_path: Path) -> None:
-    names = ["generations.jsonl", "generations_mine.jsonl", "report.json"]
+    names = ["generations.jsonl", "generations_mine.jsonl", "generations_temperature_notes.jsonl", "report.json"]
     for name in (*names, "generations_tree.jsonl", "generations_temperature_0.7_sampled_drafts.jsonl"):
         (tmp_path / name).touch()
     remove_generations(tmp_path)
