@@ -39,6 +39,7 @@ from mtptrain.serving.vllm_client import find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.hub import engine_target, resolve_target, weights_fingerprint
 from mtptrain.utils.files import write_json
+from mtptrain.utils.masking import hide_passwords
 
 from .drawing import drawing
 from .report_plots import plot_serving
@@ -95,8 +96,8 @@ def check_server(bench: Bench) -> None:
     assert server is not None
     if not is_same_model(server.root, target, bench.target_dir):
         raise ValueError(
-            f"serving.url: the server must serve {target}, but {server.url} serves {server.root}; ask another server, "
-            "or set target.path"
+            f"serving.url: the server must serve {target}, but {server.shown_url} serves {server.root}; ask another "
+            "server, or set target.path"
         )
     if server.max_model_len < bench.context_tokens:
         raise ValueError(
@@ -127,7 +128,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         "date": date.today().isoformat(),
         "engine": str(config.serving.engine),
         "version": version if bench.server is None else bench.server.version,
-        "url": config.serving.url,
+        "url": hide_passwords(config.serving.url),
         "target": config.target.path,
         "head": config.head.name,
         "head_sha256": bench.head_sha256,

@@ -39,7 +39,7 @@ from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks, is_alone_on_cpu
 
 from ..conversations import Conversations, read_conversations
-from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check_template_ends
+from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check_template_ends, is_text_of
 from .manifest import MANIFEST, ResponsesIdentity, ResponsesManifest
 from .report import ResponsesProgress, print_report
 from .server import CompletionServer, regenerate_with_server
@@ -216,13 +216,20 @@ def connect(
         timeout_s=settings.timeout_s,
         api_key=api_key,
     )
-    server.check(render_prompt(tokenizer, _QUESTION))
+    prompt_ids = render_prompt(tokenizer, _QUESTION)
+    response = server.check(prompt_ids)
+    if not is_text_of(tokenizer, prompt_ids, response):
+        raise ValueError(
+            f"responses.url: the token_ids that {server.url} returns must be those of its text, but decode to another "
+            f"text than {server.quote(response.text)!r}; serve the target there, with its own tokenizer"
+        )
+    print(f"responses.url: model {server.quote(server.model)} of {server.url} responds", flush=True)
     is_here = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
     if is_here and (server.version or "").startswith("vLLM") and fast_dtype(torch.cuda.is_available())[0] == "float32":
         warnings.warn(
             "responses.url: should not be vLLM on a CPU without bf16 instructions, where it takes several times as "
-            f"long as transformers, but {url} is {server.version}; leave responses.url out, or serve the target with "
-            "another engine",
+            f"long as transformers, but {server.url} is {server.version}; leave responses.url out, or serve the target "
+            "with another engine",
             stacklevel=2,
         )
     return server

@@ -120,8 +120,8 @@ def refuse_own_tokenizer(target_dir: Path) -> None:
     name = settings.get("tokenizer_class")
     if settings.get("auto_map") and not (isinstance(name, str) and hasattr(transformers, name)):
         raise ValueError(
-            f"{path}: tokenizer_class must be a class of transformers, because mtptrain never runs a target's own code, "
-            f"but is {name!r}, which auto_map looks for in {settings['auto_map']}; choose another target"
+            f"{path}: tokenizer_class must be a class of transformers, because mtptrain never runs a target's own "
+            f"code, but is {name!r}, which auto_map looks for in {settings['auto_map']}; choose another target"
         )
 
 
