@@ -74,7 +74,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     if ranks.device.type == "cpu":
         torch.set_num_threads(CPU_THREADS)
     # 1. Check everything before the expensive work.
-    check_stage_dir(config.stage_dir("hidden_states"))
+    if ranks.is_first:
+        check_stage_dir(config.stage_dir("hidden_states"))
     extraction = prepare_extraction(config)
     if config.hidden_states.backend is Backend.transformers:
         check_placement(extraction.target_dir, getattr(torch, config.hidden_states.dtype.value), ranks.device)

@@ -67,7 +67,8 @@ def main(cfg: DictConfig) -> None:
             "false; set acceptance.output_dir to write another report"
         )
     output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
-    check_stage_dir(output_dir, "run_dir" if settings.output_dir is None else "acceptance.output_dir")
+    if ranks.is_first:
+        check_stage_dir(output_dir, "run_dir" if settings.output_dir is None else "acceptance.output_dir")
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)

@@ -167,11 +167,12 @@ def readme(config: PipelineConfig, form: Format, measured: str, target_dir: Path
 
 
 def hide_homes(directory: Path) -> None:
-    """Write `~` in place of the user's home in every file that is ours, since an export may be published.
+    """Write `~` in place of the user's home in every text that names paths, since an export may be published.
 
-    The README says so if its command has such a path. The target's own files stay as they are.
+    The README says so if its command has such a path. Copies of the target's vocabulary stay as they are.
     """
-    for name in (CONFIG, PROVENANCE, SERVING, "config.json", README):
+    copied = [name for name in ("tokenizer_config.json", "generation_config.json") if (directory / name).is_file()]
+    for name in (CONFIG, PROVENANCE, SERVING, "config.json", README, *copied):
         text = (directory / name).read_text(encoding="utf-8")
         hidden = hide_home(text)
         if hidden != text:

@@ -96,7 +96,8 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
         RuntimeError: the server stopped responding, or no conversation has a response.
     """
     check_settings(config, ranks)
-    check_stage_dir(config.stage_dir("responses"))
+    if ranks.is_first:
+        check_stage_dir(config.stage_dir("responses"))
     job = make_job(config)
     store = ResponsesStore(config.stage_dir("responses"))
     if ranks.is_first:

@@ -137,7 +137,7 @@ def _limited_memory() -> Iterator[None]:
         yield
         return
     with _one_limit:
-        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 (half the time of Path.open)
+        with open("/proc/self/statm", "rb", buffering=0) as file:
             num_pages = int(file.read().split()[0])
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = num_pages * resource.getpagesize() + LIMIT_BYTES

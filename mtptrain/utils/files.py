@@ -220,6 +220,18 @@ def remove_files(directory: Path, names: Collection[str]) -> None:
         directory.rmdir()
 
 
+def refuse_overwriting(path: Path, setting: str, marks: Collection[str]) -> None:
+    """Raises ValueError if a program would write its output to a file that exists, but has none of these texts."""
+    if not path.exists():
+        return
+    content = path.read_bytes()[:MAX_TEXT_BYTES].decode(errors="replace") if path.is_file() else ""
+    if not any(mark in content for mark in marks):
+        raise ValueError(
+            f"{setting}: must be a new file or an earlier output of this program, but {path} is something else; choose "
+            "another name"
+        )
+
+
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -101,6 +101,18 @@ def page_of(run_dir: Path) -> str:
     return (run_dir / "acceptance/report.html").read_text()
 
 
+def test_a_page_of_somebody_else_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "index.html").write_text("<title>My thesis</title>")
+    report = write_report(tmp_path / "acceptance/report.json", [8, 6])
+    monkeypatch.setattr(sys, "argv", ["compare", str(report), "--out", str(tmp_path / "index.html")])
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert (tmp_path / "index.html").read_text() == "<title>My thesis</title>"
+    monkeypatch.setattr(sys, "argv", ["compare", str(report), "--out", str(tmp_path / "page.html")])
+    compare.main()
+    compare.main()
+
+
 def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(tmp_path: Path) -> None:
     counts = {
         "rounds": 1020,

@@ -84,6 +84,25 @@ def test_the_provenance_is_the_first_file_of_a_folder(tmp_path: Path, monkeypatc
     assert [path.name for path in (tmp_path / "stage").iterdir()] == [PROVENANCE]
 
 
+@pytest.mark.parametrize(
+    ("content", "is_taken"),
+    [
+        ('{"thesis": 1}', False),
+        ("text", False),
+        ('{"device": "CPU"}', True),
+        ('{"bare_forward_tokens_per_s": 1}', True),
+    ],
+)
+def test_a_benchmark_replaces_only_its_own_figures(tmp_path: Path, content: str, is_taken: bool) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text(content)
+    if is_taken:
+        assert make_config(f"bench.out={path}").bench.out == str(path)
+        return
+    with pytest.raises(ValueError, match=r"^bench\.out: must be a new file or an earlier output of .*; choose another"):
+        make_config(f"bench.out={path}")
+
+
 def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train").write_text("mine")
     with pytest.raises(ValueError, match=r"^run_dir: \S+/train must be new, .* but is a file; move"):

@@ -183,7 +183,7 @@ def test_a_response_with_a_wrong_number_of_tokens_fails_its_conversation(
 
 def test_a_server_whose_usage_is_no_object_is_used(by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_usage(request: dict[str, Any]) -> Any:
-        return 200, {"choices": [{"text": "", "finish_reason": "stop", "token_ids": [1, EOS]}], "usage": [1]}
+        return 200, {"choices": [{"text": '"', "finish_reason": "stop", "token_ids": [1, EOS]}], "usage": [1]}
 
     monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", without_usage)
     assert respond(by_server(rows=CHATS[:1])).failed == 0
