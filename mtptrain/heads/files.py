@@ -61,7 +61,7 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
     return {
         int(directory.name.removeprefix("step_")): directory
         for directory in directories
-        if re.fullmatch(r"step_\d{8,}", directory.name)
+        if re.fullmatch(r"step_(\d{8}|[1-9]\d{8,})", directory.name)
     }
 
 

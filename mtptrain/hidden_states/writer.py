@@ -42,7 +42,7 @@ from mtptrain.hidden_states.store import (
 )
 from mtptrain.utils.files import file_sha256, publish, write_json
 
-_SHARD = re.compile(r"shard_(\d{5,})\.(safetensors|json)(\.[\w.-]+\.\d+\.tmp)?")
+_SHARD = re.compile(r"shard_(\d{5}|[1-9]\d{5,})\.(safetensors|json)(\.[\w.-]+\.\d+\.tmp)?")
 """Names of a shard, of its record, and of the temporary files of both."""
 _OTHER_TEMPORARY = re.compile(
     rf"({re.escape(PLAN)}|{re.escape(MANIFEST)})\.[\w.-]+\.\d+\.tmp|mtptrain_[0-9a-f]{{12}}_\d+_\d+\.tmp"

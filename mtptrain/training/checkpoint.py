@@ -49,7 +49,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 def _folders(directory: Path, prefix: str = "") -> list[Path]:
     """Returns the folders that a run names as it names checkpoints, which others may also have put files into."""
     found = directory.glob(f"{prefix}step_*/")
-    return sorted(folder for folder in found if re.fullmatch(rf"{prefix}step_\d{{8,}}", folder.name))
+    return sorted(folder for folder in found if re.fullmatch(rf"{prefix}step_(\d{{8}}|[1-9]\d{{8,}})", folder.name))
 
 
 def _remove(folder: Path) -> None:

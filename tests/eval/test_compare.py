@@ -207,6 +207,14 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
     assert path.read_bytes() == before and not (tmp_path / "acceptance/report.html").exists()
 
 
+def test_a_page_of_somebody_else_in_the_run_is_kept(tmp_path: Path) -> None:
+    write_report(tmp_path / "acceptance/report.json", [8, 6])
+    (tmp_path / "acceptance/report.html").write_text("mine")
+    with pytest.warns(UserWarning, match=r"report\.html: must be a new file or an earlier output of this program"):
+        write_run_page(make_config(f"run_dir={tmp_path}"))
+    assert (tmp_path / "acceptance/report.html").read_text() == "mine"
+
+
 def test_answers_of_earlier_baselines_are_removed(tmp_path: Path) -> None:
     names = ["generations.jsonl", "generations_mine.jsonl", "generations_temperature_notes.jsonl", "report.json"]
     for name in (*names, "generations_tree.jsonl", "generations_temperature_0.7_sampled_drafts.jsonl"):

@@ -48,7 +48,7 @@ def test_only_shards_with_a_record_and_their_full_length_are_trusted(tmp_path: P
 
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_what_somebody_else_has_put_into_a_store_stays(tmp_path: Path, is_finished: bool) -> None:
-    names = ["notes.tmp", "shard_00001.notes.txt", "shard_99999.json", "shard_best.json", "mtptrain_notes.tmp"]
+    names = ["notes.tmp", "shard_00001.notes.txt", "shard_99999.json", "shard_000001.json", "mtptrain_notes.tmp"]
     if is_finished:
         make_store(tmp_path)
     for name in names:
